@@ -1,0 +1,123 @@
+"""Process-group handles, built once from `ParallelDims` and passed to whoever needs one.
+
+A group of one is a no-op: nothing is sent, nothing is waited for, and no backend is needed, so a
+run alone on one rank never initialises torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ERRORS_BY_CODE, SparsetronError
+from megatron.parallel.dims import ParallelDims
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one collective and this rank's place among them.
+
+    `handle` is None for a group of one.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce in place over the group; None where there is nothing to wait for."""
+        if self.handle is None:
+            return None
+        return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here (on CPU tensors, so that it blocks)."""
+        self.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in group order, on every rank. Bytes only: nothing is unpickled."""
+        if self.handle is None:
+            return [text]
+        payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        dist.all_gather(sizes, torch.tensor([len(text.encode())]), group=self.handle)
+        longest = max(1, max(int(size) for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload[:longest]
+        received = [torch.empty_like(padded) for _ in self.ranks]
+        dist.all_gather(received, padded, group=self.handle)
+        return [
+            bytes(chunk[: int(size)].tolist()).decode()
+            for chunk, size in zip(received, sizes, strict=True)
+        ]
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and fail together: if it raises a `SparsetronError` anywhere,
+        every rank raises the first one, so that none is left waiting in a later collective."""
+        result: T | None = None
+        problem: dict[str, Any] = {}
+        try:
+            result = work()
+        except SparsetronError as error:
+            problem = {"code": error.exit_code, "text": str(error)}
+        for reply in map(json.loads, self.gather_text(json.dumps(problem))):
+            if reply:
+                error = ERRORS_BY_CODE.get(reply["code"], SparsetronError)(reply["text"])
+                error.shared = True
+                raise error
+        return result  # type: ignore[return-value]  # work returned, or we raised
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroups:
+    """This rank's groups: along each axis of the grid, the ends of its pipeline that share a tied
+    embedding, and everybody."""
+
+    dims: ParallelDims
+    tp: Group
+    dp: Group
+    pp: Group
+    embedding: Group
+    world: Group
+
+    @classmethod
+    def build(cls, dims: ParallelDims, *, rank: int) -> ProcessGroups:
+        """Create the groups; every rank of the world calls this once, in step."""
+        world = tuple(range(dims.world_size))
+        pipelines = dims.lines("pp")
+        ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
+        return cls(
+            dims=dims,
+            tp=_join(dims.lines("tp"), rank),
+            dp=_join(dims.lines("dp"), rank),
+            pp=_join(pipelines, rank),
+            embedding=_join(ends, rank),
+            world=_join([world], rank),
+        )
+
+
+def _join(lines: list[tuple[int, ...]], rank: int) -> Group:
+    """Make every group of a family, as torch.distributed demands, and return the one we are in."""
+    mine = Group((rank,), 0)
+    for ranks in lines:
+        if len(ranks) == 1:
+            continue
+        whole = len(ranks) == dist.get_world_size()
+        handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = Group(ranks, ranks.index(rank), handle)
+    return mine

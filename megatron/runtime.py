@@ -1,0 +1,281 @@
+"""Where this process runs: its rank, world, device and backend. Sole reader of the environment.
+
+Ranks come from torchrun, srun or mpiexec alike, or from nobody (one rank). Finding them out needs
+no torch, so that a bad configuration is refused before torch is imported; `start` does the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError, PeerError, missing_extra
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+
+_MPI_VARIABLES = (
+    # rank, size, local rank, local size
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launcher told this process. `launcher` is torchrun, srun, mpiexec or none."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The started process: its launch, and the device its tensors live on."""
+
+    launch: Launch
+    device: torch.device
+    backend: str
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes logs and other files that exist once."""
+        return self.launch.rank == 0
+
+
+def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read the launcher's variables; `ConfigError` names the variable that is missing or off."""
+    env = os.environ if environ is None else environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env and _is_slurm_task(env):
+        return _from_slurm(env)
+    for names in _MPI_VARIABLES:
+        if names[0] in env:
+            return _from_mpi(env, names)
+    return Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Facts of the job for records, by allow-list, so that no secret can leak."""
+    env = os.environ if environ is None else environ
+    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
+    return {name: env[name] for name in names if name in env}
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    # mpiexec inside an allocation inherits srun-like variables of the batch step: PMI_* of its own
+    # proxies are then the truth.
+    return not ("PMI_RANK" in env and env.get("PMI_SIZE") != env["SLURM_STEP_NUM_TASKS"])
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Launch:
+    world_size = _integer(env, "WORLD_SIZE")
+    rank = _integer(env, "RANK")
+    return _checked(
+        Launch(
+            launcher="torchrun",
+            rank=rank,
+            world_size=world_size,
+            local_rank=_integer(env, "LOCAL_RANK", default=rank),
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", default=world_size),
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_integer(env, "MASTER_PORT", default=29500),
+        )
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> Launch:
+    job = _integer(env, "SLURM_JOB_ID", default=0) + _integer(env, "SLURM_STEP_ID", default=0)
+    return _checked(
+        Launch(
+            launcher="srun",
+            rank=_integer(env, "SLURM_PROCID"),
+            world_size=_integer(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_integer(env, "SLURM_LOCALID"),
+            local_world_size=_tasks_on_node(env),
+            master_addr=env.get("MASTER_ADDR") or _first_host(env),
+            # Below the ephemeral range, and different for jobs that share a node.
+            master_port=_integer(env, "MASTER_PORT", default=10000 + job % 20000),
+        )
+    )
+
+
+def _from_mpi(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Launch:
+    rank, size, local_rank, local_size = names
+    world_size = _integer(env, size)
+    return _checked(
+        Launch(
+            launcher="mpiexec",
+            rank=_integer(env, rank),
+            world_size=world_size,
+            local_rank=_integer(env, local_rank, default=_integer(env, rank)),
+            local_world_size=_integer(env, local_size, default=world_size),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_integer(env, "MASTER_PORT", default=0) or None,
+        )
+    )
+
+
+def _integer(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigError(f"{name} is not set though other ranks' variables are; set it")
+        return default
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r}: must be a non-negative integer")
+    return int(text)
+
+
+def _checked(launch: Launch) -> Launch:
+    if launch.world_size < 1 or launch.rank >= launch.world_size:
+        raise ConfigError(
+            f"rank {launch.rank} with world size {launch.world_size} (from {launch.launcher}): "
+            "ranks go from 0 to world size - 1"
+        )
+    return launch
+
+
+def _tasks_on_node(env: Mapping[str, str]) -> int:
+    """Tasks of this step on this node, from Slurm's run-length form such as `2(x3),1`."""
+    node = _integer(env, "SLURM_NODEID", default=0)
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        if count.isdigit():
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    if env.get("SLURM_STEP_NUM_NODES", "1") == "1":
+        return "127.0.0.1"
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"MASTER_ADDR: cannot expand node list {nodes!r} ({error}); set it") from None
+    return answer.stdout.split()[0]
+
+
+def start(launch: Launch, config: Config) -> Runtime:
+    """Choose device and backend and join the other ranks. Call once, before any tensor is made.
+
+    Raises `ConfigError` where what was asked for is not here, `PeerError` where the ranks do not
+    find each other within the timeout.
+    """
+    import torch
+
+    device = _choose_device(launch, config)
+    backend = _choose_backend(device, config.parallel.distributed_backend)
+    if "OMP_NUM_THREADS" not in os.environ and device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(config.training.seed)
+    if launch.world_size > 1:
+        minutes = config.parallel.distributed_timeout_minutes
+        _join_world(_with_master(launch), backend, timedelta(minutes=minutes))
+    return Runtime(launch=launch, device=device, backend=backend)
+
+
+def stop() -> None:
+    """Leave the world; the counterpart of `start`."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _choose_device(launch: Launch, config: Config) -> torch.device:
+    import torch
+
+    wanted = config.run.device
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not seen:
+        raise ConfigError("--device cuda: no CUDA device is seen; use --device cpu")
+    if wanted == "cpu" or not seen:
+        return torch.device("cpu")
+    if launch.local_rank >= seen:
+        raise ConfigError(
+            f"local rank {launch.local_rank}: only {seen} CUDA devices are seen; start at most "
+            f"{seen} ranks on this node, or bind one device to each and check CUDA_VISIBLE_DEVICES"
+        )
+    if config.precision.bf16 and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"--bf16: {torch.cuda.get_device_name()} has no bf16; use --fp16")
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def _choose_backend(device: torch.device, wanted: str | None) -> str:
+    if device.type == "cpu":
+        if wanted == "nccl":
+            raise ConfigError("--distributed-backend nccl: tensors are on the CPU; use gloo")
+        return "gloo"
+    if wanted == "gloo":
+        return "gloo"
+    # Control messages are CPU tensors and go through gloo beside NCCL.
+    return "cpu:gloo,cuda:nccl"
+
+
+def _with_master(launch: Launch) -> Launch:
+    if launch.master_addr and launch.master_port:
+        return launch
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise missing_extra("mpi4py (or MASTER_ADDR and MASTER_PORT)", "mpi") from None
+    import dataclasses
+    import socket
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() != launch.world_size or world.Get_rank() != launch.rank:
+        raise ConfigError(
+            f"MPI sees rank {world.Get_rank()} of {world.Get_size()}, the launcher's variables say "
+            f"{launch.rank} of {launch.world_size}; start with the mpiexec of the MPI that mpi4py "
+            "uses, or srun --mpi=pmi2"
+        )
+    alone = launch.world_size == launch.local_world_size
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        mine = ("127.0.0.1" if alone else socket.getfqdn(), probe.getsockname()[1])
+    address, port = world.bcast(mine, root=0)
+    return dataclasses.replace(launch, master_addr=address, master_port=port)
+
+
+def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    if launch.master_addr in ("127.0.0.1", "localhost"):
+        # gloo binds to what the host name resolves to, which need not exist on this machine.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{launch.master_addr}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).splitlines()[0]
+        raise PeerError(
+            f"rank {launch.rank} could not join {launch.world_size} ranks at "
+            f"{launch.master_addr}:{launch.master_port}: {first_line}"
+        ) from None

@@ -1,0 +1,111 @@
+"""Ranks for tests: processes that join gloo once and then serve many tests.
+
+`Ranks.run(n, function, *args)` calls `function(groups, *args)` on n ranks and returns their
+results in rank order. The function must be importable (module level of a test file). Starting a
+process with torch costs seconds, so one set of processes for each world size serves a session.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 180.0
+
+
+class Ranks:
+    """Lazily started sets of rank processes, one for each world size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, _Pool] = {}
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results of `function(groups, *args)` on each rank; a rank's failure is raised here."""
+        if world not in self._pools:
+            self._pools[world] = _Pool(world)
+        try:
+            return self._pools[world].run(function, args)
+        except BaseException:
+            # The ranks may be out of step with each other: start afresh next time.
+            self._pools.pop(world).close()
+            raise
+
+    def close(self) -> None:
+        """End every process."""
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+class _Pool:
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        store = str(Path(self._folder.name) / "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, store, rank, world), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        replies: list[tuple[bool, Any]] = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT_SECONDS):
+                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
+            replies.append(pipe.recv())
+        failures = [f"rank {i}:\n{text}" for i, (good, text) in enumerate(replies) if not good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, store: str, rank: int, world: int) -> None:
+    """Life of a rank: join, then answer until the pipe closes."""
+    import os
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    from megatron.parallel.dims import ParallelDims
+    from megatron.parallel.groups import ProcessGroups
+
+    if world > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
+        )
+    groups = ProcessGroups.build(ParallelDims(tp=1, dp=world, pp=1), rank=rank)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            reply = (True, function(groups, *args))
+        except Exception:
+            reply = (False, traceback.format_exc())
+        pipe.send(reply)
