@@ -1,0 +1,85 @@
+"""The dense gradient path: every gradient, averaged by bucketed all-reduce."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.data_parallel.interface import (
+    BucketUpdate,
+    GradBucket,
+    Reduced,
+    ReducerStats,
+    StepContext,
+)
+from megatron.parallel.groups import Group
+
+
+def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
+    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (n - 1) / n of them
+    (Eq. 3 of the Radius paper, its bandwidth term)."""
+    return 2 * (ranks - 1) * payload // ranks
+
+
+@dataclass
+class _AllReduceWork:
+    values: torch.Tensor
+    pending: dist.Work | None
+    reducer: AllReduceReducer
+
+    def wait(self) -> Reduced:
+        if self.pending is not None:
+            began = time.perf_counter()
+            self.pending.wait()
+            self.reducer.wait_seconds += time.perf_counter() - began
+        return Reduced(values=self.values)
+
+
+@dataclass
+class AllReduceReducer:
+    """Mean of whole buckets over `group`, in place, one asynchronous all-reduce each. Keeps no
+    state, so that commit and abort have nothing to do."""
+
+    group: Group
+    bytes_sent: int = field(default=0, init=False)
+    wait_seconds: float = field(default=0.0, init=False)
+
+    def reduce(self, bucket: GradBucket, step: StepContext) -> _AllReduceWork:
+        ranks = self.group.size
+        if ranks == 1:
+            return _AllReduceWork(bucket.grad, None, self)
+        op = dist.ReduceOp.AVG
+        if bucket.grad.dtype != torch.float32:
+            # A 16-bit sum can overflow where its mean does not, so the division comes first.
+            bucket.grad.div_(ranks)
+            op = dist.ReduceOp.SUM
+        pending = self.group.all_reduce(bucket.grad, op, async_op=True)
+        self.bytes_sent += ring_all_reduce_bytes(bucket.grad.nbytes, ranks)
+        return _AllReduceWork(bucket.grad, pending, self)
+
+    def wants_update(self, step: StepContext) -> bool:
+        return False
+
+    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+        pass
+
+    def abort(self, bucket: GradBucket) -> None:
+        pass
+
+    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
+        pass
+
+    def stats(self) -> ReducerStats:
+        stats = ReducerStats(bytes_sent=self.bytes_sent, wait_seconds=self.wait_seconds)
+        self.bytes_sent, self.wait_seconds = 0, 0.0
+        return stats
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        assert not state, "the dense path has no state of its own"

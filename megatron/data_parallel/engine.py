@@ -1,0 +1,260 @@
+"""Takes gradients from autograd, bucket by bucket, to their agreed mean over all ranks.
+
+        backward of the last microbatch                      finish
+    hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
+     (1)      (2)            (3)            (4)            (5)       (6)
+
+Common to every gradient path. From hook (1) to `zero`, gradients belong to the engine: outside
+backward every `param.grad` is None. Buckets are launched in index order and no hook waits for a
+collective, so ranks cannot send in different orders however their backwards interleave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.data_parallel.buckets import BucketPlan, entries_of, fingerprint, plan_buckets
+from megatron.data_parallel.interface import (
+    BucketUpdate,
+    GradBucket,
+    ParamInfo,
+    PathParts,
+    ReducerStats,
+    Slice,
+    Step,
+    StepContext,
+    Work,
+)
+from megatron.errors import ConfigError, PeerError
+from megatron.parallel.groups import ProcessGroups
+
+CLIP_EPSILON = 1e-6
+"""Megatron's guard against a zero norm when clipping."""
+
+
+@dataclass
+class _Slot:
+    """Where a parameter's gradient goes. `fresh`: nothing was accumulated in this step yet."""
+
+    bucket: int
+    out: torch.Tensor
+    arrivals: int
+    fresh: bool = True
+
+
+class GradientEngine:
+    """Accumulates, launches and agrees on the gradients of one rank.
+
+    A step is `begin`, backwards of which the last is announced by `expect_last_backward`,
+    `finish`, and then either the optimizer and `commit`, or `abort`; both end in zeroing.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        parts: PathParts,
+        groups: ProcessGroups,
+        *,
+        cap: int,
+        grad_dtype: torch.dtype,
+        overlap: bool = True,
+    ) -> None:
+        self.infos = {info.name: info for info in infos}
+        self.layout, self.reducer, self.groups = parts.layout, parts.reducer, groups
+        self._overlap = overlap
+        plans = plan_buckets(entries_of(infos, parts.layout), cap=cap)
+        self.fingerprint = fingerprint(plans, parts.layout)
+        _compare_fingerprints(self.fingerprint, groups)
+        device = infos[0].param.device
+        self.buckets = [
+            _allocate(index, plan, grad_dtype, device) for index, plan in enumerate(plans)
+        ]
+        self._slots = {
+            name: _Slot(bucket.index, where.of(bucket.grad), len(self.infos[name].leaves))
+            for bucket in self.buckets
+            for name, where in bucket.slices.items()
+        }
+        self._arrivals = [
+            sum(self._slots[name].arrivals for name in bucket.slices) for bucket in self.buckets
+        ]
+        self._handles = [
+            leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
+            for info in infos
+            for leaf in info.leaves
+        ]
+        self._context = StepContext(t=1)
+        self._start_over()
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def begin(self, context: StepContext) -> None:
+        """Open a step; gradients of any number of backwards add up from here."""
+        self._context = context
+        self._start_over()
+
+    def expect_last_backward(self) -> None:
+        """The next backward is the step's last: buckets leave as soon as they are full."""
+        self._pending = list(self._arrivals)
+        self._last = True
+
+    def accumulate(self, name: str, leaf: torch.nn.Parameter) -> None:
+        """Hook (1): take the gradient backward just made; send its bucket if that was the last."""
+        slot = self._slots[name]
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None, "the hook runs right after a gradient was accumulated"
+        store = self.layout.gather if slot.fresh else self.layout.gather_add
+        store(name, grad, slot.out)
+        slot.fresh = False
+        if self._last:
+            self._pending[slot.bucket] -= 1
+            if self._overlap:
+                self._launch_full()
+
+    def finish(self, *, tag: int, clip_norm: float = 0.0, stop: bool = False) -> Step:
+        """Wait for every mean and decide, on all ranks alike, whether the step is good.
+
+        `tag` is the caller's step number: ranks that are out of step raise `PeerError` instead of
+        mixing gradients of different steps. `clip_norm`: global norm to clip to, 0 = off. `stop`:
+        this rank wants to leave after the step. Collective over the world.
+        """
+        self._pending = [0] * len(self.buckets)
+        self._launch_full()
+        finite, stop = self._agree(tag, stop)
+        reduced = [work.wait() for work in self._work]
+        norm = self._norm([r.values for r in reduced]) / self._context.loss_scale
+        ok = finite and math.isfinite(norm)
+        factor = 1.0 / self._context.loss_scale
+        if clip_norm > 0.0 and norm > clip_norm:
+            factor *= clip_norm / (norm + CLIP_EPSILON)
+        return Step(ok=ok, norm=norm, factor=factor, stop=stop, reduced=reduced)
+
+    def commit(self, step: Step) -> None:
+        """The optimizer has applied the step: let the reducer keep what it did not send."""
+        wanted = self.wants_update
+        for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
+            update = BucketUpdate(bucket.slices, reduced.values) if wanted else None
+            self.reducer.commit(bucket, update)
+        self._start_over()
+
+    def abort(self) -> None:
+        """The step is dropped on every rank; nothing that is saved has changed."""
+        for bucket in self.buckets:
+            self.reducer.abort(bucket)
+        self._start_over()
+
+    @property
+    def wants_update(self) -> bool:
+        """Whether the optimizer is to leave its corrected update in place of the gradient."""
+        return self.reducer.wants_update(self._context)
+
+    # ---- what others ask -----------------------------------------------------------------------
+
+    def slices(self) -> Iterator[tuple[ParamInfo, GradBucket, Slice]]:
+        """Every parameter with its bucket and its place in it, in bucket order."""
+        for bucket in self.buckets:
+            for name, where in bucket.slices.items():
+                yield self.infos[name], bucket, where
+
+    def count_zeros(self, step: Step) -> int:
+        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks."""
+        zeros = [
+            (where.of(step.reduced[bucket.index].values) == 0).sum()
+            for info, bucket, where in self.slices()
+            if self._counts(bucket)
+        ]
+        total = torch.stack(zeros).sum().double().view(1)
+        return int(self._sum_over_model(total))
+
+    def stats(self) -> ReducerStats:
+        """Counters of the reducer since the last call."""
+        return self.reducer.stats()
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _start_over(self) -> None:
+        # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
+        for slot in self._slots.values():
+            slot.fresh = True
+        self._last = False
+        self._pending: list[int] = []
+        self._work: list[Work] = []
+        self._sums: list[torch.Tensor] = []
+
+    def _launch_full(self) -> None:
+        """(3), (4): send every full bucket that no earlier one holds back."""
+        while len(self._work) < len(self.buckets) and self._pending[len(self._work)] <= 0:
+            bucket = self.buckets[len(self._work)]
+            for name, where in bucket.slices.items():
+                if self._slots[name].fresh:  # no gradient came: it is zero
+                    where.of(bucket.grad).zero_()
+            # A sum is not finite if an entry is not, and is far cheaper than isfinite().all().
+            self._sums.append(bucket.grad.sum(dtype=torch.float32))
+            self._work.append(self.reducer.reduce(bucket, self._context))
+
+    def _agree(self, tag: int, stop: bool) -> tuple[bool, bool]:
+        """(5): whether every rank's gradients are finite, and whether any wants to leave."""
+        bad = ~torch.isfinite(torch.stack(self._sums)).all()
+        vote = torch.tensor([0.0, tag, -tag, stop], dtype=torch.float64, device=bad.device)
+        vote[0] = bad
+        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX)
+        bad_anywhere, newest, oldest, leave = vote.tolist()
+        if newest != -oldest:
+            raise PeerError(
+                f"ranks are out of step: this rank is at step {tag}, others between "
+                f"{int(-oldest)} and {int(newest)}; a collective was skipped or repeated"
+            )
+        return not bad_anywhere, bool(leave)
+
+    def _norm(self, values: list[torch.Tensor]) -> float:
+        """(6): L2 norm of the whole model's mean gradient, in scaled units."""
+        norms = torch.stack([torch.linalg.vector_norm(v, dtype=torch.float32) for v in values])
+        counted = torch.tensor(
+            [self._counts(bucket) for bucket in self.buckets], device=norms.device
+        )
+        total = (norms.double().square() * counted).sum().view(1)
+        return math.sqrt(self._sum_over_model(total))
+
+    def _counts(self, bucket: GradBucket) -> bool:
+        """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
+        if bucket.tied and self.groups.embedding.rank:
+            return False
+        return bucket.tp_sharded or self.groups.tp.rank == 0
+
+    def _sum_over_model(self, value: torch.Tensor) -> float:
+        for group in (self.groups.tp, self.groups.pp):
+            group.all_reduce(value, dist.ReduceOp.SUM)
+        return value.item()
+
+
+def _allocate(
+    index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device
+) -> GradBucket:
+    return GradBucket(
+        index=index,
+        slices=plan.slices,
+        grad=torch.zeros(plan.numel, dtype=dtype, device=device),
+        weight_decay=plan.kind.weight_decay,
+        tied=plan.kind.tied,
+        tp_sharded=plan.kind.tp_sharded,
+    )
+
+
+def _compare_fingerprints(mine: str, groups: ProcessGroups) -> None:
+    seen = groups.dp.gather_text(mine)
+    odd = [groups.dp.ranks[i] for i, text in enumerate(seen) if text != seen[0]]
+    if odd:
+        raise ConfigError(
+            f"rank {odd[0]} cut its gradients into other buckets than rank {groups.dp.ranks[0]}; "
+            "start every rank with the same configuration and code"
+        )

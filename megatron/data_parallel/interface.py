@@ -1,0 +1,258 @@
+"""The one swap point: which gradient coordinates exist, and how their mean over ranks is found.
+
+Two independent choices make a gradient path (DESIGN 2): a `BucketLayout` says which coordinates of
+each parameter are stored, a `GradientReducer` finds their mean over data-parallel ranks. A path is
+a folder with these two (or the stock ones) and one line in `pretrain_gpt.GRADIENT_PATHS`.
+
+Nothing here imports torch when it runs, so that flags can be checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.parallel.groups import ProcessGroups
+
+ALIGNMENT = 64
+"""Elements. Fused AdamW rounds the scalar tail of a tensor differently, so slices, chunks and
+shards all begin at multiples of this: other cuts would change bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamInfo:
+    """A logical parameter of the model, as the engine sees it.
+
+    `leaves` are the autograd leaves over its one storage: one for most, two for an embedding tied
+    to the output layer (each use accumulates its own gradient). `logical_shape` leaves out rows
+    that exist in memory only (vocabulary padding, always last); `tp_axis` is the axis cut over
+    the tensor-parallel group, or None where each of its ranks holds the whole.
+    """
+
+    name: str
+    leaves: tuple[torch.nn.Parameter, ...]
+    logical_shape: tuple[int, ...]
+    tp_axis: int | None = None
+    tied: bool = False
+    weight_decay: bool = True
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The leaf that stands for the parameter where only values matter."""
+        return self.leaves[0]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a parameter's stored entries lie in its bucket: `[start, start + numel)`."""
+
+    start: int
+    numel: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View of this slice of a bucket-sized flat tensor."""
+        return flat[self.start : self.start + self.numel]
+
+
+@dataclass(kw_only=True)
+class GradBucket:
+    """A flat run of parameters of one class, the unit that is sent and updated.
+
+    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0.
+    """
+
+    index: int
+    slices: dict[str, Slice]
+    grad: torch.Tensor
+    weight_decay: bool
+    tied: bool
+    tp_sharded: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Logical names of its parameters, in the order of their slices."""
+        return tuple(self.slices)
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat bucket, alignment included."""
+        return self.grad.numel()
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a reducer may know of the step: `t`, the applied update it would become (Adam's t,
+    from 1), and `loss_scale`, the factor by which this step's gradients are too large."""
+
+    t: int
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """The mean gradient of a bucket over data-parallel ranks. Norm, clipping and optimizer read
+    this and never `bucket.grad`.
+
+    `values`: 1-D, in units of the scaled loss. `index`: positions of the values in the bucket, or
+    None for all of them. `rest` tells what the positions outside `index` mean to the optimizer: a
+    zero gradient ("zero"), or nothing at all, weight decay included ("frozen"). `gathered`: number
+    of steps whose gradients each value sums up, None for one.
+    """
+
+    values: torch.Tensor
+    index: torch.Tensor | None = None
+    rest: str = "zero"
+    gathered: torch.Tensor | None = None
+
+
+class Work(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> Reduced:
+        """Block until the mean is there; the values belong to the bucket until zeroing."""
+        ...
+
+
+@dataclass(frozen=True)
+class BucketUpdate:
+    """The optimizer's corrected update of a bucket, for reducers that asked for it: it lies where
+    the reduced gradient lay that the optimizer consumed."""
+
+    slices: dict[str, Slice]
+    values: torch.Tensor
+
+    def update(self, name: str) -> torch.Tensor:
+        """View of m^ / (sqrt(v^) + eps) + lambda w over the parameter's slice (SGD: momentum +
+        lambda w)."""
+        return self.slices[name].of(self.values)
+
+
+class BucketLayout(Protocol):
+    """Which coordinates of each parameter have a gradient, a master weight and moments."""
+
+    def numel(self, name: str, param: torch.Tensor) -> int:
+        """Number of stored entries of this parameter."""
+        ...
+
+    def gather(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the stored entries of a dense tensor, cast to `out`'s dtype, into its slice."""
+        ...
+
+    def gather_add(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the stored entries of a dense gradient to its slice."""
+        ...
+
+    def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
+        """Put stored entries back into the dense parameter, in place, cast to its dtype.
+
+        Where `param` is itself a view of `flat` there is nothing to do."""
+        ...
+
+    def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
+        """Fill the fp32 master slice `flat` from the parameter, once, before training. Where the
+        parameter is fp32 and stored whole, make its leaves views of `flat` and save the copy."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hex digest of which coordinates exist; equal on every data-parallel rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReducerStats:
+    """Counters of one step on this rank. `bytes_sent` follows the ring model: an all-reduce of b
+    bytes over n ranks sends 2 (n - 1) / n b, an all-gather (n - 1) times the rank's own bytes.
+    `density`: entries sent over entries stored. `wait_seconds`: time blocked in `Work.wait`."""
+
+    bytes_sent: int = 0
+    density: float = 1.0
+    wait_seconds: float = 0.0
+
+
+class GradientReducer(Protocol):
+    """How the mean over data-parallel ranks is found. One instance serves all buckets of a rank.
+
+    `reduce` changes no state that is saved; `commit` does, once every rank agrees that the step
+    is good, else `abort` is called. Buckets are reduced in index order on every rank.
+    """
+
+    def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        """Start finding the mean of `bucket.grad`; returns without waiting for any collective."""
+        ...
+
+    def wants_update(self, step: StepContext) -> bool:
+        """Whether `commit` needs the optimizer's corrected update at this step."""
+        ...
+
+    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+        """The step was applied: take what was not sent into the state."""
+        ...
+
+    def abort(self, bucket: GradBucket) -> None:
+        """The step is dropped on every rank: forget it; the state is as before `reduce`."""
+        ...
+
+    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
+        """The layout of a parameter changed: stored entry i now lies at `kept[i]` (int64, -1 =
+        gone) of `new_numel`; entries that are new start from nothing."""
+        ...
+
+    def stats(self) -> ReducerStats:
+        """Counters since the last call, which they are reset by."""
+        ...
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """State of this data-parallel rank for the checkpoint, by logical name."""
+        ...
+
+    def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `state_tensors` gave."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathParts:
+    """What a path builds for a run: its layout and its reducer."""
+
+    layout: BucketLayout
+    reducer: GradientReducer
+
+
+class GradientPath(Protocol):
+    """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
+
+    name: str
+    section: str | None
+    """Name of its section in the configuration file, None without options of its own."""
+    config_class: type | None
+    """Frozen dataclass of its options, one flag for each field."""
+
+    def check(self, config: Any) -> None:
+        """Raise `ConfigError` for settings this path cannot run with."""
+        ...
+
+    def build(self, config: Any, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+        """Layout and reducer for these parameters."""
+        ...
+
+    def plan_bytes(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Bytes of gradient state on one rank by kind, for the planner. No torch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the engine found out about a step. `norm`: global L2 norm of the mean gradient in
+    unscaled units, not finite where the step is not ok. `factor`: what the optimizer multiplies
+    each reduced value by (loss scale and clipping). `reduced`: one for each bucket, in index
+    order. `stop`: some rank wants to leave after this step."""
+
+    ok: bool
+    norm: float
+    factor: float
+    stop: bool = False
+    reduced: list[Reduced] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Optimizers on flat buckets, learning-rate schedules and the fp16 loss scale."""

@@ -1,0 +1,112 @@
+"""fp32 master weights and moments in flat buckets, updated chunk by chunk.
+
+The stock optimizers step over parameters; ours steps over the buckets in which gradients were
+reduced, in chunks that stay in cache between widening, scaling, updating and, for reducers that
+ask for it, recording the update. It owns its states and is what saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, Step
+from megatron.optimizer.rules import Hyper, UpdateRule
+
+CPU_CHUNK = 256 * 1024
+"""Entries: five fp32 streams of this length stay within a few MiB of cache."""
+CUDA_CHUNK = 64 * 1024 * 1024
+
+
+@dataclass
+class BucketState:
+    """States of one bucket, 1-D fp32 tensors as long as its gradient."""
+
+    master: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+
+
+class BucketOptimizer:
+    """Applies an `UpdateRule` to the buckets of an engine.
+
+    Where parameters are fp32 and stored whole they become views of the master weights; 16-bit
+    parameters get the rounded result from `layout.scatter`.
+    """
+
+    def __init__(self, engine: GradientEngine, rule: UpdateRule) -> None:
+        self.engine, self.rule = engine, rule
+        self.applied = 0
+        self.states = [self._allocate(bucket) for bucket in engine.buckets]
+        for info, bucket, where in engine.slices():
+            engine.layout.bind(info.name, where.of(self.states[bucket.index].master), info.leaves)
+        on_cpu = engine.buckets[0].grad.device.type == "cpu"
+        self._chunk = CPU_CHUNK if on_cpu else CUDA_CHUNK
+        longest = max(bucket.numel for bucket in engine.buckets)
+        self._scratch = torch.empty(
+            min(self._chunk, longest), dtype=torch.float32, device=engine.buckets[0].grad.device
+        )
+        assert self._chunk % ALIGNMENT == 0
+
+    def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
+        """Apply a good step: `lr` and `weight_decay` are this update's; buckets whose parameters
+        do not decay use 0. The reduced values may be overwritten."""
+        self.applied += 1
+        for bucket, reduced in zip(self.engine.buckets, step.reduced, strict=True):
+            hyper = Hyper(
+                t=self.applied, lr=lr, weight_decay=weight_decay if bucket.weight_decay else 0.0
+            )
+            self._update(self.states[bucket.index], reduced, step.factor, hyper)
+        self._scatter()
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Every state as (kind, logical name, stored entries): kind is "param" for the master
+        weight, else the moment's name. The tensors are views: writing to them loads them."""
+        kinds = ("param", *self.rule.moments)
+        for info, bucket, where in self.engine.slices():
+            state = self.states[bucket.index]
+            for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
+                yield kind, info.name, where.of(flat)
+
+    def params_norm(self) -> float:
+        """L2 norm of the master weights this rank counts; what `--log-params-norm` prints."""
+        squares = [state.master.double().square().sum() for state in self.states]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def loaded(self) -> None:
+        """Master weights were written to: bring the 16-bit parameters up to date."""
+        self._scatter()
+
+    def _allocate(self, bucket: GradBucket) -> BucketState:
+        def zeros() -> torch.Tensor:
+            return torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.grad.device)
+
+        return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
+
+    def _update(self, state: BucketState, reduced: Reduced, factor: float, hyper: Hyper) -> None:
+        assert reduced.index is None, "this optimizer reads dense reduced buckets"
+        keep = self.engine.wants_update
+        for start in range(0, reduced.values.numel(), self._chunk):
+            cut = slice(start, start + self._chunk)
+            values, weight = reduced.values[cut], state.master[cut]
+            moments = [moment[cut] for moment in state.moments]
+            old_weight = weight.clone() if keep else weight
+            self.rule.apply(weight, self._scaled(values, factor), moments, hyper)
+            if keep:
+                values.copy_(self.rule.direction(old_weight, moments, hyper))
+
+    def _scaled(self, values: torch.Tensor, factor: float) -> torch.Tensor:
+        """The chunk in fp32 times factor; the chunk itself where that is the same."""
+        if factor == 1.0 and values.dtype == torch.float32:
+            return values
+        out = self._scratch[: values.numel()]
+        if values.dtype == torch.float32:
+            return torch.mul(values, factor, out=out)
+        return out.copy_(values).mul_(factor)
+
+    def _scatter(self) -> None:
+        for info, bucket, where in self.engine.slices():
+            master = where.of(self.states[bucket.index].master)
+            self.engine.layout.scatter(info.name, master, info.param.detach())

@@ -1,0 +1,79 @@
+"""Learning rate and weight decay as functions of the samples in applied steps.
+
+Megatron counts samples, not steps, so that batch ramp-up stretches the schedule rather than
+bending it: a flag in iterations is that many global batches. A skipped step does not advance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Each maps progress in [0, 1] through the decay to the part of (max - min) that is left.
+_DECAY: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
+    "exponential": lambda x: 2.0 * 0.5**x - 1.0,
+    "minus_sqrt": lambda x: 1.0 - math.sqrt(x),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """`at(samples)`: the rate of the update that follows `samples` samples.
+
+    Rises linearly from `warmup_init` over `warmup_samples` (the first step of a warm-up from 0
+    therefore has rate 0, as in Megatron), falls by `style` until `decay_samples`, then stays at
+    `min_lr`.
+    """
+
+    max_lr: float
+    min_lr: float
+    warmup_init: float
+    warmup_samples: int
+    decay_samples: int
+    style: str
+    wsd_decay_samples: int = 0
+    wsd_style: str = "exponential"
+
+    def at(self, samples: int) -> float:
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            rise = (self.max_lr - self.warmup_init) * samples / self.warmup_samples
+            return self.warmup_init + rise
+        if self.style == "constant":
+            return self.max_lr
+        if samples > self.decay_samples:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            first = max(self.warmup_samples, 1)
+            return max(self.min_lr, self.max_lr * math.sqrt(first / max(samples, 1)))
+        return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
+
+    def _left(self, samples: int) -> float:
+        """Part of the distance to `min_lr` that remains."""
+        if self.style == "WSD":
+            anneal_from = self.decay_samples - self.wsd_decay_samples
+            if samples <= anneal_from:
+                return 1.0
+            return _DECAY[self.wsd_style]((samples - anneal_from) / self.wsd_decay_samples)
+        span = self.decay_samples - self.warmup_samples
+        return _DECAY[self.style]((samples - self.warmup_samples) / span if span else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    """`at(samples)`: constant, or rising from `start` to `end` over the run."""
+
+    start: float
+    end: float
+    total_samples: int
+    style: str = "constant"
+
+    def at(self, samples: int) -> float:
+        if self.style == "constant":
+            return self.end
+        progress = min(1.0, samples / self.total_samples)
+        if self.style == "linear":
+            return self.start + (self.end - self.start) * progress
+        return self.start + (self.end - self.start) * 0.5 * (math.cos(math.pi * (1 - progress)) + 1)

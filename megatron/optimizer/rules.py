@@ -1,0 +1,161 @@
+"""Update rules on flat chunks: AdamW (torch's or Apex's fused kernel) and SGD with momentum.
+
+A rule knows arithmetic alone. What is stored, in which order chunks are visited and where the
+result goes is `bucket_optimizer`'s business, so that a rule serves resident, compressed and
+offloaded states alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron.errors import missing_extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """What may differ from step to step. `t` counts applied updates from 1."""
+
+    t: int
+    lr: float
+    weight_decay: float
+
+
+class UpdateRule(Protocol):
+    """Arithmetic of one optimizer. Tensors are 1-D fp32 of equal length, changed in place."""
+
+    moments: tuple[str, ...]
+    """Names of the state it keeps for each entry, as checkpoints call them."""
+
+    def apply(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> None:
+        """Update weight and moments from the gradient, which may be used as scratch."""
+        ...
+
+    def direction(
+        self,
+        old_weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> torch.Tensor:
+        """The corrected update that `apply` has just multiplied by the learning rate, from the
+        new moments and the weight before it (Algorithm 2, line 5 of the Radius paper)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), torch's fused kernel."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def apply(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> None:
+        exp_avg, exp_avg_sq = moments
+        torch._fused_adamw_(
+            [weight],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [torch.tensor(float(hyper.t), device=weight.device)],
+            lr=hyper.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=hyper.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def direction(
+        self,
+        old_weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> torch.Tensor:
+        exp_avg, exp_avg_sq = moments
+        mean = exp_avg / (1 - self.beta1**hyper.t)
+        scale = (exp_avg_sq / (1 - self.beta2**hyper.t)).sqrt_().add_(self.eps)
+        return mean.div_(scale).add_(old_weight, alpha=hyper.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApexAdamW(AdamW):
+    """The same arithmetic by Apex's multi-tensor kernel. Raises `ConfigError` if Apex is absent."""
+
+    def __post_init__(self) -> None:
+        try:
+            import amp_C  # noqa: F401
+            import apex.multi_tensor_apply  # noqa: F401
+        except ImportError:
+            raise missing_extra("apex (--optimizer-impl apex)", "gpu") from None
+
+    def apply(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> None:
+        import amp_C
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        adam_w_mode, bias_correction = 1, 1
+        multi_tensor_applier(
+            amp_C.multi_tensor_adam,
+            torch.zeros(1, dtype=torch.int32, device=weight.device),
+            [[grad], [weight], [moments[0]], [moments[1]]],
+            hyper.lr,
+            self.beta1,
+            self.beta2,
+            self.eps,
+            hyper.t,
+            adam_w_mode,
+            bias_correction,
+            hyper.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Momentum without dampening; weight decay is decoupled, as in AdamW."""
+
+    momentum: float
+    moments: tuple[str, ...] = ("momentum",)
+
+    def apply(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> None:
+        (velocity,) = moments
+        velocity.mul_(self.momentum).add_(grad)
+        weight.mul_(1.0 - hyper.lr * hyper.weight_decay).add_(velocity, alpha=-hyper.lr)
+
+    def direction(
+        self,
+        old_weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+    ) -> torch.Tensor:
+        return torch.add(moments[0], old_weight, alpha=hyper.weight_decay)

@@ -1,0 +1,170 @@
+"""A small set of parameters with gradients under full control, for the contracts of DESIGN 2.2.
+
+Every contract test is parametrised over `PATHS`; a new gradient path adds its settings there and
+inherits them all. Gradients come out of a real backward: the loss is sum(parameter * wanted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import ParamInfo, Step, StepContext
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.rules import AdamW
+from megatron.parallel.groups import ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embedding.weight": (37, 16),
+    "first.weight": (48, 16),
+    "first.bias": (48,),
+    "norm.weight": (48,),
+    "second.weight": (30, 48),
+    "second.bias": (30,),
+}
+TIED = "embedding.weight"
+
+
+@dataclass(frozen=True)
+class PathCase:
+    """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
+    the reduced gradient is the whole mean; else residuals make up for the rest."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lossless: bool = True
+
+
+PATHS = [PathCase("dense")]
+WORLDS = [1, 2, 4]
+
+
+def case_id(case: PathCase) -> str:
+    return "-".join([case.name, *(f"{k}={v}" for k, v in case.options.items())])
+
+
+class Toy:
+    """Parameters, engine and optimizer of one rank; `step` runs one training step."""
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        case: PathCase,
+        *,
+        dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        cap: int = 1024,
+        overlap: bool = True,
+        lr: float = 1e-2,
+        weight_decay: float = 0.1,
+    ) -> None:
+        self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
+        self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
+        config = SimpleNamespace(extensions={case.name: SimpleNamespace(**case.options)})
+        parts = GRADIENT_PATHS[case.name].build(config, self.infos, groups)
+        self.engine = GradientEngine(
+            self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
+        )
+        self.optimizer = BucketOptimizer(
+            self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
+        )
+        self.steps = 0
+
+    def backward(
+        self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0
+    ) -> None:
+        """One backward for each set of wanted gradients, as microbatches are."""
+        self.engine.begin(StepContext(t=self.optimizer.applied + 1, loss_scale=loss_scale))
+        for number, gradients in enumerate(wanted):
+            if number == len(wanted) - 1:
+                self.engine.expect_last_backward()
+            loss = torch.zeros((), dtype=torch.float64)
+            for info in self.infos:
+                share = 1.0 / len(info.leaves)
+                for leaf in info.leaves:
+                    product = leaf.double() * gradients[info.name].double()
+                    loss = loss + product.sum() * share
+            (loss * loss_scale).backward()
+
+    def finish(self, *, clip_norm: float = 0.0, tag: int | None = None) -> Step:
+        self.steps += 1
+        return self.engine.finish(tag=self.steps if tag is None else tag, clip_norm=clip_norm)
+
+    def apply(self, step: Step) -> None:
+        if not step.ok:
+            self.engine.abort()
+            return
+        self.optimizer.step(step, lr=self.lr, weight_decay=self.weight_decay)
+        self.engine.commit(step)
+
+    def step(
+        self,
+        wanted: list[dict[str, torch.Tensor]],
+        *,
+        clip_norm: float = 0.0,
+        loss_scale: float = 1.0,
+    ) -> Step:
+        self.backward(wanted, loss_scale)
+        step = self.finish(clip_norm=clip_norm)
+        self.apply(step)
+        return step
+
+    def reduced(self, step: Step) -> dict[str, torch.Tensor]:
+        """The mean gradient by name, in unscaled units, zeros where nothing was sent."""
+        found = {}
+        for info, bucket, where in self.engine.slices():
+            reduced = step.reduced[bucket.index]
+            dense = reduced.values
+            if reduced.index is not None:
+                dense = torch.zeros(bucket.numel).index_copy(0, reduced.index, reduced.values)
+            found[info.name] = where.of(dense).float().clone()
+        return found
+
+    def residual(self) -> dict[str, torch.Tensor]:
+        """This rank's residual by name, flat; zeros for a path that keeps none."""
+        zeros = {info.name: torch.zeros(info.param.numel()) for info in self.infos}
+        kept = dict(self.engine.reducer.state_tensors())
+        return zeros | {name: tensor.clone() for name, tensor in kept.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything a skipped step must leave alone."""
+        found = {info.name: info.param.detach().clone() for info in self.infos}
+        for kind, name, tensor in self.optimizer.tensors():
+            found[f"{kind}/{name}"] = tensor.clone()
+        for name, tensor in self.engine.reducer.state_tensors():
+            found[f"reducer/{name}"] = tensor.clone()
+        return found
+
+
+def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Random fp32 gradients for every parameter, a function of the numbers given."""
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return {
+        name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()
+    }
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors differ in any bit."""
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def _info(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ParamInfo:
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    leaf = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    leaves = (leaf,)
+    if name == TIED:
+        leaves = (leaf, torch.nn.Parameter(leaf.detach()))
+    return ParamInfo(
+        name=name,
+        leaves=leaves,
+        logical_shape=shape,
+        tied=name == TIED,
+        weight_decay=len(shape) > 1,
+    )

@@ -1,0 +1,346 @@
+"""The contracts of DESIGN 2.2, for every registered gradient path at 1, 2 and 4 ranks.
+
+Function names give the contract's number. Each `on_rank_*` runs on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError, PeerError
+from megatron.parallel.groups import ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
+from tests.contract.harness import (
+    PATHS,
+    SHAPES,
+    TIED,
+    WORLDS,
+    PathCase,
+    Toy,
+    case_id,
+    gradients,
+    same,
+)
+from tests.ranks import Ranks
+
+every_path = pytest.mark.parametrize("case", PATHS, ids=case_id)
+every_world = pytest.mark.parametrize("world", WORLDS)
+
+
+def test_every_registered_path_is_held_to_the_contracts() -> None:
+    assert {case.name for case in PATHS} == set(GRADIENT_PATHS)
+
+
+# ---- 1: gradients belong to the engine ----------------------------------------------------------
+
+
+def on_rank_ownership(groups: ProcessGroups, case: PathCase) -> list[bool]:
+    toy = Toy(groups, case)
+    seen = []
+    toy.backward([gradients(1, groups.dp.rank), gradients(2, groups.dp.rank)])
+    seen.append(all(leaf.grad is None for info in toy.infos for leaf in info.leaves))
+    step = toy.finish()
+    toy.apply(step)
+    seen.append(all(leaf.grad is None for info in toy.infos for leaf in info.leaves))
+    return seen
+
+
+@every_path
+@every_world
+def test_1_no_parameter_holds_a_gradient(ranks: Ranks, case: PathCase, world: int) -> None:
+    assert ranks.run(world, on_rank_ownership, case) == [[True, True]] * world
+
+
+# ---- 2, 3: the mean, equal everywhere, nothing lost ---------------------------------------------
+
+
+def on_rank_mean(groups: ProcessGroups, case: PathCase, scale: float) -> list[dict]:
+    toy = Toy(groups, case)
+    found = []
+    for number in range(6):
+        before = toy.residual()
+        mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
+        toy.backward(mine, loss_scale=scale)
+        step = toy.finish()
+        reduced = toy.reduced(step)
+        toy.apply(step)
+        found.append(
+            {
+                "reduced": reduced,
+                "gradient": {n: (mine[0][n] + mine[1][n]).reshape(-1) for n in SHAPES},
+                "before": before,
+                "after": toy.residual(),
+            }
+        )
+    return found
+
+
+@every_path
+@every_world
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_2_3_mean_is_equal_on_every_rank_and_nothing_is_lost(
+    ranks: Ranks, case: PathCase, world: int, scale: float
+) -> None:
+    by_rank = ranks.run(world, on_rank_mean, case, scale)
+    for number in range(6):
+        here = [found[number] for found in by_rank]
+        for name in SHAPES:
+            reduced = here[0]["reduced"][name]
+            assert all(torch.equal(reduced, other["reduced"][name]) for other in here)
+            offered = torch.stack([r["gradient"][name].double() + r["before"][name] for r in here])
+            kept = torch.stack([r["after"][name].double() for r in here])
+            expected = (offered - kept).mean(0)
+            torch.testing.assert_close(
+                reduced.double() / scale, expected, rtol=1e-5, atol=1e-6
+            )
+            if case.lossless:
+                assert not kept.any()
+
+
+# ---- 4: a bad step changes nothing anywhere -----------------------------------------------------
+
+
+def on_rank_bad_step(
+    groups: ProcessGroups, case: PathCase, bad_rank: int, bad_value: float, name: str
+) -> dict:
+    toy = Toy(groups, case)
+    for number in range(3):
+        toy.step([gradients(number, groups.dp.rank)])
+    before = toy.state()
+    poisoned = gradients(7, groups.dp.rank)
+    if groups.dp.rank == bad_rank:
+        poisoned[name].view(-1)[5] = bad_value
+    skipped = toy.step([poisoned])
+    changed = same(before, toy.state())
+    good = toy.step([gradients(8, groups.dp.rank)])
+    # The same steps without the bad one between them.
+    other = Toy(groups, case)
+    for number in (0, 1, 2, 8):
+        other.step([gradients(number, groups.dp.rank)])
+    return {
+        "ok": [skipped.ok, good.ok],
+        "changed": changed,
+        "after": same(toy.state(), other.state()),
+    }
+
+
+@every_path
+@every_world
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["first.weight", "norm.weight", TIED])
+def test_4_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(
+    ranks: Ranks, case: PathCase, world: int, bad: float, name: str
+) -> None:
+    for found in ranks.run(world, on_rank_bad_step, case, world - 1, bad, name):
+        assert found == {"ok": [False, True], "changed": [], "after": []}
+
+
+def on_rank_overflowing_sum(groups: ProcessGroups, case: PathCase) -> tuple[bool, list[str]]:
+    toy = Toy(groups, case)
+    toy.step([gradients(0, groups.dp.rank)])
+    before = toy.state()
+    huge = {name: torch.full(shape, 3e38) for name, shape in SHAPES.items()}
+    step = toy.step([huge])
+    return step.ok, same(before, toy.state())
+
+
+@every_path
+@every_world
+def test_4_a_norm_that_overflows_is_a_bad_step(ranks: Ranks, case: PathCase, world: int) -> None:
+    assert ranks.run(world, on_rank_overflowing_sum, case) == [(False, [])] * world
+
+
+def on_rank_out_of_step(groups: ProcessGroups, case: PathCase) -> str:
+    toy = Toy(groups, case)
+    toy.backward([gradients(0)])
+    with pytest.raises(PeerError) as caught:
+        toy.finish(tag=10 + (groups.dp.rank == 1))
+    return str(caught.value)
+
+
+@every_path
+def test_4_a_rank_one_step_ahead_is_noticed(ranks: Ranks, case: PathCase) -> None:
+    for text in ranks.run(2, on_rank_out_of_step, case):
+        assert "out of step" in text and "between 10 and 11" in text
+
+
+# ---- 5, 8: bucket classes, launch order, tied leaves --------------------------------------------
+
+
+class SpyReducer:
+    """Passes everything on and notes in which order buckets were sent."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+        self.sent: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def reduce(self, bucket, step):  # type: ignore[no-untyped-def]
+        self.sent.append(bucket.index)
+        return self.inner.reduce(bucket, step)  # type: ignore[attr-defined]
+
+
+def on_rank_order(groups: ProcessGroups, case: PathCase) -> dict:
+    toy = Toy(groups, case, cap=256)
+    spy = SpyReducer(toy.engine.reducer)
+    toy.engine.reducer = spy  # type: ignore[assignment]
+    toy.backward([gradients(0, groups.dp.rank), gradients(1, groups.dp.rank)])
+    in_backward = list(spy.sent)
+    step = toy.finish()
+    after = list(spy.sent)
+    tied_sum = toy.reduced(step)[TIED]
+    # Hooks that fire in the opposite order must not change the order of sending.
+    toy.apply(step)
+    spy.sent.clear()
+    toy.engine.begin(toy.engine._context)
+    toy.engine.expect_last_backward()
+    for info in toy.infos:
+        for leaf in info.leaves:
+            leaf.grad = torch.ones_like(leaf)
+            toy.engine.accumulate(info.name, leaf)
+    toy.finish()
+    return {
+        "buckets": [(list(b.slices), b.tied, b.weight_decay) for b in toy.engine.buckets],
+        "in_backward": in_backward,
+        "after": after,
+        "tied": tied_sum,
+        "scrambled": list(spy.sent),
+    }
+
+
+@every_path
+@every_world
+def test_5_8_buckets_are_sent_in_index_order_from_inside_backward(
+    ranks: Ranks, case: PathCase, world: int
+) -> None:
+    for found in ranks.run(world, on_rank_order, case):
+        order = list(range(len(found["buckets"])))
+        assert found["in_backward"] == found["after"] == found["scrambled"] == order
+        assert found["buckets"][-1] == ([TIED], True, True)
+        for names, _, decays in found["buckets"]:
+            # 1-D parameters and matrices never share a bucket.
+            assert {len(SHAPES[name]) > 1 for name in names} == {decays}
+
+
+# ---- 7: bucketing agrees or the run does not start ----------------------------------------------
+
+
+def on_rank_other_buckets(groups: ProcessGroups, case: PathCase) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Toy(groups, case, cap=256 if groups.dp.rank == 0 else 4096)
+    return str(caught.value)
+
+
+@every_path
+def test_7_ranks_that_bucket_differently_are_refused(ranks: Ranks, case: PathCase) -> None:
+    for text in ranks.run(2, on_rank_other_buckets, case):
+        assert "rank 1" in text and "buckets" in text
+
+
+def on_rank_cap(groups: ProcessGroups, case: PathCase, cap: int) -> dict[str, torch.Tensor]:
+    toy = Toy(groups, case, cap=cap)
+    for number in range(8):
+        toy.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+    return {info.name: info.param.detach().clone() for info in toy.infos}
+
+
+@every_path
+def test_7_another_bucketing_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
+    small, large = (ranks.run(2, on_rank_cap, case, cap)[0] for cap in (64, 10**6))
+    for name in SHAPES:
+        torch.testing.assert_close(small[name], large[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- 8, 9: overlap and DP 1 are the same computation --------------------------------------------
+
+
+def on_rank_overlap(groups: ProcessGroups, case: PathCase, overlap: bool) -> dict:
+    toy = Toy(groups, case, overlap=overlap, cap=256)
+    for number in range(6):
+        toy.step([gradients(number, m, groups.dp.rank) for m in range(3)], clip_norm=1.0)
+    return toy.state()
+
+
+@every_path
+@every_world
+def test_9_overlap_changes_no_bit(ranks: Ranks, case: PathCase, world: int) -> None:
+    overlapped = ranks.run(world, on_rank_overlap, case, True)
+    at_the_end = ranks.run(world, on_rank_overlap, case, False)
+    for first, second in zip(overlapped, at_the_end, strict=True):
+        assert same(first, second) == []
+
+
+def on_rank_equal_state(groups: ProcessGroups, case: PathCase, dtype: torch.dtype) -> dict:
+    toy = Toy(groups, case, dtype=dtype)
+    for number in range(8):
+        toy.step([gradients(number, groups.dp.rank)], clip_norm=0.5)
+    return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
+
+
+@every_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2, 4])
+def test_2_replicas_stay_bit_equal(
+    ranks: Ranks, case: PathCase, dtype: torch.dtype, world: int
+) -> None:
+    first, *others = ranks.run(world, on_rank_equal_state, case, dtype)
+    for other in others:
+        assert same(first, other) == []
+
+
+# ---- 10: state goes out and comes back ----------------------------------------------------------
+
+
+def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[str]:
+    through = Toy(groups, case)
+    for number in range(12):
+        through.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+    first = Toy(groups, case)
+    for number in range(left_at):
+        first.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+    saved = {(k, n): t.clone() for k, n, t in first.optimizer.tensors()}
+    carried = {n: t.clone() for n, t in first.engine.reducer.state_tensors()}
+    second = Toy(groups, case)
+    for kind, name, tensor in second.optimizer.tensors():
+        tensor.copy_(saved[kind, name])
+    second.optimizer.applied = first.optimizer.applied
+    second.optimizer.loaded()
+    second.engine.reducer.load_state_tensors(carried)
+    for number in range(left_at, 12):
+        second.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+    return same(through.state(), second.state())
+
+
+@every_path
+@every_world
+@pytest.mark.parametrize("left_at", range(1, 12, 2))
+def test_10_saved_and_resumed_equals_uninterrupted(
+    ranks: Ranks, case: PathCase, world: int, left_at: int
+) -> None:
+    assert ranks.run(world, on_rank_resume, case, left_at) == [[]] * world
+
+
+# ---- 11: the trajectory does not depend on the number of ranks ----------------------------------
+
+
+def on_rank_trajectory(groups: ProcessGroups, case: PathCase) -> dict[str, torch.Tensor]:
+    toy = Toy(groups, case, lr=1e-3)
+    size, rank = groups.dp.size, groups.dp.rank
+    for number in range(15):
+        # Four shares of a global batch, dealt to the ranks; each is weighted as a mean over ranks.
+        mine = [gradients(number, share, scale=size / 4) for share in range(rank, 4, size)]
+        toy.step(mine, clip_norm=1.0)
+    return {info.name: info.param.detach().clone() for info in toy.infos}
+
+
+@every_path
+def test_11_data_parallel_size_changes_rounding_only(ranks: Ranks, case: PathCase) -> None:
+    alone, two, four = (ranks.run(world, on_rank_trajectory, case)[0] for world in WORLDS)
+    for name in SHAPES:
+        torch.testing.assert_close(two[name], alone[name], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(four[name], alone[name], rtol=1e-4, atol=1e-4)
