@@ -1,0 +1,137 @@
+"""The whole configuration, and what follows from it once the number of ranks is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import get_type_hints
+
+from megatron.config.learning import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.options import Spec, specs_of
+from megatron.config.rules import check_batch, check_world
+from megatron.config.running import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    GradientConfig,
+    LoggingConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting of a run, by section.
+
+    `extensions` holds the section that the gradient path brings. `name` is the stem of the
+    configuration file; `notices` are lines to be announced once. These two are no settings and do
+    not count in comparisons.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    gradient: GradientConfig = field(default_factory=GradientConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    extensions: dict[str, object] = field(default_factory=dict[str, object])
+    name: str = field(default="gpt", compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def sections(self) -> dict[str, object]:
+        """All sections by name, the gradient path's last."""
+        return {name: getattr(self, name) for name in SECTIONS} | self.extensions
+
+    def values(self) -> dict[str, object]:
+        """All settings by field name."""
+        return {
+            spec.name: getattr(section, spec.name)
+            for name, section in self.sections.items()
+            for spec in specs_of(type(section), name).values()
+        }
+
+    def resolve(self, world_size: int) -> Config:
+        """The same with derived values filled in, so that `to_yaml` says all there is to say.
+
+        Idempotent. Raises `ConfigError` where `world_size` ranks and the batch do not fit.
+        """
+        check_world(self, world_size)
+        dp = self.data_parallel_size(world_size)
+        resolved = dataclasses.replace(
+            self,
+            model=_resolve_model(self.model),
+            training=_resolve_training(self.training, dp),
+            recompute=_resolve_recompute(self.recompute),
+        )
+        check_batch(resolved, dp)
+        return resolved
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among `world_size` ranks."""
+        return world_size // self.parallel.model_parallel_size
+
+    def num_microbatches(self, global_batch: int, dp: int) -> int:
+        """See `TrainingConfig.num_microbatches`."""
+        return self.training.num_microbatches(global_batch, dp)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """See `TrainingConfig.batch_size_at`."""
+        return self.training.batch_size_at(consumed_samples)
+
+    def total_samples(self) -> int:
+        """See `TrainingConfig.total_samples`."""
+        return self.training.total_samples()
+
+    def total_iterations(self) -> int:
+        """See `TrainingConfig.total_iterations`."""
+        return self.training.total_iterations()
+
+
+def _resolve_model(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(
+        model,
+        max_position_embeddings=model.positions,
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=model.head_dim,
+    )
+
+
+def _resolve_training(training: TrainingConfig, dp: int) -> TrainingConfig:
+    batch = training.global_batch_size or training.micro_batch_size * dp
+    return dataclasses.replace(training, global_batch_size=batch)
+
+
+def _resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
+    if recompute.recompute_granularity is None:
+        return recompute
+    return dataclasses.replace(
+        recompute,
+        recompute_method=recompute.recompute_method or "uniform",
+        recompute_num_layers=recompute.recompute_num_layers or 1,
+    )
+
+
+_NOT_SECTIONS = ("extensions", "name", "notices")
+
+SECTIONS: dict[str, type] = {
+    name: hint for name, hint in get_type_hints(Config).items() if name not in _NOT_SECTIONS
+}
+"""The fixed sections, in the order of files and help."""
+
+SPECS: Mapping[str, Spec] = {
+    name: spec
+    for section_name, cls in SECTIONS.items()
+    for name, spec in specs_of(cls, section_name).items()
+}
+"""Every fixed field by name. Names are unique over all sections."""

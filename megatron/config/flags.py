@@ -1,0 +1,226 @@
+"""The command line: one flag for each field, Megatron-LM's other names, and `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NoReturn
+
+from megatron.config.megatron_names import (
+    MEGATRON_NAMES,
+    OLD_NAMES,
+    SYNONYMS,
+    Ignored,
+    OldName,
+    Refused,
+)
+from megatron.config.options import Spec, flag_name
+from megatron.config.refused_pairs import REFUSED_PAIRS
+from megatron.config.values import Given, Scalar, nearest, show, show_plain
+from megatron.errors import ConfigError
+
+_NEGATIVE = re.compile(r"-\.?[0-9]|-inf|-nan")
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    """What the flags said. Fields appear in `givens` by name, the last use of a flag winning."""
+
+    config: str | None = None
+    givens: dict[str, Given] = field(default_factory=dict[str, Given])
+    notices: list[str] = field(default_factory=list[str])
+
+
+def read_flags(argv: Sequence[str], specs: Mapping[str, Sequence[Spec]]) -> CommandLine:
+    """Flags of the fields in `specs` (by section). Raises `ConfigError` for any other, SystemExit
+    after `--help` and `--help-compat`."""
+    parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
+    line = CommandLine()
+    _, unknown = parser.parse_known_args(_attach_numbers(argv), _Namespace(line))
+    if unknown:
+        fields = (spec.flag for group in specs.values() for spec in group)
+        raise _unknown(unknown, [*fields, "--config", *(name.flag for name in OLD_NAMES)])
+    return line
+
+
+def _attach_numbers(argv: Sequence[str]) -> list[str]:
+    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it."""
+    joined: list[str] = []
+    for text in argv:
+        if joined and _NEGATIVE.match(text) and re.fullmatch(r"--[^=]+", joined[-1]):
+            joined[-1] += f"={text}"
+        else:
+            joined.append(text)
+    return joined
+
+
+class _Namespace(argparse.Namespace):
+    """Lets every action write to one `CommandLine`."""
+
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__()
+        self.line = line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse says "argument --lr: expected one argument".
+        message = re.sub(r"^argument ([^:]*)", lambda m: m[1].split("/")[-1], message)
+        if message.endswith("expected one argument"):
+            message += " (a value that begins with - is attached with =)"
+        raise ConfigError(f"{' '.join(message.split())}; see --help")
+
+
+class _Action(argparse.Action):
+    """An action that knows what of the tables it stands for and writes to the command line."""
+
+    def __init__(self, *, about: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.about = about
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        self.use(namespace.line, option_string or self.option_strings[0], values)
+
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        """Take note of one use of the flag."""
+        raise NotImplementedError
+
+
+def _given(flag: str, values: str | list[str]) -> Given:
+    if isinstance(values, str):
+        return Given(origin=flag, value=Scalar(values))
+    return Given(origin=flag, value=tuple(Scalar(text) for text in values))
+
+
+class _Field(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.givens[self.dest] = _given(flag, values)
+
+
+class _Config(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.config = values
+
+
+class _OldName(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        old: OldName = self.about
+        line.givens[old.field] = _given(flag, values if old.text is None else old.text)
+        line.notices.append(f"{flag}: {old.outcome}")
+
+
+class _Ignored(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.notices.append(f"{flag}: {self.about.outcome}")
+
+
+class _Refused(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        refused: Refused = self.about
+        shown = " ".join(values)
+        if shown not in refused.accepted:
+            accepted = f"; accepted: {', '.join(refused.accepted)}" if refused.accepted else ""
+            value = f" {show_plain(shown)}" if shown else ""
+            raise ConfigError(f"{flag}{value}: {refused.reason}{accepted}")
+        line.notices.append(f"{flag} {shown}: changes nothing here")
+
+
+class _HelpCompat(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        print(compatibility_text())
+        raise SystemExit(0)
+
+
+def compatibility_text() -> str:
+    """The refused pairs and what becomes of Megatron-LM's other flags."""
+    pairs = [f"  {pair.name}: {pair.reason}; {pair.instead}" for pair in REFUSED_PAIRS]
+    names = [f"  {name.flag}: {name.outcome}" for name in MEGATRON_NAMES]
+    return "\n".join(["Refused together:", *pairs, "", "Other flags of Megatron-LM:", *names])
+
+
+@cache
+def _parser(sections: tuple[tuple[str, tuple[Spec, ...]], ...]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description="Every setting is a flag and, under its section, a key of the YAML file "
+        "(underscores for dashes). Flags win over the file; the last of equal flags counts; "
+        "`none` unsets an optional value.",
+        epilog="Flags of Megatron-LM that are not listed: see --help-compat.",
+    )
+    parser.add_argument("--config", action=_Config, metavar="FILE", help="YAML file to start from.")
+    parser.add_argument(
+        "--help-compat",
+        action=_HelpCompat,
+        nargs=0,
+        help="Print settings that exclude each other and what becomes of Megatron-LM's flags.",
+    )
+    for section_name, fields in sections:
+        group = parser.add_argument_group(section_name)
+        for spec in fields:
+            group.add_argument(
+                spec.flag,
+                action=_Field,
+                dest=spec.name,
+                help=_help(spec).replace("%", "%%"),
+                metavar=_metavar(spec),
+                **_arity(spec),
+            )
+    for name in MEGATRON_NAMES:
+        _add_megatron_name(parser, name)
+    return parser
+
+
+def _add_megatron_name(parser: argparse.ArgumentParser, name: OldName | Ignored | Refused) -> None:
+    options: dict[str, Any] = {"about": name, "help": argparse.SUPPRESS, "dest": name.flag}
+    if isinstance(name, OldName):
+        arity = {} if name.text is None else {"nargs": 0}
+        parser.add_argument(name.flag, action=_OldName, **arity, **options)
+    elif isinstance(name, Ignored):
+        arity = {} if name.takes == 1 else {"nargs": name.takes}
+        parser.add_argument(name.flag, action=_Ignored, **arity, **options)
+    else:
+        parser.add_argument(name.flag, action=_Refused, nargs="*", **options)
+
+
+def _arity(spec: Spec) -> dict[str, Any]:
+    if spec.many:
+        return {"nargs": "+"}
+    return {"nargs": "?", "const": "true"} if spec.kind is bool else {}
+
+
+def _metavar(spec: Spec) -> str:
+    if spec.choices:
+        return "{" + ",".join(spec.choices) + "}"
+    return {int: "N", float: "X", bool: "true|false", str: "TEXT"}[spec.kind]
+
+
+def _help(spec: Spec) -> str:
+    if spec.required:
+        default = "required"
+    elif spec.many and spec.default is not None:
+        default = "default: " + " ".join(map(show, spec.default))
+    else:
+        plain = spec.default if isinstance(spec.default, str) else show(spec.default)
+        default = f"default: {plain}"
+    return f"{spec.help} ({default})".lstrip()
+
+
+def _unknown(unknown: Sequence[str], known: Sequence[str]) -> ConfigError:
+    flags = [text for text in unknown if text.startswith("-")]
+    if not flags:
+        return ConfigError(f"{show_plain(unknown[0])}: stands alone; every value follows a --flag")
+    flag = flags[0].split("=")[0]
+    synonyms = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
+    close = nearest(flag, known, synonyms)
+    return ConfigError(f"{show_plain(flag)}: no such flag{close}; see --help")

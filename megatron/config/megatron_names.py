@@ -1,0 +1,192 @@
+"""Flags of Megatron-LM, old and present, that are not fields here: what becomes of each.
+
+Scripts written for Megatron-LM run as they are where that is harmless; where it would change what
+is computed, the flag is refused with the reason. Every use of a name of this table is announced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.options import flag_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldName:
+    """`flag` is read as `field`; with `text` it takes no value and stands for that one."""
+
+    flag: str
+    field: str
+    text: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of it, for `--help-compat` and the notice."""
+        return f"read as {flag_name(self.field)}" + (f" {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ignored:
+    """A flag without effect. `takes`: number of values, "?" for at most one."""
+
+    flag: str
+    reason: str
+    takes: int | str = 0
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of it, for `--help-compat` and the notice."""
+        return f"ignored: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A flag that stops the run, unless its value is one of `accepted`, which changes nothing."""
+
+    flag: str
+    reason: str
+    accepted: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of it, for `--help-compat`."""
+        but = f" (accepted: {', '.join(self.accepted)})" if self.accepted else ""
+        return f"refused: {self.reason}{but}"
+
+
+OLD_NAMES = tuple(
+    OldName(flag=flag, field=field, text=text)
+    for flag, field, text in (
+        ("--checkpoint-activations", "recompute_granularity", "full"),
+        ("--activations-checkpoint-method", "recompute_method", None),
+        ("--activations-checkpoint-num-layers", "recompute_num_layers", None),
+        ("--checkpoint-num-layers", "recompute_num_layers", None),
+        ("--layernorm-epsilon", "norm_epsilon", None),
+        ("--openai-gelu", "gelu", "tanh"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+    )
+)
+
+_DRAWS = "no random state is kept: every draw follows from seed, iteration and microbatch"
+_FUSED = "fusing is up to torch"
+_SCHEDULE = "a learning-rate flag that differs from the checkpoint always takes effect"
+_ATTENTION = "torch's scaled_dot_product_attention chooses the kernel"
+_TRACKED = "the trackers get it anyway"
+
+IGNORED = tuple(
+    Ignored(flag=flag, takes=takes, reason=reason)
+    for flag, takes, reason in (
+        ("--use-flash-attn", 0, _ATTENTION),
+        ("--attention-backend", 1, _ATTENTION),
+        ("--transformer-impl", 1, "there is one implementation"),
+        ("--use-mcore-models", 0, "there is one implementation"),
+        ("--use-legacy-models", 0, "there is one implementation"),
+        ("--recompute-activations", 0, "attention scores are never stored"),
+        ("--num-workers", 1, "batches are read in the training process"),
+        ("--local-rank", 1, "ranks come from the launcher"),
+        ("--local_rank", 1, "ranks come from the launcher"),
+        ("--lazy-mpu-init", 1, "ranks come from the launcher"),
+        ("--use-cpu-initialization", 0, "weights are always drawn on the CPU"),
+        ("--no-check-for-nan-in-loss-and-grad", 0, "loss and gradients are always checked"),
+        ("--check-for-nan-in-loss-and-grad", 0, "loss and gradients are always checked"),
+        ("--no-async-tensor-model-parallel-allreduce", 0, "order is the program's choice"),
+        ("--no-gradient-accumulation-fusion", 0, _FUSED),
+        ("--no-masked-softmax-fusion", 0, _FUSED),
+        ("--no-scaled-masked-softmax-fusion", 0, _FUSED),
+        ("--no-bias-gelu-fusion", 0, _FUSED),
+        ("--no-bias-swiglu-fusion", 0, _FUSED),
+        ("--no-bias-dropout-fusion", 0, _FUSED),
+        ("--no-rope-fusion", 0, _FUSED),
+        ("--no-persist-layer-norm", 0, _FUSED),
+        ("--attention-softmax-in-fp32", 0, "the attention kernel sums in float32 anyway"),
+        ("--apply-query-key-layer-scaling", 0, "the attention kernel does not overflow"),
+        ("--no-query-key-layer-scaling", 0, "the attention kernel does not overflow"),
+        ("--fp16-lm-cross-entropy", 0, "the loss is always computed in float32"),
+        ("--no-save-rng", 0, _DRAWS),
+        ("--no-load-rng", 0, _DRAWS),
+        ("--ckpt-format", 1, "there is one format: safetensors and a manifest"),
+        ("--dist-ckpt-format", 1, "there is one format: safetensors and a manifest"),
+        ("--use-dist-ckpt", 0, "there is one format: safetensors and a manifest"),
+        ("--async-save", 0, "a save is finished before the run goes on"),
+        ("--override-lr-scheduler", 0, _SCHEDULE),
+        ("--override-opt_param-scheduler", 0, _SCHEDULE),
+        ("--override-opt-param-scheduler", 0, _SCHEDULE),
+        ("--use-checkpoint-lr-scheduler", 0, _SCHEDULE),
+        ("--use-checkpoint-opt_param-scheduler", 0, _SCHEDULE),
+        ("--use-checkpoint-opt-param-scheduler", 0, _SCHEDULE),
+        ("--log-batch-size-to-tensorboard", 0, _TRACKED),
+        ("--log-learning-rate-to-tensorboard", 0, _TRACKED),
+        ("--log-loss-scale-to-tensorboard", 0, _TRACKED),
+        ("--log-world-size-to-tensorboard", 0, _TRACKED),
+        ("--no-log-learnig-rate-to-tensorboard", 0, _TRACKED),
+        ("--no-log-loss-scale-to-tensorboard", 0, _TRACKED),
+        ("--exit-signal-handler", 0, "signals always save and leave"),
+        ("--no-contiguous-buffers-in-local-ddp", 0, "gradients live in buckets"),
+        ("--no-scatter-gather-tensors-in-pipeline", 0, "there are no pipeline stages"),
+        ("--no-overlap-p2p-communication", 0, "there are no pipeline stages"),
+        ("--sequence-parallel", 0, "it does nothing at tensor-parallel size 1"),
+        ("--no-create-attention-mask-in-dataloader", 0, "no attention mask is made"),
+        ("--num-dataset-builder-threads", 1, "indices are built by one thread"),
+        ("--no-barrier-with-level-1-timing", 0, "timers have no barriers"),
+        ("--manual-gc", 0, "the program decides when to collect garbage"),
+        ("--manual-gc-interval", 1, "the program decides when to collect garbage"),
+        ("--empty-unused-memory-level", 1, "device memory is left to torch"),
+    )
+)
+
+_RENAMED = "no longer a flag of Megatron-LM; give {}"
+_SELECT = "not supported; take the one value that is accepted, or leave it out"
+
+REFUSED = tuple(
+    Refused(flag=flag, reason=reason, accepted=accepted)
+    for flag, accepted, reason in (
+        ("--model-parallel-size", (), _RENAMED.format("--tensor-model-parallel-size")),
+        ("--batch-size", (), _RENAMED.format("--micro-batch-size")),
+        ("--warmup", (), _RENAMED.format("--lr-warmup-fraction")),
+        ("--DDP-impl", ("local", "torch"), _SELECT),
+        ("--data-impl", ("mmap", "infer"), _SELECT),
+        ("--row-tensor-model-parallel-size", ("1",), "not supported: tensors are cut one way"),
+        ("--column-tensor-model-parallel-size", ("1",), "not supported: tensors are cut one way"),
+        ("--depth-tensor-model-parallel-size", ("1",), "not supported: tensors are cut one way"),
+        ("--context-parallel-size", ("1",), "not supported: no context parallelism"),
+        ("--expert-model-parallel-size", ("1",), "not supported: no mixture of experts"),
+        ("--expert-tensor-parallel-size", ("1",), "not supported: no mixture of experts"),
+        ("--num-experts", (), "not supported: no mixture of experts"),
+        ("--num-layers-per-virtual-pipeline-stage", (), "not supported: no pipeline stages"),
+        ("--virtual-pipeline-model-parallel-size", ("1",), "not supported: no pipeline stages"),
+        ("--decoder-first-pipeline-num-layers", (), "not supported: no pipeline stages"),
+        ("--decoder-last-pipeline-num-layers", (), "not supported: no pipeline stages"),
+        ("--use-distributed-optimizer", (), "not supported: every rank holds the whole state"),
+        ("--overlap-param-gather", (), "not supported: every rank holds the whole state"),
+        ("--optimizer-cpu-offload", (), "not supported: states stay on the device"),
+        ("--distribute-saved-activations", (), "not supported: activations are not shared out"),
+        ("--fp8-format", (), "not supported: give --bf16"),
+        ("--transformer-engine-fp8", (), "not supported: give --bf16"),
+        ("--no-position-embedding", (), "not supported: give --position-embedding-type"),
+        ("--squared-relu", (), "not supported: give --swiglu or --gelu"),
+        ("--add-qkv-bias", (), "not supported: biases are everywhere or nowhere"),
+        ("--qk-layernorm", (), "not supported: queries and keys are not normalized"),
+        ("--apply-layernorm-1p", (), "not supported: give --normalization"),
+        ("--decrease-batch-size-if-needed", (), "not supported: give a legal batch size"),
+        ("--step-batch-size-schedule", (), "not supported: give --rampup-batch-size"),
+        ("--use-checkpoint-args", (), "not supported: give --config RUN/config.yaml"),
+        ("--pretrained-checkpoint", (), "not supported: give --load with --finetune"),
+        ("--test-mode", (), "not supported: give --skip-train"),
+    )
+)
+
+SYNONYMS = {
+    "batch_size": "micro_batch_size",
+    "learning_rate": "lr",
+    "max_steps": "train_iters",
+    "num_heads": "num_attention_heads",
+    "num_steps": "train_iters",
+    "output_dir": "run_dir",
+    "sequence_length": "seq_length",
+    "steps": "train_iters",
+    "warmup_steps": "lr_warmup_iters",
+    "warmup_iters": "lr_warmup_iters",
+}
+"""What other programs call our fields: only for "did you mean"."""
+
+MEGATRON_NAMES: tuple[OldName | Ignored | Refused, ...] = OLD_NAMES + IGNORED + REFUSED

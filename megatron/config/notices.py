@@ -1,0 +1,98 @@
+"""What a run announces once although nothing is wrong: settings that have no effect, and defaults
+that surprise."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from megatron.config.config import Config
+from megatron.config.folders import real_path
+
+Notice = str | None
+WORKING_LOSS_SCALE = 2**16
+"""A loss scale at which float16 GPT runs settle."""
+
+
+def notices(config: Config, given: Container[str]) -> list[str]:
+    """Lines about a checked configuration; `given` are the fields that the user set."""
+    about = [notice(config) for notice in _ANY] + [notice(config, given) for notice in _DEFAULTS]
+    return [line for line in about if line]
+
+
+def _saves_once(c: Config) -> Notice:
+    interval, iters = c.checkpoint.save_interval, c.training.train_iters
+    if interval is None or iters is None or interval <= iters:
+        return None
+    return f"save_interval {interval} is more than train_iters {iters}: only the end is saved"
+
+
+def _prints_nothing(c: Config) -> Notice:
+    interval, iters = c.logging.log_interval, c.training.train_iters
+    if iters is None or interval <= iters:
+        return None
+    return f"log_interval {interval} is more than train_iters {iters}: no step is printed"
+
+
+def _data_unread(c: Config) -> Notice:
+    paths = (c.data.data_path, c.data.train_data_path, c.data.valid_data_path)
+    if not c.data.mock_data or not any((*paths, c.data.test_data_path)):
+        return None
+    return "mock_data is on: the data paths are not read"
+
+
+def _groups_unread(c: Config) -> Notice:
+    if c.model.group_query_attention or c.model.num_query_groups == 1:
+        return None
+    groups = c.model.num_query_groups
+    return f"num_query_groups {groups} is not read without --group-query-attention"
+
+
+def _tracker_off(c: Config) -> Notice:
+    if c.logging.wandb_exp_name is None or c.logging.wandb_project is not None:
+        return None
+    return f"wandb_exp_name {c.logging.wandb_exp_name} is not read without --wandb-project"
+
+
+def _slow_format(c: Config) -> Notice:
+    if not c.precision.fp16 or c.run.device != "cpu":
+        return None
+    return "fp16 on the CPU is hundreds of times slower than fp32: for toy shapes only"
+
+
+def _moved_folder(c: Config) -> Notice:
+    for name, folder in (("run_dir", c.run.run_dir), ("save", c.checkpoint.save)):
+        if folder is not None and real_path(folder) != Path(os.path.abspath(folder)):
+            return f"{name} {folder} is really {real_path(folder)}"
+    return None
+
+
+def _first_loss_scale(c: Config, given: Container[str]) -> Notice:
+    p = c.precision
+    if not p.fp16 or p.loss_scale is not None or "initial_loss_scale" in given:
+        return None
+    skipped = 1 + round(math.log2(p.initial_loss_scale / WORKING_LOSS_SCALE))
+    return (
+        f"initial_loss_scale is 2^{math.log2(p.initial_loss_scale):.0f}, Megatron-LM's default: "
+        f"about {skipped} steps are skipped at the start"
+    )
+
+
+def _overlap(c: Config, given: Container[str]) -> Notice:
+    if "overlap_grad_reduce" in given:
+        return None
+    return "overlap_grad_reduce is on by default (Megatron-LM: off); the numbers are the same"
+
+
+_ANY: tuple[Callable[[Config], Notice], ...] = (
+    _saves_once,
+    _prints_nothing,
+    _data_unread,
+    _groups_unread,
+    _tracker_off,
+    _slow_format,
+    _moved_folder,
+)
+_DEFAULTS: tuple[Callable[[Config, Container[str]], Notice], ...] = (_first_loss_scale, _overlap)

@@ -1,0 +1,240 @@
+"""Sections that decide how and where it runs: ranks, gradients, memory, files, data, reports.
+Names and defaults are Megatron-LM's unless the help says "ours"."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron.config.options import above, at_least, between, option, section
+
+WEEK = 7 * 24 * 60
+"""Minutes."""
+
+
+@section
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    tensor_model_parallel_size: int = option(
+        default=1, help="Ranks that share each layer (1 = off).", within=at_least(1)
+    )
+    pipeline_model_parallel_size: int = option(
+        default=1, help="Pipeline stages (1 = off).", within=at_least(1)
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = option(
+        default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
+    )
+    distributed_timeout_minutes: int = option(
+        default=10,
+        help="Minutes after which a silent peer counts as lost.",
+        within=between(1, WEEK),
+    )
+    overlap_grad_reduce: bool = option(
+        default=True,
+        help="Send gradients while backward runs (ours is on; Megatron's is off).",
+    )
+    ddp_bucket_size: int | None = option(
+        default=None,
+        help="Elements of a gradient bucket (none = chosen by the program).",
+        within=at_least(1),
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+
+@section
+class GradientConfig:
+    """How gradients travel between data-parallel ranks."""
+
+    grad_path: str = option(default="dense", help="The gradient path (ours).")
+
+
+@section
+class RecomputeConfig:
+    """Trading computation for activation memory."""
+
+    recompute_granularity: Literal["full"] | None = option(
+        default=None, help="Recompute whole layers in backward (none = keep activations)."
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        default=None,
+        help="uniform: all layers, in chunks of recompute_num_layers; block: the first "
+        "recompute_num_layers layers only (none = uniform).",
+    )
+    recompute_num_layers: int | None = option(
+        default=None, help="Layers, as recompute_method says (none = 1).", within=at_least(1)
+    )
+
+
+@section
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = option(
+        default=None, help="Folder of checkpoints (none = inside the run folder).", saved=False
+    )
+    load: str | None = option(
+        default=None, help="Folder to start from (none = newest of the run folder)."
+    )
+    save_interval: int | None = option(
+        default=None, help="Steps between checkpoints (none = the last only).", within=at_least(1)
+    )
+    ckpt_step: int | None = option(
+        default=None, help="Load this step (none = the newest).", within=at_least(0)
+    )
+    no_save_optim: bool = option(default=False, help="Leave the optimizer's state out of it.")
+    no_load_optim: bool = option(default=False, help="Start the optimizer from nothing.")
+    finetune: bool = option(default=False, help="Load the weights only and begin at step 0.")
+    exit_on_missing_checkpoint: bool = option(
+        default=False, help="Stop where load holds no checkpoint, instead of starting at step 0."
+    )
+
+
+@section
+class DataConfig:
+    """Data sets and tokenizer."""
+
+    data_path: tuple[str, ...] | None = option(
+        default=None,
+        help="[WEIGHT] PREFIX ...: data sets as .bin/.idx prefixes, split by split (none = off).",
+    )
+    train_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for training only (none = off)."
+    )
+    valid_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for validation only (none = off)."
+    )
+    test_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for the final test only (none = off)."
+    )
+    split: str = option(
+        default="969, 30, 1", help="Shares of data_path for training, validation and test."
+    )
+    data_cache_path: str | None = option(
+        default=None, help="Folder of index caches (none = beside the data)."
+    )
+    mock_data: bool = option(default=False, help="Made-up tokens; no data set is read.")
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = option(default=None, help="Kind of tokenizer (none = as the data set says).")
+    vocab_file: str | None = option(
+        default=None, help="Vocabulary of GPT2BPETokenizer (none = off)."
+    )
+    merge_file: str | None = option(default=None, help="Merges of GPT2BPETokenizer (none = off).")
+    tokenizer_model: str | None = option(
+        default=None, help="File or name of the tokenizer's model (none = off)."
+    )
+    vocab_size: int | None = option(
+        default=None,
+        help="Tokens in the vocabulary (none = as the tokenizer says).",
+        within=at_least(1),
+    )
+    reset_position_ids: bool = option(
+        default=False, help="Count positions from each document's start."
+    )
+    reset_attention_mask: bool = option(default=False, help="Attend within a document only.")
+    eod_mask_loss: bool = option(default=False, help="No loss at end-of-document tokens.")
+    no_mmap_bin_files: bool = option(
+        default=False, help="Read data files instead of mapping them into memory."
+    )
+    dataloader_type: Literal["single"] = option(
+        default="single", help="single: one pass in a fixed order."
+    )
+
+
+@section
+class EvaluationConfig:
+    """Validation and test."""
+
+    eval_iters: int = option(
+        default=100, help="Batches of an evaluation (0 = off).", within=at_least(0)
+    )
+    eval_interval: int = option(default=1000, help="Steps between evaluations.", within=at_least(1))
+    eval_at_start: bool = option(default=False, help="Also evaluate before step 1 (ours).")
+
+
+@section
+class LoggingConfig:
+    """What is printed, recorded and profiled."""
+
+    log_interval: int = option(
+        default=100, help="Steps between lines on the terminal.", within=at_least(1)
+    )
+    log_params_norm: bool = option(default=False, help="Log the L2 norm of the parameters.")
+    log_num_zeros_in_grad: bool = option(default=False, help="Log how many gradients are 0.")
+    log_throughput: bool = option(default=False, help="Log TFLOP/s of a device.")
+    log_progress: bool = option(default=False, help="Write progress.txt beside the checkpoints.")
+    timing_log_level: int = option(
+        default=0, help="Detail of timers, 0 (least) to 2.", within=between(0, 2)
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = option(
+        default="minmax", help="Over which ranks timers are shown."
+    )
+    tensorboard_dir: str | None = option(
+        default=None, help="Folder of TensorBoard files (none = off)."
+    )
+    tensorboard_log_interval: int = option(
+        default=1, help="Steps between TensorBoard points.", within=at_least(1)
+    )
+    tensorboard_queue_size: int = option(
+        default=1000, help="Points that TensorBoard holds in memory.", within=at_least(1)
+    )
+    log_timers_to_tensorboard: bool = option(default=False, help="Timers go to TensorBoard too.")
+    log_validation_ppl_to_tensorboard: bool = option(
+        default=False, help="Perplexities go to TensorBoard too."
+    )
+    log_memory_to_tensorboard: bool = option(
+        default=False, help="Memory in bytes goes to TensorBoard too."
+    )
+    wandb_project: str | None = option(
+        default=None, help="Project at Weights & Biases (none = off)."
+    )
+    wandb_exp_name: str | None = option(
+        default=None, help="Name of the run at Weights & Biases (none = the configuration's)."
+    )
+    wandb_save_dir: str | None = option(
+        default=None, help="Folder of Weights & Biases' files (none = inside the run folder)."
+    )
+    profile: bool = option(default=False, help="Profile some steps.")
+    profile_step_start: int = option(
+        default=10, help="First step that is profiled.", within=at_least(0)
+    )
+    profile_step_end: int = option(
+        default=12, help="Step at which profiling stops.", within=at_least(1)
+    )
+    profile_ranks: tuple[int, ...] = option(
+        default=(0,), help="Ranks that profile.", within=at_least(0)
+    )
+    use_pytorch_profiler: bool = option(
+        default=False, help="torch.profiler instead of markers for an outside profiler."
+    )
+    peak_tflops: float | None = option(
+        default=None,
+        help="Peak TFLOP/s of a device, for model FLOPs utilization (ours; none = not shown).",
+        within=above(0),
+    )
+
+
+@section
+class RunConfig:
+    """This start of the program; not part of what `--config` repeats."""
+
+    run_dir: str | None = option(
+        default=None,
+        help="Run folder (ours; none = runs/ and the configuration's name).",
+        saved=False,
+    )
+    device: Literal["cpu", "cuda"] | None = option(
+        default=None, help="Device (ours; none = cuda where there is one).", saved=False
+    )
+    debug: bool = option(default=False, help="Show tracebacks of errors (ours).", saved=False)

@@ -1,0 +1,188 @@
+"""From text to a field's value, equally strict for flags and for the file."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.config.options import Spec
+from megatron.errors import ConfigError
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+LARGEST_INTEGER = 2**63 - 1
+_SHOWN = 60
+"""Characters of a value that a message repeats."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value as written. `quoted`: it stood in quotes, so it is text whatever it looks like."""
+
+    text: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        """Whether YAML's core schema reads it as nothing."""
+        return not self.quoted and self.text in ("", "~", "null", "Null", "NULL")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether YAML's core schema reads it as text."""
+        plain = self.text in ("true", "false") or _NUMBER.fullmatch(self.text)
+        return self.quoted or not (plain or self.is_null)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the user gave for a field, and where: "--lr", "gpt.yaml:3: lr"."""
+
+    origin: str
+    value: Scalar | tuple[Scalar, ...]
+    from_file: bool = False
+
+
+_WORDS = {"True": "true", "False": "false", "None": "none"}
+
+
+def show(value: object) -> str:
+    """A value for a message: quoted if text, on one line, not too long."""
+    text = repr(value) if isinstance(value, str) else _WORDS.get(repr(value), str(value))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def show_plain(text: str) -> str:
+    """Text without quotes around it where that cannot be misread."""
+    return text if len(text) <= _SHOWN and re.fullmatch(r"[!-~]+", text) else show(text)
+
+
+def show_path(path: str) -> str:
+    """A path in full, quoted where it holds anything unprintable or is empty."""
+    return path if path and path.isprintable() and len(path) < 4096 else show(path)
+
+
+def nearest(
+    name: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """ "; did you mean X?" for a name close to a known one or to a synonym of one, else nothing."""
+    matches = difflib.get_close_matches(name, [*known, *synonyms], n=1)
+    return f"; did you mean {synonyms.get(matches[0], matches[0])}?" if matches else ""
+
+
+def convert(spec: Spec, given: Given) -> Any:
+    """The typed value. Raises `ConfigError`; ranges are checked later, over the whole."""
+    if spec.optional and _stands_for_none(given):
+        return None
+    if not spec.many:
+        if not isinstance(given.value, Scalar):
+            raise ConfigError(f"{given.origin}: a list; must be one value, {_wanted(spec)}")
+        return _convert_one(spec, given.value, given)
+    items = (given.value,) if isinstance(given.value, Scalar) else given.value
+    if not items or (spec.count and len(items) != spec.count):
+        wanted = spec.count or "at least 1"
+        raise ConfigError(f"{given.origin}: {len(items)} values given; must be {wanted}")
+    return tuple(_convert_one(spec, item, given) for item in items)
+
+
+def _stands_for_none(given: Given) -> bool:
+    """null in the file, "none" on the command line."""
+    if given.from_file:
+        return isinstance(given.value, Scalar) and given.value.is_null
+    return given.value in (Scalar("none"), (Scalar("none"),))
+
+
+def _wanted(spec: Spec) -> str:
+    """The type in words."""
+    if spec.choices:
+        return "one of " + ", ".join(spec.choices)
+    return _KINDS[spec.kind][0]
+
+
+def _convert_one(spec: Spec, scalar: Scalar, given: Given) -> Any:
+    value, why = _KINDS[spec.kind][1](spec, scalar, given.from_file)
+    if why:
+        shown = show(scalar.text) if scalar.quoted or scalar.text == "" else show_plain(scalar.text)
+        raise ConfigError(f"{given.origin}: {shown} {why}")
+    return value
+
+
+_Converted = tuple[Any, str]
+"""A value and, if it cannot be had, what is wrong (the end of a sentence about it)."""
+
+
+def _integer(spec: Spec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted:
+        return None, f"is quoted text; must be an integer{_unquote(_INTEGER, scalar)}"
+    if not _INTEGER.fullmatch(scalar.text):
+        return None, "is not an integer; write decimal digits alone, such as 1000"
+    if len(scalar.text) > 20 or abs(int(scalar.text)) > LARGEST_INTEGER:
+        return None, f"is too large; must be at most {LARGEST_INTEGER}"
+    return int(scalar.text), ""
+
+
+def _number(spec: Spec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted:
+        return None, f"is quoted text; must be a number{_unquote(_NUMBER, scalar)}"
+    if _NOT_FINITE.fullmatch(scalar.text):
+        return None, "is not finite; must be a finite number"
+    if not _NUMBER.fullmatch(scalar.text):
+        hint = "10% is 0.1" if scalar.text.endswith("%") else "write it as 0.001 or 1e-3"
+        return None, f"is not a number; {hint}"
+    value = float(scalar.text)
+    return (value, "") if math.isfinite(value) else (None, "is too large for a number")
+
+
+def _unquote(pattern: re.Pattern[str], scalar: Scalar) -> str:
+    return "; remove the quotes" if pattern.fullmatch(scalar.text) else ""
+
+
+def _boolean(spec: Spec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted or scalar.text not in ("true", "false"):
+        return None, "is neither true nor false; write one of these, without quotes"
+    return scalar.text == "true", ""
+
+
+def _text(spec: Spec, scalar: Scalar, from_file: bool) -> _Converted:
+    # A blend's weights stand bare beside its paths, so elements of lists may look like numbers.
+    if from_file and not spec.many and not scalar.is_text:
+        return None, "is not text" + (
+            f"; must be {_wanted(spec)}" if spec.choices else "; put it in quotes"
+        )
+    if not scalar.text or scalar.is_null and from_file:
+        return None, "is empty; give a value or leave it out"
+    if _UNPRINTABLE.search(scalar.text):
+        return None, "has a control character or line break; remove it"
+    if spec.choices and scalar.text not in spec.choices:
+        return None, f"is not known; must be {_wanted(spec)}{nearest(scalar.text, spec.choices)}"
+    return scalar.text, ""
+
+
+_KINDS = {
+    int: ("an integer", _integer),
+    float: ("a number", _number),
+    bool: ("true or false", _boolean),
+    str: ("text", _text),
+}
+
+
+def check_range(spec: Spec, value: Any, origin: str) -> None:
+    """Raise `ConfigError` unless each number lies in the field's range."""
+    if spec.within is None or value is None:
+        return
+    for item in value if spec.many else (value,):
+        if item not in spec.within:
+            raise ConfigError(f"{origin}: {item} is out of range; must be {spec.within}")
+
+
+def origin_of(name: str, givens: Mapping[str, Given]) -> str:
+    """Where a field's value came from, for a message; its name where it is a default."""
+    return givens[name].origin if name in givens else name

@@ -1,0 +1,169 @@
+"""The command line: names, Megatron's other names, help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import parse
+from megatron.config.config import SPECS
+from megatron.config.megatron_names import IGNORED, MEGATRON_NAMES, OLD_NAMES, REFUSED
+from megatron.config.refused_pairs import REFUSED_PAIRS
+from tests.config.helpers import (
+    PATHS,
+    REQUIRED,
+    flags,
+    read,
+    read_yaml,
+    refusal,
+    refused,
+    yaml_text,
+)
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_unknown_flags() -> None:
+    assert refused("--hiden-size", "4") == (
+        "--hiden-size: no such flag; did you mean --hidden-size?; see --help"
+    )
+    assert refused("--learning-rate=1").startswith(
+        "--learning-rate: no such flag; did you mean --lr"
+    )
+    assert refused("--hidden", "4").startswith("--hidden: no such flag")
+    assert refused("-x").startswith("-x: no such flag")
+    assert refused("stray") == "stray: stands alone; every value follows a --flag"
+    assert refused("--a\nb").startswith(r"'--a\nb': no such flag")
+    assert refused("--lr").startswith("--lr: expected one argument")
+
+
+def test_the_last_of_equal_flags_counts() -> None:
+    config = read("--lr", "1", "--lr", "2", "--norm-epsilon", "1", "--layernorm-epsilon", "2")
+    assert (config.optimizer.lr, config.model.norm_epsilon) == (2.0, 2.0)
+    config = read("--layernorm-epsilon", "2", "--norm-epsilon", "1")
+    assert config.model.norm_epsilon == 1.0
+    assert refused("--lr", "1", "--lr", "x").startswith("--lr: x is not a number")
+
+
+def test_missing_fields_name_their_flags() -> None:
+    assert refusal([]) == (
+        "num_layers, hidden_size, num_attention_heads, seq_length, micro_batch_size: not given; "
+        "give --num-layers, --hidden-size, --num-attention-heads, --seq-length, "
+        "--micro-batch-size, or the same in a --config file"
+    )
+    assert refusal(flags(REQUIRED)).startswith("train_iters, train_samples: neither given")
+    assert refusal([*flags(REQUIRED), "--train-iters", "1"]).startswith("lr: not given; give --lr")
+    config = parse([*flags(REQUIRED), "--skip-train"], paths=PATHS).resolve(1)
+    assert (config.total_iterations(), config.total_samples()) == (0, 0)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    config = read_yaml(path, yaml_text(), ["--lr", "0.003", "--seq-length", "32"])
+    assert config.optimizer.lr == 0.003
+    assert f"--lr 0.003 overrides 0.001 of {path}:7: lr" in config.notices
+    assert not any("seq" in notice for notice in config.notices)
+
+
+@pytest.mark.parametrize("old", OLD_NAMES, ids=lambda old: old.flag)
+def test_old_names_are_read_and_announced(old) -> None:
+    values = {"recompute_method": "block", "recompute_num_layers": "2", "norm_epsilon": "0.5"}
+    value = old.text or values[old.field]
+    more = [] if old.field == "recompute_granularity" else ["--recompute-granularity", "full"]
+    config = read(*more, old.flag, *([] if old.text else [value]))
+    assert str(config.values()[old.field]) == value
+    assert f"{old.flag}: {old.outcome}" in config.notices
+    assert refused(old.flag, "x").count(old.flag if old.text is None else "x")
+
+
+def test_activation_checkpointing_of_old_scripts() -> None:
+    config = read("--checkpoint-activations", "--checkpoint-num-layers", "1").resolve(1)
+    recompute = config.recompute
+    assert recompute.recompute_granularity == "full"
+    assert (recompute.recompute_method, recompute.recompute_num_layers) == ("uniform", 1)
+
+
+@pytest.mark.parametrize("name", IGNORED, ids=lambda name: name.flag)
+def test_ignored_names_change_nothing_and_are_announced(name) -> None:
+    config = read(name.flag, *["7"] * int(name.takes))
+    assert config == read()
+    assert f"{name.flag}: ignored: {name.reason}" in config.notices
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=lambda name: name.flag)
+def test_refused_names_say_why(name) -> None:
+    assert refused(name.flag, "2").startswith(f"{name.flag} 2: {name.reason}")
+    if name.accepted:
+        config = read(name.flag, name.accepted[0])
+        assert config == read()
+        assert f"{name.flag} {name.accepted[0]}: changes nothing here" in config.notices
+    else:
+        assert refused(name.flag).startswith(f"{name.flag}: {name.reason}")
+
+
+def test_names_that_scripts_use_do_not_clash() -> None:
+    others = [name.flag for name in MEGATRON_NAMES]
+    assert len(set(others)) == len(others)
+    assert not set(others) & {spec.flag for spec in SPECS.values()}
+    assert {old.field for old in OLD_NAMES} <= set(SPECS)
+
+
+def test_a_megatron_script_runs() -> None:
+    script = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+        --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 500
+        --lr 0.00015 --lr-decay-iters 320 --lr-decay-style cosine --min-lr 1.0e-5
+        --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0 --fp16 --data-path my-gpt2
+        --vocab-file v.json --merge-file m.txt --data-impl mmap --split 949,50,1 --DDP-impl local
+        --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save c/x
+        --load c/x --distributed-backend nccl --num-workers 2 --use-mcore-models --local-rank 0
+        --transformer-impl local --attention-softmax-in-fp32 --tensor-model-parallel-size 1"""
+    config = parse(script.split(), paths=PATHS)
+    assert config.data.split == "949,50,1"
+    assert config.precision.param_dtype == config.precision.grad_dtype == "float16"
+    assert any("2^32" in notice and "17 steps" in notice for notice in config.notices)
+    assert any(notice.startswith("save_interval 10000 is more") for notice in config.notices)
+
+
+def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--help"], paths=PATHS)
+    assert left.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for spec in SPECS.values():
+        assert spec.help and spec.help.endswith((".", ")")), spec.name
+        assert f"{spec.flag} " in text
+        assert " ".join(spec.help.split())[:30] in text or "-" in spec.help
+    assert "--sparse-density X Share of entries that are sent. (default: 0.01)" in text
+    assert "{dense,sparse,prune,prune+sparse}" in text
+    assert "(default: 969, 30, 1)" in text and "(required)" in text
+
+
+def test_compatibility_is_printed_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--help-compat"], paths=PATHS)
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for pair in REFUSED_PAIRS:
+        assert f"{pair.name}: {pair.reason}; {pair.instead}" in text
+    for name in MEGATRON_NAMES:
+        assert f"{name.flag}: {name.outcome}" in text
+
+
+def test_no_heavy_import() -> None:
+    code = """if True:
+        import sys
+        from megatron.config import parse, to_yaml
+        class Dense:
+            name = "dense"; section = config_class = None
+            def check(self, config): pass
+        config = parse(sys.argv[1:], paths={"dense": Dense()})
+        to_yaml(config.resolve(2))
+        print(sorted({"torch", "numpy"} & set(sys.modules)))"""
+    line = [*flags(REQUIRED), "--lr", "1", "--train-iters", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
