@@ -1,0 +1,290 @@
+"""Reader and writer of Megatron's `.bin/.idx` pairs, byte-compatible in both directions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from array import array
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megatron.data.index_file import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    bin_path,
+    idx_path,
+    read_index,
+)
+from megatron.data.sidecar import sidecar_path, write_sidecar
+from megatron.errors import DataError
+
+_LONGEST = 2**31 - 1
+"""Lengths are int32 in the format."""
+
+
+def optimal_dtype(vocab_size: int | None) -> np.dtype:
+    """The token type Megatron writes: uint16 below 65500 entries, else (or if unknown) int32."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """A checked `.bin/.idx` pair; item i is the array of tokens of sequence i, in the file's dtype.
+
+    `mmap=False` reads `.bin` with pread instead of mapping it (for file systems that map badly);
+    the index is always mapped. DataError if the pair is missing, damaged or not what it says.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True) -> None:
+        self.prefix = os.fspath(prefix)
+        tables = read_index(prefix)
+        self.dtype = tables.dtype
+        self._itemsize = tables.dtype.itemsize
+        self.num_tokens = tables.num_tokens
+        self.sequence_lengths = tables.sequence_lengths
+        self.document_indices = tables.document_indices
+        self._pointers = tables.pointers
+        self._path = bin_path(prefix)
+        self._tokens: NDArray | None = None
+        self._file: int = -1
+        try:
+            if mmap:
+                mapped = np.memmap(self._path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+                self._tokens = mapped.view(np.ndarray)  # slices of a memmap cost more
+            else:
+                self._file = os.open(self._path, os.O_RDONLY)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self._path}: cannot be opened: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> NDArray:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.get(index)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, including empty ones; a document is one or more sequences, or none."""
+        return len(self.document_indices) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """Tokens [offset, offset + length) of a sequence, to its end if no length is given.
+
+        Read-only; a view of the mapped file where there is one.
+        """
+        available = int(self.sequence_lengths[index]) - offset
+        length = available if length is None else length
+        assert 0 <= length <= available, (index, offset, length, available)
+        return self.read(int(self._pointers[index]) // self._itemsize + offset, length)
+
+    def read(self, start: int, length: int) -> NDArray:
+        """Tokens [start, start + length) of the whole file, across sequence borders."""
+        if self._tokens is not None:
+            return self._tokens[start : start + length]
+        wanted = length * self._itemsize
+        try:
+            raw = os.pread(self._file, wanted, start * self._itemsize)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if len(raw) != wanted:
+            raise DataError(
+                f"{self._path}: {wanted} bytes wanted at token {start}, had {len(raw)}; "
+                "the file changed while it was in use"
+            )
+        return np.frombuffer(raw, dtype=self.dtype)
+
+    def check_unchanged(self) -> None:
+        """DataError if `.bin` is no longer as long as at open: reading a mapped one would crash."""
+        wanted = self.num_tokens * self._itemsize
+        try:
+            size = os.stat(self._path).st_size
+        except OSError as error:
+            raise DataError(f"{self._path}: {error.strerror} while in use") from error
+        if size != wanted:
+            raise DataError(f"{self._path}: was {wanted} bytes at the start and is now {size}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", -1) >= 0:
+            os.close(self._file)
+
+
+class IndexedDatasetWriter:
+    """Writes a pair that appears under its names only when `close` has it complete on disk.
+
+    A context manager: an exception inside leaves no output and takes the temporary files away.
+    Tokens outside the range of `dtype` are a DataError, never a wrap. Disk errors are DataErrors.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPE_CODES.items() if known == self.dtype]
+        assert codes, f"{self.dtype} has no code in the index format"
+        self._code = codes[0]
+        limits = np.iinfo(self.dtype.str)
+        self._lowest, self._highest = int(limits.min), int(limits.max)
+        self._lengths = array("i")
+        self._marks = array("q", [0])
+        self._final = (bin_path(prefix), idx_path(prefix))
+        self._temporary = tuple(
+            path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in self._final
+        )
+        try:
+            self._bin = open(self._temporary[0], "wb", buffering=1 << 20)  # noqa: SIM115
+        except OSError as error:
+            raise DataError(f"{self._final[0]}: cannot be written: {error.strerror}") from error
+
+    def add_sequence(self, tokens: ArrayLike) -> None:
+        """Append one sequence to the open document: integers, any length that int32 holds."""
+        values = np.asarray(tokens).reshape(-1)
+        # Lengths after the write, so that a refused sequence leaves them as they were.
+        self._write(values)
+        self._lengths.append(values.size)
+
+    def end_document(self) -> None:
+        """Close the open document; with no sequence since the last one it is an empty document."""
+        self._marks.append(len(self._lengths))
+
+    def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
+        """Append a whole document: its tokens and the lengths of its sequences (default: one).
+
+        No tokens and no lengths is an empty document: a mark without a sequence.
+        """
+        values = np.asarray(tokens).reshape(-1)
+        if lengths is None:
+            lengths = [values.size] if values.size else []
+        assert sum(lengths) == values.size and min(lengths, default=0) >= 0, (lengths, values.size)
+        self._write(values)
+        self._lengths.extend(lengths)
+        self.end_document()
+
+    def append(self, prefix: str | os.PathLike[str]) -> None:
+        """Append every document of another pair, which must have the same dtype."""
+        other = read_index(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{os.fspath(prefix)}: holds {other.dtype}, {self.prefix} holds {self.dtype}; "
+                "only pairs of one dtype can be joined"
+            )
+        before = len(self._lengths)
+        try:
+            with open(bin_path(prefix), "rb") as source:
+                shutil.copyfileobj(source, self._bin, 1 << 22)
+        except OSError as error:
+            raise self._failure(error) from error
+        self._lengths.frombytes(np.asarray(other.sequence_lengths, dtype="=i4").tobytes())
+        marks = other.document_indices[1:] + before
+        self._marks.frombytes(np.asarray(marks, dtype="=i8").tobytes())
+
+    def close(self, *, tokenizer: Mapping[str, object] | None = None) -> None:
+        """Put the pair on disk under its names; `.idx` last, so that it vouches for the rest.
+
+        `tokenizer` goes into the sidecar; without one an old sidecar is removed, as it describes
+        data that is no longer there (call `write_sidecar` after this, not before).
+        """
+        assert self._marks[-1] == len(self._lengths), "end_document() was not called"
+        try:
+            self._sync(self._bin)
+            with open(self._temporary[1], "wb", buffering=1 << 20) as file:
+                self._write_index(file)
+                self._sync(file)
+            self._final[1].unlink(missing_ok=True)
+            sidecar_path(self.prefix).unlink(missing_ok=True)
+            os.replace(self._temporary[0], self._final[0])
+            if tokenizer is not None:
+                write_sidecar(self.prefix, tokenizer)
+            os.replace(self._temporary[1], self._final[1])
+            _sync_folder(os.path.dirname(self.prefix) or ".")
+        except OSError as error:
+            self.abort()
+            raise self._failure(error) from error
+
+    def abort(self) -> None:
+        """Remove the temporary files; nothing appears under the final names."""
+        try:
+            self._bin.close()
+        except OSError:
+            pass  # the buffer of a full disk; the file goes next
+        for path in self._temporary:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._bin.closed:
+            self.close()
+
+    def _write(self, values: NDArray) -> None:
+        if values.size > _LONGEST:
+            raise DataError(
+                f"{self.prefix}: a sequence of {values.size} tokens; the format holds {_LONGEST}"
+            )
+        if not values.size:
+            return
+        assert values.dtype.kind in "iu", f"tokens are integers, not {values.dtype}"
+        low, high = int(values.min()), int(values.max())
+        if low < self._lowest or high > self._highest:
+            bad = low if low < self._lowest else high
+            raise DataError(
+                f"{self.prefix}: token id {bad} does not fit {self.dtype} "
+                f"({self._lowest} to {self._highest}); write with a wider dtype"
+            )
+        try:
+            self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _write_index(self, file) -> None:
+        lengths = np.frombuffer(self._lengths, dtype="=i4").astype("<i4", copy=False)
+        pointers = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        marks = np.frombuffer(self._marks, dtype="=i8").astype("<i8", copy=False)
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(marks)))
+        for table in (lengths, pointers, marks):
+            file.write(table.tobytes())
+
+    @staticmethod
+    def _sync(file) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+    def _failure(self, error: OSError) -> DataError:
+        return DataError(f"{self._final[0]}: cannot be written: {error.strerror}")
+
+
+def merge(
+    prefix: str | os.PathLike[str],
+    parts: Sequence[str | os.PathLike[str]],
+    *,
+    tokenizer: Mapping[str, object] | None = None,
+) -> None:
+    """Join pairs of one dtype, in the order given, into a new pair; the parts stay as they are."""
+    assert parts, "nothing to merge"
+    with IndexedDatasetWriter(prefix, read_index(parts[0]).dtype) as writer:
+        for part in parts:
+            writer.append(part)
+        writer.close(tokenizer=tokenizer)
+
+
+def _sync_folder(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,237 @@
+"""Raw text on its way to the tokenizer: which files, how they open, where a document begins.
+
+Readers hand on bytes in batches and leave parsing to the workers, so that one process can feed
+many. A file is never held whole, compressed or not, unless it is one document.
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from megatron.data.local_file import require_regular
+from megatron.errors import ConfigError, DataError, SparsetronError
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""A longer line, paragraph or file that is one document is taken for an accident."""
+
+TextUnit = Literal["file", "line", "paragraph"]
+TEXT_UNITS: tuple[TextUnit, ...] = ("file", "line", "paragraph")
+
+_JSON = (".jsonl", ".json", ".ndjson")
+_PARQUET = (".parquet", ".pq")
+_TEXT = (".txt", ".text", ".md", ".rst")
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_UNREADABLE = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
+_BATCH_BYTES = 1 << 20
+_BATCH_RECORDS = 1000
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Oversized:
+    """Stands for a record longer than the bound: its size in bytes, its content not kept."""
+
+    size: int
+
+
+Payload = bytes | tuple[object, ...] | Oversized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Consecutive records of one source; each with its line or row number, from 1."""
+
+    source: str
+    kind: Literal["json", "text", "row"]
+    records: list[tuple[int, Payload]]
+    position: int  # bytes of all sources read so far, as stored (compressed)
+
+
+def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
+    """Files, folders (all readable files below, by path) and glob patterns, as regular files.
+
+    Order: as given, then by path. DataError for what is missing, empty or not a regular file.
+    """
+    found: list[Path] = []
+    for name in given:
+        path = Path(name)
+        if path.is_dir():
+            files = _readable(sorted(path.rglob("*")), where=name, say=say)
+        elif path.exists() or not glob.has_magic(name):
+            files = [path]
+        else:
+            matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
+            files = _readable(matches, where=name, say=say)
+        found.extend(files)
+    for path in found:
+        require_regular(path)
+        if path.suffix.lower() in _UNREADABLE:
+            raise DataError(
+                f"{path}: {path.suffix} is not read; unpack it, or use .gz, .bz2, .xz or .parquet"
+            )
+    twice = (
+        sorted({str(path) for path in found if found.count(path) > 1}) if len(found) < 1000 else []
+    )
+    if twice:
+        say(f"{twice[0]}: given more than once; its documents are written more than once")
+    return found
+
+
+def read_batches(
+    files: Iterable[Path],
+    *,
+    keys: Sequence[str],
+    text_unit: TextUnit,
+    max_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[Batch]:
+    """Batches of records in the order of the files, a batch never reaching over two files."""
+    before = 0
+    for path in files:
+        size = path.stat().st_size
+        kind = format_of(path)
+        if kind == "parquet":
+            from megatron.data.tables import read_parquet
+
+            yield from read_parquet(path, keys=keys, before=before)
+        else:
+            if kind == "text" and len(keys) > 1:
+                raise ConfigError(
+                    f"--json-keys: {len(keys)} keys, but {path} is plain text, which has one"
+                )
+            yield from _read_stream(
+                path, kind=kind, text_unit=text_unit, max_bytes=max_bytes, before=before
+            )
+        before += size
+
+
+def format_of(path: Path) -> Literal["json", "text", "parquet"]:
+    """By suffix, under that of a compression; what is neither JSON nor Parquet is plain text."""
+    suffix = _inner_suffix(path)
+    if suffix in _JSON:
+        return "json"
+    return "parquet" if suffix in _PARQUET else "text"
+
+
+def _inner_suffix(path: Path) -> str:
+    name = Path(path.name.lower())
+    return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
+
+
+def _readable(paths: Sequence[Path], *, where: str, say: Callable[[str], None]) -> list[Path]:
+    known = (*_JSON, *_PARQUET, *_TEXT)
+    files = [path for path in paths if not path.is_dir() and not path.name.startswith(".")]
+    taken = [
+        path
+        for path in files
+        if _inner_suffix(path) in known and not path.with_suffix(".idx").exists()
+    ]
+    if not taken:
+        raise DataError(
+            f"{where}: no file to read (looked for {', '.join(known)}, also compressed)"
+        )
+    if len(taken) < len(files):
+        say(f"{where}: {len(files) - len(taken)} of {len(files)} files are no raw text; left out")
+    return taken
+
+
+def _open(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        stream = gzip.GzipFile(fileobj=raw)
+    elif suffix == ".bz2":
+        stream = bz2.BZ2File(raw)
+    elif suffix == ".xz":
+        stream = lzma.LZMAFile(raw)
+    else:
+        return raw
+    return io.BufferedReader(stream, 1 << 18)  # pyright: ignore[reportArgumentType]
+
+
+def _read_stream(
+    path: Path,
+    *,
+    kind: Literal["json", "text"],
+    text_unit: TextUnit,
+    max_bytes: int,
+    before: int,
+) -> Iterator[Batch]:
+    records: list[tuple[int, Payload]] = []
+    held = 0
+    try:
+        with open(path, "rb", buffering=1 << 18) as raw:
+            for number, payload in _records(_open(path, raw), kind, text_unit, max_bytes):
+                records.append((number, payload))
+                held += len(payload) if isinstance(payload, bytes) else 0
+                if held >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
+                    position = before + raw.tell()
+                    yield Batch(source=str(path), kind=kind, records=records, position=position)
+                    records, held = [], 0
+            if records:
+                position = before + raw.tell()
+                yield Batch(source=str(path), kind=kind, records=records, position=position)
+    except SparsetronError:
+        raise
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read to its end: {reason}") from error
+
+
+def _records(
+    stream: IO[bytes], kind: str, text_unit: TextUnit, max_bytes: int
+) -> Iterator[tuple[int, bytes | Oversized]]:
+    if kind == "json" or text_unit == "line":
+        for number, line in _lines(stream, max_bytes):
+            if isinstance(line, Oversized) or line.strip():
+                yield number, line
+    elif text_unit == "paragraph":
+        yield from _paragraphs(stream, max_bytes)
+    else:
+        text = stream.read(max_bytes + 1).removeprefix(_BOM)
+        if len(text) > max_bytes:
+            yield 1, Oversized(len(text))
+        else:
+            yield 1, text.replace(b"\r\n", b"\n")
+
+
+def _lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Oversized]]:
+    """Numbered lines without their ends, LF or CRLF, and without a BOM at the start."""
+    number = 0
+    while line := stream.readline(max_bytes + len(b"\r\n")):
+        number += 1
+        content = line.removesuffix(b"\n").removesuffix(b"\r")
+        if len(content) > max_bytes:
+            size = len(line)
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(1 << 20)
+                size += len(line)
+            yield number, Oversized(size)
+            continue
+        yield number, content.removeprefix(_BOM) if number == 1 else content
+
+
+def _paragraphs(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Oversized]]:
+    """Runs of lines between blank ones, numbered by their first line."""
+    start, size, held = 0, 0, list[bytes]()
+    for number, line in _lines(stream, max_bytes):
+        length = line.size if isinstance(line, Oversized) else len(line)
+        if length and (isinstance(line, Oversized) or line.strip()):
+            start = start or number
+            size += length + 1
+            if size > max_bytes:
+                held.clear()
+            elif isinstance(line, bytes):
+                held.append(line)
+        elif start:
+            yield start, b"\n".join(held) if size <= max_bytes else Oversized(size)
+            start, size, held = 0, 0, []
+    if start:
+        yield start, b"\n".join(held) if size <= max_bytes else Oversized(size)

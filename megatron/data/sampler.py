@@ -1,0 +1,117 @@
+"""Which samples a rank reads in an iteration, and how they become a microbatch.
+
+A global batch is samples [consumed, consumed + global batch size). It is cut into global
+microbatches; block b of rank r is number b * data_parallel_size + r. What a number holds depends on
+the micro batch size alone, never on the number of ranks.
+
+    global batch of 8, micro batch 2, two ranks:   samples 0 1 | 2 3 | 4 5 | 6 7
+                                                   number    0     1     2     3
+                                                   rank      0     1     0     1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blended import SampleSource
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """b samples of s tokens: predict labels[i, j] from tokens[i, : j + 1]."""
+
+    tokens: NDArray[np.int64]  # [b, s]
+    labels: NDArray[np.int64]  # [b, s]
+    loss_mask: NDArray[np.float32] | None  # [b, s]; None: every token counts
+    position_ids: NDArray[np.int64] | None  # [b, s]; None: 0 to s - 1
+    document_ids: NDArray[np.int64] | None  # [b, s]; None: a token sees all before it
+    index: int
+    """Number of this microbatch within the global batch, over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollateOptions:
+    """What an end-of-document token does besides being a token; ConfigError if there is none."""
+
+    eod: int | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(self, name) and self.eod is None:
+                raise ConfigError(
+                    f"{name}: the tokenizer has no end-of-document id; leave --"
+                    f"{name.replace('_', '-')} out or use another tokenizer"
+                )
+
+
+@dataclass(frozen=True)
+class MicrobatchSampler:
+    """The share of one data-parallel rank in each global batch."""
+
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        assert self.micro_batch_size > 0 and 0 <= self.data_parallel_rank < self.data_parallel_size
+
+    def numbers(self, global_batch_size: int) -> list[int]:
+        """Global numbers of this rank's microbatches, in the order it runs them."""
+        block = self.micro_batch_size * self.data_parallel_size
+        assert global_batch_size > 0 and global_batch_size % block == 0, (global_batch_size, block)
+        count = global_batch_size // self.micro_batch_size
+        return list(range(self.data_parallel_rank, count, self.data_parallel_size))
+
+    def indices(self, consumed_samples: int, global_batch_size: int) -> list[range]:
+        """Samples of each of this rank's microbatches, in the order of `numbers`."""
+        size = self.micro_batch_size
+        starts = [consumed_samples + number * size for number in self.numbers(global_batch_size)]
+        return [range(start, start + size) for start in starts]
+
+
+def collate(
+    dataset: SampleSource,
+    samples: range,
+    number: int,
+    options: CollateOptions | None = None,
+) -> Microbatch:
+    """Read the samples of one microbatch; `number` becomes its `index`.
+
+    As in Megatron, an end-of-document token belongs to the document it ends; with `eod_mask_loss`
+    the position whose *input* it is does not count (the start of the next document is not to be
+    predicted from it).
+    """
+    options = options or CollateOptions()
+    text = np.stack([dataset[index] for index in samples])  # [b, s + 1]
+    tokens = np.ascontiguousarray(text[:, :-1])
+    ends = tokens == options.eod if options.eod is not None else np.zeros_like(tokens, dtype=bool)
+    return Microbatch(
+        tokens=tokens,
+        labels=np.ascontiguousarray(text[:, 1:]),
+        loss_mask=(~ends).astype(np.float32) if options.eod_mask_loss else None,
+        position_ids=_positions(ends) if options.reset_position_ids else None,
+        document_ids=_documents(ends) if options.reset_attention_mask else None,
+        index=number,
+    )
+
+
+def _starts(ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    starts = np.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    return starts
+
+
+def _positions(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    place = np.broadcast_to(np.arange(ends.shape[1], dtype=np.int64), ends.shape)
+    return place - np.maximum.accumulate(np.where(_starts(ends), place, 0), axis=1)
+
+
+def _documents(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    return np.cumsum(_starts(ends), axis=1, dtype=np.int64)

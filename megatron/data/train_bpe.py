@@ -1,0 +1,48 @@
+"""Training of a byte-level BPE, the kind GPT-2 has, written as one `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.data.bpe_files import END_OF_TEXT
+from megatron.data.sidecar import write_atomically
+from megatron.errors import ConfigError, DataError, missing_extra
+
+MIN_VOCAB_SIZE = 257
+"""The 256 bytes and the end mark."""
+
+
+def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, output: Path) -> int:
+    """Train on `texts`, write `output`, return the number of entries reached.
+
+    Id 0 is `<|endoftext|>`, 1 to 256 are the bytes; every string can be encoded and decodes to
+    itself. A small text may give fewer entries than asked. The same texts in the same order give
+    the same file. Uses every core.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size: {vocab_size}; wanted at least {MIN_VOCAB_SIZE}")
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise missing_extra("tokenizers", "data") from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached == MIN_VOCAB_SIZE < vocab_size:
+        raise DataError("--input: too little text to learn a single merge from")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{output.parent}: {error.strerror}") from error
+    write_atomically(output, tokenizer.to_str(pretty=True).encode())
+    return reached

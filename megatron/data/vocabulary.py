@@ -1,0 +1,94 @@
+"""How many token ids a run has and which of them ends a document.
+
+Training needs no tokenizer, only these numbers, so they come from the data's own description where
+no tokenizer is named: a prepared data set trains without the packages that prepared it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.data.sidecar import read_sidecar
+from megatron.data.split import DataOptions, split_sources
+from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import ConfigError, DataError
+
+MOCK_VOCABULARY = 1024
+
+
+class VocabularyOptions(Protocol):
+    """The settings this reads; `DataConfig` has them."""
+
+    @property
+    def mock_data(self) -> bool: ...
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """`size`: ids are 0 to size - 1, before padding. `eod`: id that ends a document, if known.
+    `fingerprint`: of the tokenizer, if known; data made by another one is refused."""
+
+    size: int
+    eod: int | None = None
+    fingerprint: str | None = None
+
+
+def find_vocabulary(options: VocabularyOptions, prefixes: list[str]) -> Vocabulary:
+    """The vocabulary of a run: of the tokenizer named, else of the first data set that says,
+    else `--vocab-size`. Raises `ConfigError` where nobody knows."""
+    if options.tokenizer_type is not None:
+        tokenizer = build_tokenizer(
+            options.tokenizer_type,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+            model=options.tokenizer_model,
+            vocab_size=options.vocab_size,
+        )
+        return Vocabulary(
+            size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint()
+        )
+    for prefix in prefixes:
+        if (sidecar := read_sidecar(prefix)) is not None:
+            return _described(sidecar, prefix, options.vocab_size)
+    if options.vocab_size is not None:
+        return Vocabulary(size=options.vocab_size)
+    if options.mock_data:
+        return Vocabulary(size=MOCK_VOCABULARY)
+    raise ConfigError(
+        f"vocab_size: not given, and {prefixes[0] if prefixes else 'the data'} has no description "
+        "of its tokenizer; give --tokenizer-type or --vocab-size"
+    )
+
+
+def data_prefixes(options: DataOptions) -> list[str]:
+    """Prefixes of every data set the options name, in order, each once."""
+    if options.mock_data:
+        return []
+    sources = [source for source in split_sources(options) if source is not None]
+    return list(dict.fromkeys(prefix for s in sources for prefix in s.blend.prefixes))
+
+
+def _described(sidecar: dict[str, object], prefix: str, asked: int | None) -> Vocabulary:
+    size, eod, mark = (sidecar.get(key) for key in ("vocab_size", "eod", "fingerprint"))
+    if not isinstance(size, int) or size < 1:
+        raise DataError(f"{prefix}.json: vocab_size is {size!r}; write the data again")
+    if asked is not None and asked < size:
+        raise ConfigError(
+            f"vocab_size: {asked} is less than the {size} ids of {prefix}; leave --vocab-size out"
+        )
+    return Vocabulary(
+        size=asked or size,
+        eod=eod if isinstance(eod, int) else None,
+        fingerprint=mark if isinstance(mark, str) else None,
+    )

@@ -1,0 +1,243 @@
+"""Raw text to the token files that training reads: `.bin`, `.idx` and a `.json` beside them.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
+        --append-eod
+
+Flags are Megatron-LM's. The output appears only when all of it is there. Exit: 0 done, 2 a flag
+is wrong, 3 the data is. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+
+from megatron.data.encode import EncodeOptions, TokenizerChoice, load_tokenizer  # noqa: E402
+from megatron.data.preprocess import (  # noqa: E402
+    Counts,
+    Outcome,
+    check_outputs,
+    output_prefixes,
+    preprocess,
+)
+from megatron.data.raw_text import TEXT_UNITS, find_inputs, read_batches  # noqa: E402
+from megatron.data.tables import read_dataset  # noqa: E402
+from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = parse(argv)
+    try:
+        run(arguments)
+    except SparsetronError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags; argparse leaves with code 2 on a wrong one."""
+    parser = argparse.ArgumentParser(
+        description="Turn raw text into the token files that training reads.", allow_abbrev=False
+    )
+    source = parser.add_argument_group("input")
+    source.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or globs: .jsonl/.json (an object a line), .parquet, or plain text; "
+        ".gz, .bz2 and .xz are unpacked on the way",
+    )
+    source.add_argument("--dataset", metavar="NAME", help="a data set of the `datasets` package")
+    source.add_argument("--dataset-split", default="train", help="its split (default: train)")
+    source.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    source.add_argument(
+        "--text-unit",
+        choices=TEXT_UNITS,
+        default="file",
+        help="what is a document in plain text; paragraphs are set apart by blank lines",
+    )
+    source.add_argument(
+        "--max-bad-lines",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N lines that are no text, naming each (default 0: stop at the first)",
+    )
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZER_TYPES))
+    tokenizer.add_argument("--vocab-file", metavar="PATH", help="GPT2BPETokenizer: vocab.json")
+    tokenizer.add_argument("--merge-file", metavar="PATH", help="GPT2BPETokenizer: merges.txt")
+    tokenizer.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece .model; tokenizer.json, a folder or a hub name for HuggingFace",
+    )
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: its ids")
+    tokenizer.add_argument("--append-eod", action="store_true", help="end documents with a mark")
+    output = parser.add_argument_group("output and running")
+    output.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.*"
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    output.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        metavar="N",
+        help="processes that tokenize (default: %(default)s, the cores here)",
+    )
+    output.add_argument("--log-interval", type=int, default=10000, metavar="DOCUMENTS")
+    output.add_argument("--partitions", type=int, default=1, help="accepted; not needed here")
+    output.add_argument("--keep-sequential-samples", action="store_true", help="always so here")
+    output.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Check the flags against each other and the disk, then preprocess."""
+    _check(arguments)
+    keys = tuple(arguments.json_keys)
+    choice = TokenizerChoice(
+        type=arguments.tokenizer_type,
+        vocab_file=arguments.vocab_file,
+        merge_file=arguments.merge_file,
+        model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
+    )
+    vocab_size = load_tokenizer(choice).vocab_size
+    files = find_inputs(arguments.input or [], say=_say)
+    prefixes = output_prefixes(arguments.output_prefix, keys)
+    check_outputs(prefixes, inputs=files, overwrite=arguments.overwrite)
+    if arguments.dataset:
+        batches = read_dataset(arguments.dataset, split=arguments.dataset_split, keys=keys)
+    else:
+        batches = read_batches(files, keys=keys, text_unit=arguments.text_unit)
+    with Progress(
+        total=sum(path.stat().st_size for path in files), interval=arguments.log_interval
+    ) as progress:
+        outcome = preprocess(
+            batches,
+            options=EncodeOptions(keys=keys, tokenizer=choice, append_eod=arguments.append_eod),
+            output_prefix=arguments.output_prefix,
+            workers=arguments.workers,
+            max_bad_lines=arguments.max_bad_lines,
+            say=progress.say,
+            watch=progress.watch,
+        )
+    counts = outcome.counts
+    _say(progress.line(counts))
+    for prefix in outcome.prefixes:
+        print(
+            f"wrote {prefix}.bin and .idx: {counts.documents} documents, {outcome.dtype} tokens, "
+            f"vocabulary {vocab_size}"
+        )
+    print(f"{counts.tokens} tokens in all; pass with --data-path {' '.join(outcome.prefixes)}")
+    return outcome
+
+
+class Progress:
+    """A bar where someone watches, else a line every `interval` documents; both on stderr.
+
+    While entered, Ctrl-C and SIGTERM end the run after the batch at hand (a second one at once):
+    an exception in the middle of starting a worker would leave that worker half started.
+    """
+
+    def __init__(self, *, total: int, interval: int) -> None:
+        self._start = time.monotonic()
+        self._interval = interval
+        self._next = interval
+        self._bar = _bar(total) if total and sys.stderr.isatty() else None
+        self._signal = 0
+
+    def __enter__(self) -> Progress:
+        self._handlers = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if self._bar is not None:
+            self._bar.close()
+
+    def say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        _say(line)
+
+    def _stop(self, number: int, _: object) -> None:
+        if self._signal:
+            raise SystemExit(128 + number)
+        self._signal = number
+
+    def watch(self, counts: Counts) -> None:
+        """Show how far the run is; leaves if a signal came."""
+        if self._signal:
+            self.say("interrupted; nothing was written")
+            raise SystemExit(128 + self._signal)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{counts.documents} documents", refresh=False)
+            self._bar.update(counts.position - self._bar.n)
+        elif counts.documents >= self._next:
+            _say(self.line(counts))
+            self._next = counts.documents - counts.documents % self._interval + self._interval
+
+    def line(self, counts: Counts) -> str:
+        """So many documents, tokens and MB of text, and their rate since the start."""
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        megabytes = counts.text_bytes / 1e6
+        return (
+            f"{counts.documents} documents, {counts.tokens} tokens, {megabytes:.1f} MB in "
+            f"{seconds:.1f} s ({counts.documents / seconds:.0f} documents/s, "
+            f"{megabytes / seconds:.2f} MB/s)"
+        )
+
+
+def _bar(total: int):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if bool(arguments.input) == bool(arguments.dataset):
+        raise ConfigError("--input: give either --input or --dataset, one of the two")
+    for name, least in (("workers", 1), ("log_interval", 1), ("partitions", 1)):
+        if getattr(arguments, name) < least:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: {getattr(arguments, name)}; wanted at least {least}")
+    if arguments.max_bad_lines < 0:
+        raise ConfigError(f"--max-bad-lines: {arguments.max_bad_lines}; wanted at least 0")
+    if not os.path.basename(arguments.output_prefix):
+        raise ConfigError(f"--output-prefix: {arguments.output_prefix!r} ends in no name")
+    if arguments.partitions > 1:
+        _say(f"--partitions {arguments.partitions}: ignored; --workers spreads one pass instead")
+    if arguments.keep_sequential_samples:
+        _say("--keep-sequential-samples: always so; documents keep the order of the input")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

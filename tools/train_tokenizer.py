@@ -1,0 +1,80 @@
+"""Learn a byte-level BPE from raw text: `tokenizer.json` for HuggingFaceTokenizer.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
+
+Reads what tools/preprocess_data.py reads. Exit: 0 done, 2 a flag is wrong, 3 the data is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+
+from megatron.data.encode import extract_texts  # noqa: E402
+from megatron.data.raw_text import TEXT_UNITS, Batch, find_inputs, read_batches  # noqa: E402
+from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
+from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="Learn a byte-level BPE from raw text.", allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH")
+    parser.add_argument("--output", required=True, type=Path, metavar="tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, default=8192, metavar="N")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    parser.add_argument("--text-unit", choices=TEXT_UNITS, default="paragraph")
+    parser.add_argument(
+        "--max-bytes", type=int, metavar="N", help="stop reading after so much text (default: all)"
+    )
+    parser.add_argument("--overwrite", action="store_true")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.output.exists() and not arguments.overwrite:
+            raise ConfigError(f"--output: {arguments.output} exists; add --overwrite")
+        files = find_inputs(arguments.input, say=_say)
+        keys = tuple(arguments.json_keys)
+        batches = read_batches(files, keys=keys, text_unit=arguments.text_unit)
+        texts = read_texts(batches, keys, max_bytes=arguments.max_bytes)
+        reached = train_byte_level_bpe(
+            texts, vocab_size=arguments.vocab_size, output=arguments.output
+        )
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if reached < arguments.vocab_size:
+        _say(f"--vocab-size: {arguments.vocab_size} asked, the text has pairs for {reached}")
+    print(f"wrote {arguments.output}: {reached} entries")
+    return 0
+
+
+def read_texts(
+    batches: Iterator[Batch], keys: Sequence[str], *, max_bytes: int | None
+) -> Iterator[str]:
+    """Texts of all keys in order; DataError with file and line at the first bad record."""
+    left = max_bytes if max_bytes is not None else sys.maxsize
+    for batch in batches:
+        for number, payload in batch.records:
+            try:
+                texts = extract_texts(payload, batch.kind, keys)
+            except DataError as error:
+                raise DataError(f"{batch.source}:{number}: {error}") from error
+            for text in texts:
+                yield text
+                left -= len(text)
+                if left <= 0:
+                    return
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
