@@ -1,0 +1,166 @@
+"""Whether a step folder is whole, and what else a path may be.
+
+Nothing here imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron.checkpoint.files import CHUNK, FILES, Files, failing_as, opened, read_bytes
+from megatron.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, parse
+from megatron.checkpoint.strict import one_line, show
+from megatron.checkpoint.tensorfile import Stored, parse_header
+from megatron.checkpoint.tensors import SliceRecord, TensorRecord
+from megatron.errors import CheckpointError
+
+_THREADS = 4
+"""Hashing lets other Python threads run; more would only wait for the disk."""
+
+
+def read_manifest(folder: Path, *, files: Files = FILES) -> Manifest:
+    """The manifest of a step folder. Raises `CheckpointError` naming file and key."""
+    path = folder / MANIFEST_NAME
+    with failing_as(folder, "read"):
+        if not path.exists():
+            missing = f"has no {MANIFEST_NAME}" if folder.exists() else "does not exist"
+            raise CheckpointError(f"{folder}: {alien(folder) or missing}")
+    with opened(files, path) as (descriptor, size):
+        if size > MANIFEST_LIMIT:
+            raise CheckpointError(f"{path}: {size} bytes, the limit is {MANIFEST_LIMIT}")
+        return parse(read_bytes(files, descriptor, size), str(path))
+
+
+def verify_folder(
+    folder: Path, *, hashes: bool | Collection[str] = True, files: Files = FILES
+) -> Manifest:
+    """Check that a step folder holds what its manifest says, and return the manifest.
+
+    Files and their sizes, their headers against the slices, and nothing beside them; SHA-256 of
+    all files, or of those named by `hashes`. Names that begin with a dot are the disk's or the
+    desktop's own and are passed over. Raises `CheckpointError` naming file and key.
+    """
+    manifest = read_manifest(folder, files=files)
+    with failing_as(folder, "list"):
+        present = {name for name in files.entries(folder) if not name.startswith(".")}
+    for name in sorted(present - manifest.files.keys() - {MANIFEST_NAME}):
+        raise CheckpointError(f"{folder / name}: is not listed in {MANIFEST_NAME}")
+    slices = slices_by_file(manifest)
+    for name in () if isinstance(hashes, bool) else sorted(set(hashes) - manifest.files.keys()):
+        raise CheckpointError(f"{folder / MANIFEST_NAME}: lists no file {show(name)}")
+    wanted = manifest.files if hashes is True else () if hashes is False else hashes
+
+    def check(name: str) -> str | None:
+        try:
+            header = read_header(folder, name, manifest, files=files)
+            check_header(folder / name, header, slices.get(name, {}))
+            if name in wanted:
+                _check_hash(folder / name, manifest.files[name].sha256, files)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        problems = [problem for problem in pool.map(check, sorted(manifest.files)) if problem]
+    if problems:
+        more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+        raise CheckpointError(problems[0] + more)
+    return manifest
+
+
+def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord, SliceRecord]]]:
+    """For each file, what the manifest says of each of its keys."""
+    result: dict[str, dict[str, tuple[TensorRecord, SliceRecord]]] = {}
+    for record in manifest.tensors.values():
+        for part in record.slices:
+            result.setdefault(part.file, {})[part.key] = (record, part)
+    return result
+
+
+def read_header(
+    folder: Path, name: str, manifest: Manifest, *, files: Files = FILES
+) -> dict[str, Stored]:
+    """What a file of the folder says it holds, once its size is right. Raises
+    `CheckpointError`."""
+    path = folder / name
+    with opened(files, path) as (descriptor, size):
+        if size != manifest.files[name].bytes:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, {MANIFEST_NAME} says {manifest.files[name].bytes}"
+            )
+        try:
+            length = read_bytes(files, descriptor, 8)
+            return parse_header(length, lambda n: read_bytes(files, descriptor, n), size)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: {one_line(error)}") from error
+
+
+def check_header(
+    path: Path, header: dict[str, Stored], slices: dict[str, tuple[TensorRecord, SliceRecord]]
+) -> None:
+    """Compare a file's header with the slices that the manifest says lie in it."""
+    for key in sorted(header.keys() ^ slices.keys()):
+        where = "missing, though" if key in slices else "not"
+        raise CheckpointError(f"{path}: key {show(key)} is {where} listed in {MANIFEST_NAME}")
+    for key, (record, part) in slices.items():
+        stored, (first, last) = header[key], part.range
+        count = math.prod(stored.shape)
+        if record.dtype == "BOOL":
+            fits = stored.dtype == "U8" and count == (last - first + 7) // 8
+        elif record.mask is not None:
+            fits = stored.dtype == record.dtype and count <= last - first
+        else:
+            fits = stored.dtype == record.dtype and count == last - first
+        if not fits:
+            raise CheckpointError(
+                f"{path}: key {show(key)} is {stored.dtype} with {count} entries, which is not "
+                f"{record.dtype} for {last - first} entries as listed in {MANIFEST_NAME}"
+            )
+
+
+def _check_hash(path: Path, expected: str, files: Files) -> None:
+    digest = hashlib.sha256()
+    with opened(files, path) as (descriptor, _):
+        while piece := files.read(descriptor, CHUNK):
+            digest.update(piece)
+    if digest.hexdigest() != expected:
+        raise CheckpointError(
+            f"{path}: damaged: SHA-256 is {digest.hexdigest()}, {MANIFEST_NAME} says {expected}"
+        )
+
+
+def alien(path: Path) -> str | None:
+    """What a path holds if it is a checkpoint of another program, with the way out; else None.
+
+    Only names and the first bytes are looked at: such formats run code when they are loaded.
+    """
+    kind = None
+    if path.is_file():
+        with opened(FILES, path) as (descriptor, _):
+            start = read_bytes(FILES, descriptor, 4)
+        if start.startswith(b"PK\x03\x04"):
+            kind = "a zip or torch.save file"
+        elif start[:1] == b"\x80" or path.suffix in {".pt", ".pth", ".bin", ".pkl", ".ckpt"}:
+            kind = "a pickle"
+        else:
+            kind = "a file"
+    elif path.is_dir():
+        kinds = {
+            ".metadata": "a torch.distributed.checkpoint folder",
+            "latest_checkpointed_iteration.txt": "a Megatron-LM checkpoint",
+            "pytorch_model.bin": "a Hugging Face model",
+            "model.safetensors": "a Hugging Face model",
+            "model.safetensors.index.json": "a Hugging Face model",
+            "latest_universal": "a DeepSpeed checkpoint",
+        }
+        kind = next((text for name, text in kinds.items() if (path / name).exists()), None)
+    if kind is None:
+        return None
+    return (
+        f"is {kind}, not a checkpoint of this program, and is not opened; give a folder with "
+        f"{MANIFEST_NAME} or the run folder above it"
+    )

@@ -1,0 +1,120 @@
+"""Check checkpoints: every hash, every shape, and that each entry is stored exactly once.
+
+    python tools/verify_checkpoint.py RUN | RUN/checkpoints | RUN/checkpoints/step_00000100
+
+Exit code 0 if all that is there verifies, 4 if not or if there is nothing, 2 for wrong usage.
+Needs neither torch nor numpy, so it runs on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.checkpoint.locate import checkpoints_folder, list_steps, verify_committed  # noqa: E402
+from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest  # noqa: E402
+from megatron.checkpoint.tensors import DATA_PARALLEL, TensorRecord  # noqa: E402
+from megatron.checkpoint.verify import alien, verify_folder  # noqa: E402
+from megatron.errors import CheckpointError  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="verify_checkpoint.py", description="Check checkpoints: hashes, shapes, layout."
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="step, checkpoints or run folder")
+    parser.add_argument("--quiet", action="store_true", help="one line for each step, no tables")
+    options = parser.parse_args(arguments)
+    try:
+        problems = check(options.folder, tables=not options.quiet)
+    except CheckpointError as error:
+        problems = [str(error)]
+    except OSError as error:
+        problems = [f"{options.folder}: {error.strerror}"]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return CheckpointError.exit_code if problems else 0
+
+
+def check(folder: Path, *, tables: bool) -> list[str]:
+    """Print what each step is and return what is wrong. Raises `CheckpointError` for a folder
+    without checkpoints."""
+    if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
+        report(folder, verify_folder(folder), tables=tables)
+        return []
+    directory = checkpoints_folder(folder)
+    listing = list_steps(directory)
+    if not listing.committed and not listing.damaged:
+        raise CheckpointError(f"{directory}: {alien(directory) or 'no checkpoint was committed'}")
+    problems = []
+    for step in reversed(listing.committed):
+        try:
+            report(step.path, verify_committed(step), tables=tables)
+        except CheckpointError as error:
+            problems.append(str(error))
+    for path in listing.drafts:
+        print(f"{path}: a save that did not end, never loaded")
+    for path in listing.damaged:
+        print(f"{path}: set aside as damaged, not checked")
+    if not listing.committed:
+        problems.append(f"{directory}: every checkpoint was set aside as damaged")
+    return problems
+
+
+def report(folder: Path, manifest: Manifest, *, tables: bool) -> None:
+    """Print a step that verifies: one line, and the tables of its files and tensors."""
+    size = sum(file.bytes for file in manifest.files.values())
+    grid = ", ".join(f"{name} = {count}" for name, count in manifest.world.items())
+    print(
+        f"{folder}: step {manifest.step} verifies: {len(manifest.tensors)} tensors in "
+        f"{len(manifest.files)} files, {size} bytes; ranks: {grid}"
+    )
+    if not tables:
+        return
+    print_table(
+        [("file", "bytes", "sha256")]
+        + [(name, str(file.bytes), file.sha256) for name, file in manifest.files.items()]
+    )
+    print_table(
+        [("tensor", "dtype", "shape", "slices", "files", "stored")]
+        + [layout_row(name, record) for name, record in manifest.tensors.items()]
+    )
+
+
+def layout_row(name: str, record: TensorRecord) -> tuple[str, ...]:
+    """How a tensor is stored, as a row of the layout table."""
+    kinds = []
+    if record.scope == DATA_PARALLEL:
+        kinds.append("per data-parallel rank")
+    if record.mask is not None:
+        where = "" if record.mask.value else "not "
+        kinds.append(f"where {where}{record.mask.name}")
+    if record.dtype == "BOOL":
+        kinds.append("bits")
+    if any(part.flat is not None for part in record.slices):
+        kinds.append("flat ranges")
+    return (
+        name,
+        record.dtype,
+        "x".join(map(str, record.shape)) or "scalar",
+        str(len(record.slices)),
+        str(len({part.file for part in record.slices})),
+        ", ".join(kinds) or "whole boxes",
+    )
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns as wide as they need, indented by two."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"  {'  '.join(cells)}".rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
