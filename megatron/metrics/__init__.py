@@ -1,0 +1,21 @@
+"""What a run tells the world, written by one rank: terminal, log, metrics files and trackers.
+
+The trainer makes one `StepRecord` a step and hands it to `Metrics.step`, which only stores it; all
+formatting happens at the log interval. Ranks that do not write hold a `NullMetrics`.
+"""
+
+from __future__ import annotations
+
+from megatron.metrics.files import cut_metrics
+from megatron.metrics.record import EVALUATION_KINDS, StepRecord
+from megatron.metrics.sink import Metrics, NullMetrics
+from megatron.metrics.trackers import check_trackers
+
+__all__ = [
+    "EVALUATION_KINDS",
+    "Metrics",
+    "NullMetrics",
+    "StepRecord",
+    "check_trackers",
+    "cut_metrics",
+]

@@ -1,0 +1,125 @@
+"""The log line: Megatron-LM's fields in its order and number formats, then ours.
+
+Two of its habits are not kept: a NaN loss vanishes there from the line, and its counters of
+skipped and NaN iterations stay 0 without fp16. Fields have their names because people's scripts
+search for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from megatron.metrics.record import Interval, Spread, StepRecord
+from megatron.metrics.units import (
+    byte_size,
+    duration,
+    flop_rate,
+    memory_size,
+    perplexity,
+    three_digits,
+)
+
+
+def timestamp(seconds: float) -> str:
+    """Local wall-clock time to the second."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_line(
+    last: StepRecord,
+    interval: Interval,
+    *,
+    now: float,
+    seconds_left: float,
+    throughput: bool = False,
+    peak_tflops: float | None = None,
+) -> str:
+    """The line for the interval that ends with step `last`, without a newline.
+
+    `throughput` adds Megatron's field of that name (model TFLOP/s of a rank); `peak_tflops`, a
+    rank's peak, adds model FLOPs utilization. `seconds_left` is the time to the end of the run.
+    """
+    rate = interval.flops / interval.seconds / last.world_size if interval.seconds > 0 else 0.0
+    fields = [
+        f"iteration {last.iteration:8d}/{last.train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.steps:.1f}",
+    ]
+    if throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {three_digits(rate / 1e12)}")
+    fields += [
+        f"learning rate: {last.lr:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {interval.lm_loss:.6E}",
+        f"loss scale: {last.loss_scale:.1f}",
+    ]
+    if last.grad_norm is not None:
+        fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f"num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        fields.append(f"params norm: {last.params_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan:3d}",
+    ]
+    fields += _own_fields(last, interval, rate=rate, peak_tflops=peak_tflops)
+    fields.append(_eta(last, now=now, seconds_left=seconds_left))
+    return f" [{timestamp(now)}] " + " | ".join(fields) + " |"
+
+
+def _own_fields(
+    last: StepRecord, interval: Interval, *, rate: float, peak_tflops: float | None
+) -> list[str]:
+    tokens_rate = interval.tokens / interval.seconds if interval.seconds > 0 else 0.0
+    fields = [f"tokens/s: {three_digits(tokens_rate)}", f"per rank {flop_rate(rate)}"]
+    if peak_tflops is not None:
+        fields.append(f"MFU: {100 * rate / (peak_tflops * 1e12):.1f}%")
+    fields.append(f"sent per step: {byte_size(interval.bytes_per_step)}")
+    if last.density < 1:
+        fields.append(f"density: {last.density:.4g}")
+    if interval.wait_seconds is not None:
+        fields.append(f"waited for gradients (ms): {1000 * interval.wait_seconds:.1f}")
+    fields.append(f"peak memory: {memory_size(interval.peak_memory_bytes)}")
+    return fields
+
+
+def _eta(last: StepRecord, *, now: float, seconds_left: float) -> str:
+    if last.iteration >= last.train_iters:
+        return "ETA: done"
+    clock = datetime.fromtimestamp(now + seconds_left).strftime("%Y-%m-%d %H:%M")
+    return f"ETA: {duration(seconds_left)} ({clock})"
+
+
+def format_evaluation(*, iteration: int, kind: str, loss: float) -> str:
+    """The line for one evaluation, with the perplexity that Megatron prints."""
+    name = {"valid": "validation", "test": "test"}[kind]
+    return (
+        f"validation loss at iteration {iteration} on {name} set | "
+        f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
+    )
+
+
+def format_timers(timers: Mapping[str, Spread], *, steps: int, option: str) -> str:
+    """Milliseconds a step of each timer: the largest rank's, smallest and largest, or all ranks'.
+
+    `option` is max, minmax or all; a pair (min, max) cannot show all ranks and shows both ends.
+    """
+    titles = {
+        "max": "max time across ranks (ms):",
+        "minmax": "(min, max) time across ranks (ms):",
+        "all": "times across ranks (ms):",
+    }
+    lines = [titles[option]]
+    for name, spread in timers.items():
+        values = [1000 * seconds / steps for seconds in spread]
+        label = f"    {name} ".ljust(52, ".")
+        if option == "all" and not isinstance(spread, tuple):
+            lines.append(f"    {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(values)]
+        elif option == "max":
+            lines.append(f"{label}: {max(values):.2f}")
+        else:
+            lines.append(f"{label}: ({min(values):.2f}, {max(values):.2f})")
+    return "\n".join(lines)

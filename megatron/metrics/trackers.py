@@ -1,0 +1,174 @@
+"""TensorBoard and Weights & Biases, under Megatron-LM's names of the curves.
+
+Both are optional. They may raise whatever they like: `Metrics` then drops them with one notice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from megatron.errors import missing_extra
+from megatron.metrics.record import StepRecord
+from megatron.metrics.units import perplexity
+
+if TYPE_CHECKING:
+    from megatron.config import LoggingConfig
+
+
+class TimedRecord(NamedTuple):
+    """A step and when it ended, in seconds since 1970."""
+
+    time: float
+    record: StepRecord
+
+
+class Tracker(Protocol):
+    """A place that draws curves; any method may raise."""
+
+    name: str
+
+    def steps(self, records: Sequence[TimedRecord]) -> None:
+        """Add steps, in order."""
+        ...
+
+    def evaluation(
+        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
+    ) -> None:
+        """Add the loss of the validation or the test set."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending."""
+        ...
+
+
+def check_trackers(logging: LoggingConfig) -> None:
+    """Raise `ConfigError` if a tracker is asked for whose package is absent; imports neither."""
+    if logging.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+        raise missing_extra("tensorboard", "log")
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise missing_extra("wandb", "log")
+
+
+def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]:
+    """Curves of one step by name; those of the memory and timers only where flags ask for them."""
+    scalars: dict[str, float] = {
+        "lm loss": record.lm_loss,
+        "learning-rate": record.lr,
+        "batch-size": record.global_batch_size,
+        "loss-scale": record.loss_scale,
+        "bytes-sent": record.bytes_sent,
+        "density": record.density,
+        "tokens-per-second": record.tokens_per_second,
+        "skipped": float(record.skipped),
+    }
+    optional = {
+        "grad-norm": record.grad_norm,
+        "num-zeros": record.num_zeros,
+        "params-norm": record.params_norm,
+    }
+    scalars |= {name: value for name, value in optional.items() if value is not None}
+    if logging.log_throughput and record.step_seconds > 0:
+        scalars["throughput"] = record.flops / record.step_seconds / record.world_size / 1e12
+    if logging.log_memory_to_tensorboard:
+        scalars["mem-max-allocated-bytes"] = record.peak_memory_bytes
+    if logging.log_timers_to_tensorboard:
+        scalars["iteration-time"] = record.step_seconds
+        scalars |= {f"{name}-time": max(spread) for name, spread in record.timers.items()}
+    return scalars
+
+
+def evaluation_scalars(kind: str, loss: float, logging: LoggingConfig) -> dict[str, float]:
+    """Curves of one evaluation by name."""
+    name = {"valid": "lm loss validation", "test": "lm loss test"}[kind]
+    scalars = {name: loss}
+    if logging.log_validation_ppl_to_tensorboard:
+        scalars[f"{name} ppl"] = perplexity(loss)
+    return scalars
+
+
+_ALSO_OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm")
+
+
+class TensorBoardTracker:
+    """Event files in `--tensorboard-dir`; points after `start_iteration` of older files hide."""
+
+    name = "TensorBoard"
+
+    def __init__(self, logging: LoggingConfig, *, start_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._logging = logging
+        self._writer = SummaryWriter(
+            log_dir=logging.tensorboard_dir,
+            max_queue=logging.tensorboard_queue_size,
+            purge_step=start_iteration + 1 if start_iteration else None,
+        )
+
+    def steps(self, records: Sequence[TimedRecord]) -> None:
+        """Add steps, in order."""
+        for when, record in records:
+            scalars = step_scalars(record, self._logging)
+            scalars |= {
+                f"{name} vs samples": scalars[name]
+                for name in _ALSO_OVER_SAMPLES
+                if name in scalars
+            }
+            self._add(scalars, time=when, step=record.iteration, samples=record.consumed_samples)
+
+    def evaluation(
+        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
+    ) -> None:
+        """Add the loss of the validation or the test set, and show it at once."""
+        scalars = evaluation_scalars(kind, loss, self._logging)
+        scalars |= {f"{name} vs samples": value for name, value in scalars.items()}
+        self._add(scalars, time=time, step=iteration, samples=samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+    def _add(self, scalars: Mapping[str, float], *, time: float, step: int, samples: int) -> None:
+        for name, value in scalars.items():
+            at = samples if name.endswith("vs samples") else step
+            self._writer.add_scalar(name, value, global_step=at, walltime=time)
+
+
+class WandbTracker:
+    """A run at Weights & Biases; its own WANDB_MODE decides whether anything leaves the machine."""
+
+    name = "wandb"
+
+    def __init__(
+        self, logging: LoggingConfig, *, name: str, directory: Path, summary: Mapping[str, Any]
+    ) -> None:
+        import wandb
+
+        self._logging = logging
+        folder = Path(logging.wandb_save_dir) if logging.wandb_save_dir else directory
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=logging.wandb_project,
+            name=logging.wandb_exp_name or name or None,
+            dir=str(folder),
+            config=dict(summary),
+        )
+
+    def steps(self, records: Sequence[TimedRecord]) -> None:
+        """Add steps, in order."""
+        for _, record in records:
+            self._run.log(step_scalars(record, self._logging), step=record.iteration)
+
+    def evaluation(
+        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
+    ) -> None:
+        """Add the loss of the validation or the test set."""
+        self._run.log(evaluation_scalars(kind, loss, self._logging), step=iteration)
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._run.finish()

@@ -1,0 +1,13 @@
+"""The report of a run, made from its folder alone: report.html with charts inside, and loss.png.
+
+Needs no torch and no network. `write_report` may be called at any time, also while a run goes on;
+`write_comparison` lays several runs over each other, `compare` tells where two part.
+"""
+
+from __future__ import annotations
+
+from megatron.report.comparison import Comparison, compare, write_comparison
+from megatron.report.runs import Run, read_run
+from megatron.report.writing import write_report
+
+__all__ = ["Comparison", "Run", "compare", "read_run", "write_comparison", "write_report"]

@@ -1,0 +1,168 @@
+"""Which charts a report has, and how each quantity is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.report.axes import TickFormat, counted, plain, traffic
+from megatron.report.runs import Run
+from megatron.report.series import Series, smooth, smoothing_window
+from megatron.report.svg import chart
+
+BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
+    "#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2",
+)  # fmt: skip
+LONG_RUN = 100
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+
+
+def run_charts(run: Run) -> list[str]:
+    """All charts of one run as SVG; empty where no step is recorded."""
+    if not run.iterations:
+        return []
+    charts = [loss_chart(run)]
+    if len(run.iterations) >= LONG_RUN:
+        charts.append(loss_chart(run, after=run.iterations[len(run.iterations) // 5 - 1]))
+    charts += [
+        _plain(run, "Learning rate", "lr"),
+        _smoothed(run, "Gradient norm", "grad_norm", log=_is_wild(run, "grad_norm")),
+        _smoothed(run, "Tokens per second", "tokens_per_second", tick_format=counted),
+        _smoothed(run, "Bytes sent per step, one rank", "bytes_sent", tick_format=traffic),
+        _memory_chart(run),
+        _skipped_chart(run),
+    ]
+    scales = {scale for scale in run.steps["loss_scale"] if math.isfinite(scale)}
+    if len(scales) > 1:
+        charts.append(_plain(run, "Loss scale", "loss_scale", log=True, tick_format=counted))
+    if any(density < 1 for density in run.steps["density"]):
+        charts.append(_smoothed(run, "Density of the gradient exchange", "density"))
+    if any(wait > 0 for wait in run.steps["wait_seconds"]):
+        charts.append(_waiting_chart(run))
+    return charts
+
+
+def loss_chart(run: Run, *, after: int | None = None) -> str:
+    """Training loss with its running mean, the validation points, and marks at NaN steps.
+
+    `after` leaves out the steps up to that one, so that the slow end of a run can be seen.
+    """
+    series = _with_mean(run, run.steps["lm_loss"], color=BLUE, label="training")
+    series += _validation(run, label="validation", color=ORANGE)
+    losses = zip(run.iterations, run.steps["lm_loss"], strict=True)
+    bad = [i for i, loss in losses if not math.isfinite(loss)]
+    title = "Loss"
+    if after is not None:
+        title = f"Loss after iteration {after:,}"
+        series = [s.after(after) for s in series]
+        bad = [i for i in bad if i > after]
+    return chart(title, series, marks=bad, mark_label="NaN or infinite")
+
+
+def comparison_charts(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """The losses of several runs in one chart, then without the beginning; validation is dashed."""
+    series: list[Series] = []
+    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        color = PALETTE[i % len(PALETTE)]
+        values = run.steps["lm_loss"]
+        smoothed = smooth(values, smoothing_window(len(values)))
+        series.append(Series(label=label, x=run.iterations, y=smoothed, color=color, width=2))
+        name = "validation" if run is runs[-1] else ""
+        series += _validation(run, label=name, color=color, dashed=True)
+    charts = [chart("Loss", series)]
+    longest = max((run.iterations for run in runs), key=len)
+    if len(longest) >= LONG_RUN:
+        after = longest[len(longest) // 5 - 1]
+        shortened = [s.after(after) for s in series]
+        charts.append(chart(f"Loss after iteration {after:,}", shortened))
+    return charts
+
+
+def difference_chart(first: Run, other: Run, label: str) -> str:
+    """The absolute difference of two runs' losses where both have a step."""
+    losses = dict(zip(other.iterations, other.steps["lm_loss"], strict=True))
+    pairs = [
+        (i, abs(loss - losses[i]))
+        for i, loss in zip(first.iterations, first.steps["lm_loss"], strict=True)
+        if i in losses
+    ]
+    xs, ys = [i for i, _ in pairs], [d for _, d in pairs]
+    log = any(d > 0 for d in ys if math.isfinite(d))
+    return chart(
+        label, [Series(label="", x=xs, y=ys, color=PURPLE, width=1)], log=log, from_zero=not log
+    )
+
+
+def _with_mean(run: Run, values: Sequence[float], *, color: str, label: str) -> list[Series]:
+    window = smoothing_window(len(values))
+    if window == 1:
+        return [Series(label=label, x=run.iterations, y=values, color=color, width=2)]
+    raw = Series(label=label, x=run.iterations, y=values, color=color, width=1, opacity=0.3)
+    mean = Series(
+        label=f"mean of {window} steps",
+        x=run.iterations,
+        y=smooth(values, window),
+        color=color,
+        width=2,
+    )
+    return [raw, mean]
+
+
+def _validation(run: Run, *, label: str, color: str, dashed: bool = False) -> list[Series]:
+    points = run.evaluations["valid"]
+    if not points:
+        return []
+    xs, ys = zip(*points, strict=True)
+    few = len(points) <= 100
+    return [Series(label=label, x=xs, y=ys, color=color, width=2, markers=few, dashed=dashed)]
+
+
+def _smoothed(
+    run: Run, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
+) -> str:
+    series = _with_mean(run, run.steps[key], color=TEAL, label="each step")
+    return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
+
+
+def _plain(
+    run: Run, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
+) -> str:
+    series = [Series(label="", x=run.iterations, y=run.steps[key], color=TEAL, width=2)]
+    return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
+
+
+def _waiting_chart(run: Run) -> str:
+    pairs = zip(run.steps["wait_seconds"], run.steps["step_seconds"], strict=True)
+    shares = [100 * wait / step if step > 0 else math.nan for wait, step in pairs]
+    series = _with_mean(run, shares, color=TEAL, label="each step")
+    return chart("Waiting for gradients (% of the step)", series, from_zero=True)
+
+
+def _memory_chart(run: Run) -> str:
+    peaks = run.steps["peak_memory_bytes"]
+    unit, size = ("GiB", 2**30) if run.last("peak_memory_bytes") >= 2**30 else ("MiB", 2**20)
+    scaled = [peak / size for peak in peaks]
+    series = [Series(label="", x=run.iterations, y=scaled, color=TEAL, width=2)]
+    return chart(f"Peak memory, one rank ({unit})", series, from_zero=True)
+
+
+def _skipped_chart(run: Run) -> str:
+    total, totals = 0.0, []
+    for skipped in run.steps["skipped"]:
+        total += skipped if math.isfinite(skipped) else 0.0
+        totals.append(total)
+    where = [i for i, s in zip(run.iterations, run.steps["skipped"], strict=True) if s > 0]
+    return chart(
+        "Skipped steps so far",
+        [Series(label="number", x=run.iterations, y=totals, color=PURPLE, width=2)],
+        from_zero=True,
+        whole=True,
+        tick_format=counted,
+        marks=where,
+        mark_label="skipped step",
+    )
+
+
+def _is_wild(run: Run, key: str) -> bool:
+    positive = sorted(value for value in run.steps[key] if math.isfinite(value) and value > 0)
+    return bool(positive) and positive[-1] > 30 * positive[len(positive) // 2]

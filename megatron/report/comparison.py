@@ -1,0 +1,120 @@
+"""Two runs side by side: where their losses part, and by how much."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.metrics.line import timestamp
+from megatron.metrics.units import duration
+from megatron.report.charts import comparison_charts, difference_chart
+from megatron.report.page import comparison_page
+from megatron.report.picture import write_picture
+from megatron.report.runs import Run
+from megatron.report.writing import replace_text
+
+COMPARISON = "comparison"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How the recorded losses of two runs differ.
+
+    `first_difference` is the first common step whose losses differ by more than the tolerance
+    (None: nowhere); `max_difference` is over the common steps, infinite where only one loss is a
+    number, at step `max_at`.
+    """
+
+    common: int
+    only_in_first: int
+    only_in_second: int
+    first_difference: int | None
+    max_difference: float
+    max_at: int | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same steps, at least one, and none of them differs."""
+        same_steps = self.common > 0 and self.only_in_first == self.only_in_second == 0
+        return same_steps and self.first_difference is None
+
+    def describe(self) -> str:
+        """One line for people."""
+        missing = ""
+        if self.only_in_first or self.only_in_second:
+            missing = f"; steps only in the first: {self.only_in_first}, "
+            missing += f"only in the second: {self.only_in_second}"
+        if self.first_difference is None:
+            within = "" if self.max_difference == 0 else f" (at most {self.max_difference:.6g})"
+            return f"{self.common} common steps, no loss differs{within}{missing}"
+        return (
+            f"{self.common} common steps, first differing step {self.first_difference}, "
+            f"max difference {self.max_difference:.6g} at step {self.max_at}{missing}"
+        )
+
+
+def compare(first: Run, second: Run, *, tolerance: float = 0.0) -> Comparison:
+    """Compare losses step by step; NaN equals NaN. With tolerance 0 every last bit counts."""
+    mine = dict(zip(first.iterations, first.steps["lm_loss"], strict=True))
+    theirs = dict(zip(second.iterations, second.steps["lm_loss"], strict=True))
+    common = [step for step in first.iterations if step in theirs]
+    differences = [(step, _difference(mine[step], theirs[step])) for step in common]
+    largest = max(differences, key=lambda pair: pair[1], default=(None, 0.0))
+    return Comparison(
+        common=len(common),
+        only_in_first=len(mine) - len(common),
+        only_in_second=len(theirs) - len(common),
+        first_difference=next((step for step, d in differences if d > tolerance), None),
+        max_difference=largest[1],
+        max_at=largest[0] if largest[1] > 0 else None,
+    )
+
+
+def write_comparison(runs: Sequence[Run], folder: str | Path) -> Path:
+    """Write comparison.html and .png with the losses of `runs` into `folder`, which must exist."""
+    folder = Path(folder)
+    labels = _labels(runs)
+    charts = comparison_charts(runs, labels)
+    charts += [
+        difference_chart(runs[0], run, f"|loss of {labels[0]} - loss of {label}|")
+        for run, label in zip(runs[1:], labels[1:], strict=True)
+    ]
+    path = folder / f"{COMPARISON}.html"
+    rows = _rows(runs, labels)
+    title = " / ".join(labels)
+    replace_text(path, comparison_page(title, charts, rows, written=timestamp(time.time())))
+    write_picture(folder / f"{COMPARISON}.png", runs, labels)
+    return path
+
+
+def _difference(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    difference = abs(a - b)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[str, ...]]:
+    rows = [("run", "steps", "final loss", "validation loss", "time", "against the first")]
+    for run, label in zip(runs, labels, strict=True):
+        seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
+        valid = run.evaluations["valid"]
+        rows.append(
+            (
+                label,
+                f"{len(run.iterations):,}",
+                f"{run.last('lm_loss'):.6f}",
+                f"{valid[-1][1]:.6f}" if valid else "-",
+                duration(seconds),
+                "" if run is runs[0] else compare(runs[0], run).describe(),
+            )
+        )
+    return rows

@@ -1,0 +1,101 @@
+"""The figures and tables at the head of a report."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+from megatron.metrics.units import duration, memory_size, perplexity, scaled
+from megatron.report.runs import Run
+
+_CONFIG_KEYS = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
+    "micro_batch_size", "train_iters", "train_samples", "optimizer", "lr", "lr_decay_style",
+    "weight_decay", "fp16", "bf16", "grad_path", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
+)  # fmt: skip
+
+
+def tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The headline figures: (name, figure, remark)."""
+    count = len(run.iterations)
+    last = run.last("lm_loss") if count else math.nan
+    speeds = [v for v in run.steps["tokens_per_second"] if math.isfinite(v) and v > 0]
+    peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
+    tokens = math.fsum(v for v in run.steps["tokens"] if math.isfinite(v))
+    seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
+    figures = [("training loss", _loss(last), f"iteration {run.iterations[-1]:,}" if count else "")]
+    for kind, name in (("valid", "validation"), ("test", "test")):
+        if run.evaluations[kind]:
+            loss = run.evaluations[kind][-1][1]
+            figures.append((f"{name} loss", _loss(loss), f"perplexity {perplexity(loss):.4g}"))
+    figures += [
+        ("tokens", scaled(tokens).strip(), f"{count:,} steps"),
+        ("training time", duration(seconds), "without evaluations"),
+        ("tokens/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
+        ("peak memory", memory_size(max(peaks)) if peaks else "-", "one rank"),
+    ]
+    return figures
+
+
+def run_table(run: Run) -> list[tuple[str, str]]:
+    """What happened: state, cause, restarts, skipped steps, checkpoints, environment."""
+    rows: list[tuple[str, str]] = [("folder", str(run.folder))]
+    status = run.status
+    if status is not None:
+        rows.append(("state", status.state + (f" ({status.left})" if status.left else "")))
+        if status.reason:
+            rows.append(("first cause", f"rank {status.rank}: {status.reason}"))
+        rows += [
+            (name, value)
+            for name, value in (
+                ("host", status.host),
+                ("job", status.job_id),
+                ("version", status.version),
+                ("next command", status.next_command),
+            )
+            if value
+        ]
+    skipped = sum(1 for value in run.steps["skipped"] if value > 0)
+    rows += [
+        ("restarts", str(run.restarts) if run.restarts else "none that redid steps"),
+        ("skipped steps", f"{skipped:,}"),
+        ("checkpoints", _checkpoints(run.checkpoints)),
+    ]
+    if run.unreadable_lines:
+        rows.append(("unreadable metrics lines", str(run.unreadable_lines)))
+    return rows + [(key, value) for key, value in run.environment.items() if value]
+
+
+def config_table(run: Run) -> list[tuple[str, str]]:
+    """The settings that people ask for first, as far as the configuration names them."""
+    return [
+        (key.replace("_", " "), _setting(run.config[key]))
+        for key in _CONFIG_KEYS
+        if run.config.get(key) is not None and run.config[key] is not False
+    ]
+
+
+def evaluation_table(run: Run) -> list[tuple[str, str, str, str]]:
+    """Rows (iteration, set, loss, perplexity), the newest 20 of each set."""
+    return [
+        (f"{iteration:,}", name, _loss(loss), f"{perplexity(loss):.5g}")
+        for kind, name in (("valid", "validation"), ("test", "test"))
+        for iteration, loss in run.evaluations[kind][-20:]
+    ]
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}"
+
+
+def _checkpoints(names: list[str]) -> str:
+    if len(names) <= 6:
+        return ", ".join(names) or "none"
+    return f"{len(names)}: {names[0]} ... {', '.join(names[-3:])}"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,159 @@
+"""What a run folder holds, read with tolerance: a crash may have torn or left out any file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.errors import ConfigError
+from megatron.metrics.files import COLUMNS, JSONL, lines_of, parse_line
+from megatron.status import Status, read_status
+
+ENVIRONMENT = "environment.json"
+SAMPLE = "sample.txt"
+MAX_TEXT = 200_000
+
+_CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as its folder tells it.
+
+    `steps` maps each key of metrics.jsonl to one float for each recorded step, NaN where there is
+    no number; all lists have the length of `iterations`, which rise. `evaluations` maps valid and
+    test to (iteration, loss) pairs. Of a repeated step or evaluation the last line counts.
+    """
+
+    folder: Path
+    iterations: list[int]
+    steps: dict[str, list[float]]
+    evaluations: dict[str, list[tuple[int, float]]]
+    unreadable_lines: int
+    restarts: int
+    config_text: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, str]
+    status: Status | None
+    checkpoints: list[str] = field(default_factory=list)
+    sample: str = ""
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.folder.resolve().name
+
+    def last(self, key: str) -> float:
+        """The newest finite value of a column, NaN where there is none."""
+        finite = (value for value in reversed(self.steps[key]) if math.isfinite(value))
+        return next(finite, math.nan)
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run folder; `ConfigError` where it holds no metrics.jsonl."""
+    folder = Path(run_dir)
+    if not (folder / JSONL).is_file():
+        raise ConfigError(f"{folder}: holds no {JSONL}; give the folder of a run (--run-dir)")
+    steps, evaluations, unreadable = _read_metrics(folder / JSONL)
+    iterations = sorted(steps)
+    config_text = _text(folder / "config.yaml")
+    return Run(
+        folder=folder,
+        iterations=iterations,
+        steps={key: [_number(steps[i].get(key)) for i in iterations] for key in COLUMNS},
+        evaluations={kind: sorted(losses.items()) for kind, losses in evaluations.items()},
+        unreadable_lines=unreadable,
+        restarts=len(list(folder.glob(f"{JSONL}.cut-*"))),
+        config_text=config_text,
+        config=_flat_config(config_text),
+        environment=_environment(folder / ENVIRONMENT),
+        status=read_status(folder),
+        checkpoints=_checkpoints(folder / "checkpoints"),
+        sample=_text(folder / SAMPLE),
+    )
+
+
+def _read_metrics(
+    path: Path,
+) -> tuple[dict[int, dict[str, Any]], dict[str, dict[int, float]], int]:
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[str, dict[int, float]] = {"valid": {}, "test": {}}
+    unreadable = 0
+    for line in lines_of(path):
+        values = parse_line(line)
+        if values is None:
+            unreadable += 1
+            continue
+        iteration = int(values["iteration"] or 0)
+        if "lm_loss" in values:
+            steps[iteration] = values
+        for kind, losses in evaluations.items():
+            if f"{kind}_loss" in values:
+                losses[iteration] = _number(values[f"{kind}_loss"])
+    return steps, evaluations, unreadable
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _text(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_TEXT)
+    except OSError:
+        return ""
+
+
+def _flat_config(text: str) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return dict(_leaves(loaded)) if isinstance(loaded, dict) else {}
+
+
+def _leaves(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield str(key), value
+
+
+def _environment(path: Path) -> dict[str, str]:
+    try:
+        loaded = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(loaded, dict):
+        return {}
+    return {str(key).replace("_", " "): _inline(value) for key, value in loaded.items()}
+
+
+def _inline(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_inline(inner)}" for key, inner in value.items())
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return ", ".join(map(_inline, value))
+    return str(value)
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name))

@@ -1,0 +1,125 @@
+"""status.json of a run folder: how the run stands or why it ended, for people and launchers.
+
+Launchers change exit codes on their way (torchrun makes 1 of all), so this file is what counts.
+It is replaced as a whole, and of several ranks that fail the first cause stays in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.errors import PeerError
+
+STATUS = "status.json"
+
+State = Literal["running", "done", "failed", "left"]
+MAX_OTHERS = 16
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What one process knows of the run.
+
+    `state`: running; done (all steps); left (saved and stopped early, `left` says why, such as
+    "exit-interval"); failed (`reason` is the first cause, seen by `rank` in `phase`).
+    `exit_code` is None while running. `attempt` is the same for all ranks of one start and
+    different for the next; without it a start is told by its "running".
+    `next_command` is what to do now. `others` are later failures, as one line each.
+    """
+
+    state: State
+    exit_code: int | None = None
+    reason: str = ""
+    rank: int = 0
+    iteration: int | None = None
+    phase: str = ""
+    left: str = ""
+    next_command: str = ""
+    traceback: str = ""
+    attempt: str = ""
+    job_id: str = ""
+    version: str = ""
+    time: str = field(default_factory=_now)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    others: tuple[str, ...] = ()
+
+
+def write_status(run_dir: str | Path, status: Status) -> bool:
+    """Replace status.json; any rank may call it, at any time.
+
+    A failure that is there already stays: a later failure of the same attempt joins its `others`,
+    and with an `attempt` named nothing else of that attempt hides it. Only a failure that blames a
+    peer (exit code 6) gives way to one that does not, since it is the consequence that was written
+    first. Returns whether `status` is now the file's main content. Raises OSError.
+    """
+    path = Path(run_dir) / STATUS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        merged = _merge(read_status(run_dir), status)
+        _replace(path, json.dumps(asdict(merged), indent=1) + "\n")
+    return (merged.state, merged.rank, merged.time) == (status.state, status.rank, status.time)
+
+
+def read_status(run_dir: str | Path) -> Status | None:
+    """The status of a run folder, or None where there is none or it is not ours."""
+    try:
+        values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(Status) if f.name in values}
+        return Status(**{**known, "others": tuple(known.get("others", ()))})
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _merge(old: Status | None, new: Status) -> Status:
+    if old is None or old.state != "failed":
+        return new
+    same = old.attempt == new.attempt
+    if new.state != "failed":
+        return old if same and new.attempt else new
+    if not same:
+        return new
+    peer = PeerError.exit_code
+    first, later = (new, old) if old.exit_code == peer != new.exit_code else (old, new)
+    line = f"rank {later.rank}: {later.reason}".splitlines()[0]
+    values = {f.name: getattr(first, f.name) for f in fields(Status)}
+    return Status(**{**values, "others": (*old.others, line)[:MAX_OTHERS]})
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # Ranks fail within milliseconds of each other. Some network file systems have no locks; then
+    # the order of two writers may be lost, never the file.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

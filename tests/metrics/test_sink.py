@@ -1,0 +1,310 @@
+"""`Metrics` as the trainer sees it: intervals, terminal, trackers that fail, cost of a step."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.config import LoggingConfig
+from megatron.errors import ConfigError
+from megatron.metrics import Metrics, NullMetrics, check_trackers
+from megatron.metrics.trackers import TimedRecord, evaluation_scalars, step_scalars
+
+from .helpers import Clock, lines_of, make_metrics, record
+
+
+def _iterations(text: str) -> list[int]:
+    return [int(line.split("/")[0].split()[-1]) for line in text.splitlines() if "/     " in line]
+
+
+def test_lines_come_at_the_interval_and_at_the_last_step(tmp_path: Path) -> None:
+    metrics, stream = make_metrics(tmp_path, log_interval=4, train_iters=10)
+    for i in range(1, 11):
+        metrics.step(record(i, train_iters=10))
+    assert _iterations(stream.getvalue()) == [4, 8, 10]
+    metrics.close()
+    assert _iterations(stream.getvalue()) == [4, 8, 10]
+    assert (tmp_path / "log.txt").read_text() == stream.getvalue()
+
+
+def test_close_prints_an_unfinished_interval_once(tmp_path: Path) -> None:
+    metrics, stream = make_metrics(tmp_path, log_interval=4)
+    for i in range(1, 7):
+        metrics.step(record(i))
+    metrics.close()
+    metrics.close()
+    assert _iterations(stream.getvalue()) == [4, 6]
+    assert len(lines_of(tmp_path)) == 6
+
+
+def test_time_left_counts_evaluations_but_not_the_first_step(tmp_path: Path) -> None:
+    clock = Clock()
+    metrics, stream = make_metrics(tmp_path, clock=clock, log_interval=3)
+    for i, seconds in ((1, 300.0), (2, 10.0), (3, 20.0)):  # the third holds 10 s of evaluation
+        clock.now += seconds
+        metrics.step(record(i, step_seconds=300.0 if i == 1 else 10.0))
+    metrics.close()
+    # 97 steps at (10 + 20) / 2 seconds.
+    assert "ETA: 24m 15s (" in stream.getvalue()
+
+
+def test_formula_is_named_once_with_the_peak(tmp_path: Path) -> None:
+    metrics, stream = make_metrics(tmp_path, formula="6 N per token", peak_tflops=312.0)
+    metrics.close()
+    assert stream.getvalue().count("6 N per token") == 1 and "312 TFLOP/s" in stream.getvalue()
+
+
+def test_log_has_no_control_characters(tmp_path: Path) -> None:
+    metrics, stream = make_metrics(tmp_path)
+    metrics.say("plain\x1b[31m red\x1b[0m\r\x07\nnext\tline")
+    metrics.close()
+    assert stream.getvalue().endswith("] plain red\nnext\tline\n")
+    assert (tmp_path / "log.txt").read_text() == stream.getvalue()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_gets_a_bar_and_the_log_stays_plain(tmp_path: Path) -> None:
+    terminal = _Terminal()
+    metrics, _ = make_metrics(tmp_path, log_interval=2, train_iters=4, stream=terminal)
+    for i in range(1, 5):
+        metrics.step(record(i, train_iters=4, lm_loss=5.4321))
+    metrics.say("between")
+    metrics.close()
+    shown = terminal.getvalue()
+    assert "loss 5.4321" in shown and "4/4" in shown and "2.00 ktokens/s" in shown
+    log = (tmp_path / "log.txt").read_text()
+    assert "\r" not in log and "%|" not in log
+    # Each plain line begins at the left edge, after the bar was wiped.
+    for line in log.splitlines():
+        before = shown[: shown.index(line)]
+        assert before == "" or before[-1] in "\r\n" or before.endswith("\x1b[A")
+
+
+def test_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    class Gone(_Terminal):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    metrics, _ = make_metrics(tmp_path, log_interval=1, stream=Gone())
+    metrics.step(record(1))
+    metrics.say("still here")
+    metrics.close()
+    assert "still here" in (tmp_path / "log.txt").read_text()
+    assert len(lines_of(tmp_path)) == 1
+
+
+def test_terminal_without_unicode_shows_something(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    metrics, _ = make_metrics(tmp_path, stream=stream)
+    metrics.say("naïve")
+    metrics.close()
+    assert b"na\\xefve" in raw.getvalue()
+    assert "naïve" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
+def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:
+    before = sorted(os.listdir(tmp_path))
+    null = NullMetrics()
+    public = [name for name in vars(Metrics) if not name.startswith("_")]
+    assert set(public) <= set(vars(NullMetrics))
+    null.say("x")
+    null.step(record(1))
+    null.evaluation(1, "valid", 1.0)
+    null.saved(1)
+    null.flush()
+    null.close()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_step_costs_little(tmp_path: Path) -> None:
+    metrics, _ = make_metrics(tmp_path, log_interval=10_000, train_iters=20_000)
+    records = [record(i, train_iters=20_000, step_seconds=1e-6) for i in range(1, 3001)]
+    best = math.inf
+    for start in range(0, 3000, 500):
+        began = time.perf_counter()
+        for step in records[start : start + 500]:
+            metrics.step(step)
+        best = min(best, (time.perf_counter() - began) / 500)
+    metrics.close()
+    assert best < 50e-6
+
+
+# ---- trackers ------------------------------------------------------------------------------------
+
+
+def test_curves_have_megatrons_names() -> None:
+    quiet = step_scalars(record(3, num_zeros=7, params_norm=9.0), LoggingConfig())
+    megatrons = "learning-rate batch-size loss-scale grad-norm num-zeros params-norm".split()
+    assert set(megatrons) | {"lm loss"} < set(quiet)
+    assert not [name for name in quiet if name.startswith("mem-") or name.endswith("time")]
+    flags = LoggingConfig(
+        log_memory_to_tensorboard=True,
+        log_timers_to_tensorboard=True,
+        log_throughput=True,
+        log_validation_ppl_to_tensorboard=True,
+    )
+    loud = step_scalars(record(3, timers={"forward": (0.1, 0.2)}), flags)
+    assert loud["forward-time"] == 0.2 and loud["iteration-time"] == 0.5
+    assert loud["mem-max-allocated-bytes"] == 2**30 and loud["throughput"] == 1.0
+    assert evaluation_scalars("valid", 2.0, flags) == {
+        "lm loss validation": 2.0,
+        "lm loss validation ppl": math.exp(2.0),
+    }
+    assert evaluation_scalars("test", 2.0, LoggingConfig()) == {"lm loss test": 2.0}
+
+
+class _Broken:
+    name = "Broken"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def steps(self, records: list[TimedRecord]) -> None:
+        self.calls += 1
+        raise RuntimeError("tracker is down")
+
+    def evaluation(self, **_: object) -> None:
+        self.calls += 1
+        raise KeyError("x")
+
+    def close(self) -> None:
+        self.calls += 1
+        raise OSError("no")
+
+
+class _Recorder(_Broken):
+    name = "Recorder"
+
+    def steps(self, records: list[TimedRecord]) -> None:
+        self.calls += len(records)
+
+    def evaluation(self, **_: object) -> None:
+        self.calls += 100
+
+
+def test_tracker_that_fails_is_dropped_with_one_notice(tmp_path: Path) -> None:
+    metrics, stream = make_metrics(tmp_path, log_interval=1)
+    broken, recorder = _Broken(), _Recorder()
+    metrics._trackers += [broken, recorder]
+    metrics.step(record(1))
+    metrics.step(record(2))
+    metrics.evaluation(2, "valid", 1.0)
+    metrics.close()
+    assert (broken.calls, recorder.calls) == (1, 103)
+    assert stream.getvalue().count("Broken failed (RuntimeError: tracker is down)") == 1
+    assert len(lines_of(tmp_path)) == 3
+
+
+def test_tracker_that_cannot_start_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("not logged in")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, __spec__=object()))
+    metrics, stream = make_metrics(tmp_path, wandb_project="p")
+    metrics.step(record(1))
+    metrics.close()
+    assert "wandb failed (RuntimeError: not logged in)" in stream.getvalue()
+
+
+def test_wandb_gets_project_name_folder_and_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, object]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append(("end", 0))
+    )
+
+    def init(**options: object) -> SimpleNamespace:
+        seen.append(("init", options))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
+    metrics, _ = make_metrics(
+        tmp_path, wandb_project="p", name="gpt_tiny", summary={"lr": 0.1}, log_interval=1
+    )
+    metrics.step(record(1))
+    metrics.evaluation(1, "valid", 2.0)
+    metrics.close()
+    options = {"project": "p", "name": "gpt_tiny", "dir": str(tmp_path), "config": {"lr": 0.1}}
+    assert seen[0] == ("init", options)
+    assert seen[1] == (1, step_scalars(record(1), LoggingConfig()))
+    assert seen[2:] == [(1, {"lm loss validation": 2.0}), ("end", 0)]
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")]
+)
+def test_missing_package_is_told_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, flag: str, package: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_trackers(LoggingConfig())
+    with pytest.raises(ConfigError, match=rf"{package}: not installed.*sparsetron\[log\]"):
+        check_trackers(replace(LoggingConfig(), **{flag: "x"}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tb"
+    metrics, _ = make_metrics(
+        tmp_path, log_interval=2, tensorboard_dir=str(folder), tensorboard_log_interval=2
+    )
+    for i in range(1, 5):
+        metrics.step(record(i, lm_loss=10.0 - i))
+    metrics.evaluation(4, "valid", 3.0)
+    metrics.close()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(2, 8.0), (4, 6.0)]
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [16, 32]
+    assert [(e.step, e.value) for e in events.Scalars("lm loss validation")] == [(4, 3.0)]
+
+
+# ---- progress.txt --------------------------------------------------------------------------------
+
+
+def test_progress_file_goes_on_over_restarts(tmp_path: Path) -> None:
+    clock, saves = Clock(), tmp_path / "saves"
+    options = {"log_progress": True, "progress_dir": saves, "world_size": 2, "job_id": "77"}
+    for start in (0, 10):
+        metrics, _ = make_metrics(tmp_path, clock=clock, start_iteration=start, **options)
+        for i in range(start + 1, start + 11):
+            clock.now += 1.0
+            metrics.step(record(i))
+        metrics.saved(start + 10)
+        metrics.close()
+    lines = (saves / "progress.txt").read_text().splitlines()
+    assert [line.split("\t")[1:4] for line in lines[:2]] == [
+        ["Job ID: 77", "# GPUs: 2", "Starting job"],
+        ["Job ID: 77", "# GPUs: 2", "Saved checkpoint"],
+    ]
+    # 10 steps of 10^12 FLOPs a second each, on two ranks.
+    assert lines[3].endswith(
+        "Iteration: 20\tJob throughput: 0.5 TFLOP/s/GPU\tCumulative throughput: 0.5 TFLOP/s/GPU\t"
+        "Floating-point operations: 2.000000e+13\tTokens (in billions): 0.000020"
+    )
+
+
+def test_no_progress_file_unless_asked(tmp_path: Path) -> None:
+    metrics, _ = make_metrics(tmp_path)
+    metrics.saved(1)
+    metrics.close()
+    assert not (tmp_path / "progress.txt").exists()

@@ -1,0 +1,135 @@
+"""The report: what it contains, that nothing in it is live, and that it survives odd folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.report import read_run, write_report
+from megatron.status import Status, write_status
+from tests.metrics.helpers import make_metrics, record
+
+CANARY = "<script>alert('canary')</script>\"'&<img src=x onerror=alert(1)>"
+
+
+def make_run(folder: Path, losses: list[float], *, skipped: tuple[int, ...] = ()) -> Path:
+    """A run folder with one step for each loss and some evaluations."""
+    metrics, _ = make_metrics(folder, log_interval=10, train_iters=len(losses))
+    metrics.evaluation(0, "valid", 11.0)
+    for i, loss in enumerate(losses, start=1):
+        metrics.step(
+            record(
+                i,
+                train_iters=len(losses),
+                lm_loss=loss,
+                skipped=i in skipped,
+                grad_norm=None if i in skipped else 1.0,
+                wait_seconds=0.1,
+            )
+        )
+    metrics.evaluation(len(losses), "valid", 2.0)
+    metrics.evaluation(len(losses), "test", 3.0)
+    metrics.close()
+    return folder
+
+
+def _svgs(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_report_holds_all_series_and_figures(tmp_path: Path) -> None:
+    losses = [10 / i for i in range(1, 201)]
+    losses[19] = math.nan
+    run = make_run(tmp_path / "gpt_tiny", losses, skipped=(20,))
+    (run / "config.yaml").write_text("model:\n  num_layers: 12\ntraining:\n  seed: 7\n")
+    (run / "environment.json").write_text(json.dumps({"commit": "abc123", "packages": {"x": "1"}}))
+    (run / "checkpoints" / "step_00000200").mkdir(parents=True)
+    (run / "metrics.jsonl.cut-1").write_text("")
+    (run / "sample.txt").write_text("Once upon a time")
+    write_status(run, Status(state="done", exit_code=0))
+    said: list[str] = []
+    page = write_report(run, say=said.append).read_text()
+    charts = _svgs(page)
+    titles = [chart.attrib["aria-label"] for chart in charts]
+    assert titles == [
+        "Loss",
+        "Loss after iteration 40",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "Bytes sent per step, one rank",
+        "Peak memory, one rank (GiB)",
+        "Skipped steps so far",
+        "Waiting for gradients (% of the step)",
+    ]
+    for chart in charts:
+        paths = [e for e in chart.iter() if e.tag.endswith("path")]
+        assert paths and all("nan" not in path.attrib["d"] for path in paths)
+    for text in ("abc123", "step_00000200", "Once upon a time", "num layers", ">12<", "20.09"):
+        assert text in page, text
+    assert 'class="state done"' in page and "<td>restarts</td><td>1</td>" in page
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert (run / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert said == []
+
+
+def test_nothing_from_a_file_is_live(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a$b$ <i>", [3.0, 2.0])
+    yaml = f"data:\n  data_path: {json.dumps(CANARY)}\n  tokenizer_type: {json.dumps(CANARY)}\n"
+    (run / "config.yaml").write_text(yaml)
+    (run / "environment.json").write_text(json.dumps({CANARY: CANARY, "y": {CANARY: CANARY}}))
+    (run / "sample.txt").write_text(CANARY)
+    write_status(run, Status(state="failed", reason=CANARY, left=CANARY, host=CANARY))
+    page = write_report(run).read_text()
+    assert "&lt;script&gt;alert(" in page
+    assert "<script" not in page and "<img" not in page and "<i>" not in page
+    assert page.count("'none'") == 1
+    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
+    for svg in _svgs(page):
+        assert all(not name.startswith("on") for e in svg.iter() for name in e.attrib)
+
+
+@pytest.mark.parametrize(
+    "losses", [[], [5.0], [math.nan], [math.nan] * 150, [5.0] * 150, [0.0, -1.0], [1e300, 1e-300]]
+)
+def test_odd_curves_are_drawn(tmp_path: Path, losses: list[float]) -> None:
+    run = make_run(tmp_path, losses)
+    page = write_report(run).read_text()
+    assert bool(losses) == bool(_svgs(page))
+    assert ("No step is recorded yet" in page) == (not losses)
+
+
+def test_torn_and_foreign_files_are_told_of(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [3.0, 2.0])
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'not json\n{"iteration": 2, "lm_loss": "1.5"}\n[1]\n{"iteration": 3, "lm_')
+    for name in ("config.yaml", "environment.json", "status.json", "sample.txt"):
+        (run / name).write_bytes(b"\xff\x00 [{ : -\n\t- x")
+    read = read_run(run)
+    assert read.iterations == [1, 2] and read.steps["lm_loss"] == [3.0, 1.5]
+    assert math.isnan(read.steps["lr"][1])
+    assert read.unreadable_lines == 3
+    assert "unreadable metrics lines" in write_report(run).read_text()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no metrics.jsonl; give the folder of a run"):
+        write_report(tmp_path)
+
+
+def test_without_matplotlib_the_picture_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said: list[str] = []
+    assert write_report(make_run(tmp_path, [3.0, 2.0]), say=said.append).exists()
+    assert not (tmp_path / "loss.png").exists()
+    assert len(said) == 1 and "matplotlib" in said[0] and "sparsetron[log]" in said[0]

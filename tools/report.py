@@ -1,0 +1,79 @@
+"""Write the report of a run; with more runs, lay their losses over each other and compare them.
+
+    python tools/report.py RUN
+    python tools/report.py RUN OTHER_RUN --assert-equal
+
+Exit codes: 0 done; 1 with --assert-equal where losses differ; 2 where a folder is no run
+or cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import ConfigError, SparsetronError
+from megatron.report import compare, read_run, write_comparison, write_report
+
+EXIT_DIFFERENT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return _report(options)
+    except SparsetronError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return ConfigError.exit_code
+
+
+def _report(options: argparse.Namespace) -> int:
+    if options.assert_equal and len(options.runs) < 2:
+        raise ConfigError("--assert-equal: compares runs; give two or more run folders")
+    runs = [read_run(folder) for folder in options.runs]
+    for folder in options.runs:
+        print(write_report(folder, say=lambda text: print(text, file=sys.stderr)))
+    if len(runs) > 1:
+        folder = Path(options.output or options.runs[0])
+        folder.mkdir(parents=True, exist_ok=True)
+        print(write_comparison(runs, folder))
+    all_equal = True
+    for run in runs[1:]:
+        found = compare(runs[0], run, tolerance=options.tolerance)
+        all_equal = all_equal and found.equal
+        print(f"{runs[0].folder} and {run.folder}: {found.describe()}")
+    return 0 if all_equal or not options.assert_equal else EXIT_DIFFERENT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False, prog="report.py"
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder (--run-dir)")
+    parser.add_argument(
+        "--assert-equal",
+        action="store_true",
+        help="exit 1 unless all runs have the same steps with the same losses as the first",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="largest difference of losses that counts as equal (0 = every last bit)",
+    )
+    parser.add_argument(
+        "--output", help="folder of comparison.html and .png (none = the first run)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
