@@ -169,7 +169,9 @@ def _first_host(env: Mapping[str, str]) -> str:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"MASTER_ADDR: cannot expand node list {nodes!r} ({error}); set it") from None
+        raise ConfigError(
+            f"MASTER_ADDR: not set, and node list {nodes!r} cannot be expanded ({error}); set it"
+        ) from None
     return answer.stdout.split()[0]
 
 

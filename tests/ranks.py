@@ -50,9 +50,7 @@ class _Pool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, store, rank, world), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, store, rank, world), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -162,12 +162,14 @@ class GradientEngine:
                 yield self.infos[name], bucket, where
 
     def count_zeros(self, step: Step) -> int:
-        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks."""
-        zeros = [
-            (where.of(step.reduced[bucket.index].values) == 0).sum()
-            for info, bucket, where in self.slices()
-            if self._counts(bucket)
-        ]
+        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
+        vocabulary padding, which lies at a slice's end, does not count."""
+        zeros = []
+        for info, bucket, where in self.slices():
+            if self._counts(bucket):
+                entries = min(where.numel, math.prod(info.logical_shape))
+                values = where.of(step.reduced[bucket.index].values)[:entries]
+                zeros.append((values == 0).sum())
         total = torch.stack(zeros).sum().double().view(1)
         return int(self._sum_over_model(total))
 
@@ -237,9 +239,7 @@ class GradientEngine:
         return value.item()
 
 
-def _allocate(
-    index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device
-) -> GradBucket:
+def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> GradBucket:
     return GradBucket(
         index=index,
         slices=plan.slices,

@@ -25,16 +25,12 @@ class DensePath:
     def check(self, config: Config) -> None:
         """Runs with every setting."""
 
-    def build(
-        self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups
-    ) -> PathParts:
+    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from megatron.data_parallel.dense import AllReduceReducer
 
         return PathParts(layout=DenseLayout(), reducer=AllReduceReducer(groups.dp))
 
-    def plan_bytes(
-        self, config: Config, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, int]:
+    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         entries = sum(math.prod(shape) for shape in shapes.values())
         return {"gradients": entries * BYTES[config.precision.grad_dtype]}

@@ -70,14 +70,10 @@ class Toy:
         self.engine = GradientEngine(
             self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
         )
-        self.optimizer = BucketOptimizer(
-            self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
-        )
+        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
         self.steps = 0
 
-    def backward(
-        self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0
-    ) -> None:
+    def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
         """One backward for each set of wanted gradients, as microbatches are."""
         self.engine.begin(StepContext(t=self.optimizer.applied + 1, loss_scale=loss_scale))
         for number, gradients in enumerate(wanted):
@@ -144,9 +140,7 @@ class Toy:
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """Random fp32 gradients for every parameter, a function of the numbers given."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
-    return {
-        name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()
-    }
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:

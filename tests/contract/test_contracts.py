@@ -93,9 +93,7 @@ def test_2_3_mean_is_equal_on_every_rank_and_nothing_is_lost(
             offered = torch.stack([r["gradient"][name].double() + r["before"][name] for r in here])
             kept = torch.stack([r["after"][name].double() for r in here])
             expected = (offered - kept).mean(0)
-            torch.testing.assert_close(
-                reduced.double() / scale, expected, rtol=1e-5, atol=1e-6
-            )
+            torch.testing.assert_close(reduced.double() / scale, expected, rtol=1e-5, atol=1e-6)
             if case.lossless:
                 assert not kept.any()
 

@@ -156,7 +156,9 @@ def test_apex_kernel_gets_its_arguments_in_apex_order(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "apex.multi_tensor_apply", applier)
     betas = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
     start = torch.randn(640)
-    states = [SimpleNamespace(w=start.clone(), m=torch.zeros(640), v=torch.zeros(640)) for _ in "ab"]
+    states = [
+        SimpleNamespace(w=start.clone(), m=torch.zeros(640), v=torch.zeros(640)) for _ in "ab"
+    ]
     for t in range(1, 5):
         grad = torch.randn(640)
         hyper = Hyper(t=t, lr=1e-2, weight_decay=0.1)

@@ -44,9 +44,7 @@ def test_rank_order_is_tp_then_dp_then_pp() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("world", "expected"), [(6, "start 4 or 8 ranks"), (3, "start 4 ranks")]
-)
+@pytest.mark.parametrize(("world", "expected"), [(6, "start 4 or 8 ranks"), (3, "start 4 ranks")])
 def test_world_that_does_not_fit_names_the_nearest(world: int, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"world size {world} is not a multiple of 4.*{expected}"):
         ParallelDims.from_world(world, tp=2, pp=2)

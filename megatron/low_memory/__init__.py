@@ -1,0 +1,1 @@
+"""Techniques that trade arithmetic for memory."""

@@ -1,0 +1,7 @@
+"""The GPT model as plain modules: they know a tensor-parallel group at most, nothing of data or
+pipeline parallelism.
+
+gpt.py composes embedding.py, layer.py (attention.py, mlp.py, norm.py) and the output layer;
+init.py gives every parameter its first value; flops.py counts (without torch); huggingface.py
+converts GPT-2 weights; generation.py samples text.
+"""

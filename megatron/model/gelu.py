@@ -1,0 +1,53 @@
+"""GELU for bf16 on the CPU, where torch's own spends most of its time in tanh.
+
+tanh form of Hendrycks and Gimpel 2016: x * sigmoid(u) with u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+Forward also finds the derivative while everything is in cache in fp32, and keeps it in place of
+the input, so backward is one product. Values and derivative are rounded to bf16 once each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+_CUBIC = 0.044715 * _SLOPE
+_CHUNK_ELEMENTS = 1 << 17
+
+
+def gelu_tanh(inputs: torch.Tensor) -> torch.Tensor:
+    """GELU in GPT-2's tanh form: any shape, dtype and device."""
+    chunked = inputs.device.type == "cpu" and inputs.dtype == torch.bfloat16
+    if chunked and inputs.requires_grad and torch.is_grad_enabled():
+        return _ChunkedGelu.apply(inputs)
+    return F.gelu(inputs, approximate="tanh")
+
+
+class _ChunkedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.contiguous()
+        outputs, derivative = torch.empty_like(inputs), torch.empty_like(inputs)
+        chunks = (part.flatten().split(_CHUNK_ELEMENTS) for part in (inputs, outputs, derivative))
+        size = min(inputs.numel(), _CHUNK_ELEMENTS)
+        scratch = torch.empty(3, size, dtype=torch.float32)
+        for source, value, slope in zip(*chunks, strict=True):
+            x, gate, t = scratch[:, : source.numel()]
+            x.copy_(source)
+            torch.mul(x, x, out=t)
+            torch.mul(t, _CUBIC, out=gate).add_(_SLOPE).mul_(x).sigmoid_()
+            # derivative = gate * (1 + x u' (1 - gate)), u' = slope + 3 * cubic * x^2
+            t.mul_(3 * _CUBIC).add_(_SLOPE).mul_(x)
+            t.addcmul_(t, gate, value=-1).add_(1).mul_(gate)
+            value.copy_(x.mul_(gate))
+            slope.copy_(t)
+        ctx.save_for_backward(derivative)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (derivative,) = ctx.saved_tensors
+        return grads[0] * derivative

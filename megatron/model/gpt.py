@@ -1,0 +1,247 @@
+"""GPT: embedding, layers, final norm, output layer.
+
+Each part can be called by itself (`embed`, `transform`, `project`), and each can be absent, so
+that a pipeline stage is the same class with a range of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron.data_parallel.interface import ParamInfo
+from megatron.low_memory.activation_checkpoint import Span, recompute_spans, recomputed
+from megatron.model.attention import KeyValueCache, document_mask
+from megatron.model.embedding import Embedding, OutputLayer
+from megatron.model.init import initialise, set_parameter
+from megatron.model.layer import TransformerLayer
+from megatron.model.norm import NORMALIZATIONS
+from megatron.model.rotary import Rotary, rotary_table
+from megatron.tensor_parallel.cross_entropy import token_losses
+from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig, RecomputeConfig
+
+_WORD_TABLE = "embedding.word_embeddings.weight"
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, or the part of one that a pipeline stage holds.
+
+    Parameters are allocated on `device` in `dtype` and filled once, by `init`. `layers` selects
+    global layer numbers (None: all); names and first values are those of the whole model.
+    `has_embedding` and `has_head` say whether the token table, and the final norm with the output
+    layer, are here.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        recompute: RecomputeConfig | None = None,
+        layers: range | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.layer_numbers = range(config.num_layers) if layers is None else layers
+        self.streams = DropoutStreams(seed, device=self.device)
+        self.spans = recompute_spans(len(self.layer_numbers), recompute)
+        self._has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+
+        placed: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        padded = config.padded_vocab_size(vocab_size)
+        self.embedding = Embedding(config, padded_vocab=padded, **placed) if has_embedding else None
+        self.layers = nn.ModuleList(TransformerLayer(config, **placed) for _ in self.layer_numbers)
+        self.final_norm: nn.Module | None = None
+        self.output_layer: OutputLayer | None = None
+        if has_head:
+            norm = NORMALIZATIONS[config.normalization]
+            self.final_norm = norm(config.hidden_size, epsilon=config.norm_epsilon, **placed)
+            shared = None
+            if config.tied and self.embedding is not None:
+                shared = self.embedding.word_embeddings.weight
+            self.output_layer = OutputLayer(padded, config.hidden_size, tied_to=shared, **placed)
+        self._rotary: Rotary | None = None
+        if config.position_embedding_type == "rope":
+            self._rotary = rotary_table(
+                config.positions,
+                head_dim=config.head_dim,
+                percent=config.rotary_percent,
+                base=config.rotary_base,
+                device=self.device,
+            )
+        self._infos = self._describe_parameters()
+        initialise(self._infos, config, seed=seed)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [b, s, padded vocabulary] of tokens [b, s] int64; needs embedding and head.
+
+        `position_ids` [b, s]: None stands for 0..s-1. `document_ids` [b, s]: attention stays
+        inside runs of equal ids; None for one document. Columns from `vocab_size` on are padding
+        and mean nothing.
+        """
+        hidden = self.embed(tokens, position_ids)
+        hidden = self.transform(hidden, position_ids, document_ids)
+        return self.project(hidden)
+
+    def loss(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum over tokens of loss_mask * cross-entropy, an fp32 scalar; not a mean: the caller
+        divides by the tokens of the global batch. Labels [b, s] int64, loss_mask [b, s] or None
+        for all ones."""
+        hidden = self.embed(tokens, position_ids)
+        hidden = self.transform(hidden, position_ids, document_ids)
+        return self.loss_from_hidden(hidden, labels, loss_mask)
+
+    def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [b, s] to the input of the first layer [b, s, h]."""
+        assert self.embedding is not None, "this stage holds no embedding"
+        if self._draws_dropout:
+            self.streams.enter(EMBEDDING_STREAM)
+        return self.embedding(tokens, position_ids)
+
+    def transform(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> torch.Tensor:
+        """Run the layers held here: [b, s, h] -> [b, s, h].
+
+        `caches`, one for each layer: generation only, without recomputation or dropout.
+        """
+        rotary = self._rotary_at(position_ids, hidden.shape[1])
+        mask = None if document_ids is None else document_mask(document_ids)
+        if caches is not None:
+            for layer, cache in zip(self.layers, caches, strict=True):
+                hidden = layer(hidden, rotary, mask, cache)
+            return hidden
+        for span in self.spans:
+            run = self._span_runner(span)
+            if span.recomputed and torch.is_grad_enabled():
+                hidden = recomputed(run, hidden, rotary, mask)
+            else:
+                hidden = run(hidden, rotary, mask)
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Output of the last layer [b, s, h] to logits [b, s, padded vocabulary]."""
+        assert self.final_norm is not None and self.output_layer is not None, "no head here"
+        return self.output_layer(self.final_norm(hidden))
+
+    def loss_from_hidden(
+        self, hidden: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`loss` from the output of the last layer [b, s, h]."""
+        logits = self.project(hidden).flatten(0, 1)
+        losses = token_losses(logits, labels.flatten(), vocab_size=self.vocab_size)
+        if loss_mask is not None:
+            losses = losses * loss_mask.flatten()
+        return losses.sum()
+
+    def parameter_infos(self) -> list[ParamInfo]:
+        """Every logical parameter held here, once, in the order of the forward pass.
+
+        The tied table comes first where its embedding is here, else last; both leaves where both
+        uses are.
+        """
+        return list(self._infos)
+
+    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set every parameter from tensors of its logical shape by logical name; `KeyError` where
+        one is missing, `ValueError` where a shape differs. Cast to the parameter's dtype."""
+        for info in self._infos:
+            set_parameter(info, values[info.name])
+
+    def logical_values(self) -> dict[str, torch.Tensor]:
+        """Views of every parameter's logical part by logical name, detached."""
+        return {info.name: info.param.detach()[: info.logical_shape[0]] for info in self._infos}
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile each layer with `torch.compile(**options)`; seeding of dropout stays outside."""
+        for layer in self.layers:
+            layer.compile(**options)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise RuntimeError(
+            "a GPT is built on its device and in its dtype; moving it would part tied weights"
+        )
+
+    @property
+    def _draws_dropout(self) -> bool:
+        return self.training and self._has_dropout
+
+    def _span_runner(self, span: Span):
+        """The layers of a span as a function; it may run again after the streams have moved on,
+        so it keeps the position of now."""
+        position = self.streams.position if self._draws_dropout else None
+
+        def run(
+            hidden: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None
+        ) -> torch.Tensor:
+            for index in range(span.start, span.stop):
+                if position is not None:
+                    self.streams.enter(self.layer_numbers[index], position=position)
+                hidden = self.layers[index](hidden, rotary, mask)
+            return hidden
+
+        return run
+
+    def _rotary_at(self, position_ids: torch.Tensor | None, length: int) -> Rotary | None:
+        if self._rotary is None:
+            return None
+        if position_ids is None:
+            return Rotary(self._rotary.cos[:length], self._rotary.sin[:length])
+        return Rotary(self._rotary.cos[position_ids], self._rotary.sin[position_ids])
+
+    def _describe_parameters(self) -> list[ParamInfo]:
+        infos = []
+        for name, parameter in self.named_parameters():
+            leaves, tied, rows = (parameter,), False, parameter.shape[0]
+            if name.startswith("layers."):
+                _, local, rest = name.split(".", 2)
+                name = f"layers.{self.layer_numbers[int(local)]}.{rest}"
+            if self.config.tied and name == "output_layer.weight":
+                if self.embedding is not None:
+                    continue
+                name, tied = _WORD_TABLE, True
+            elif self.config.tied and name == _WORD_TABLE:
+                tied = True
+                if self.output_layer is not None:
+                    leaves = (parameter, self.output_layer.weight)
+            if name in (_WORD_TABLE, "output_layer.weight"):
+                rows = self.vocab_size
+            infos.append(
+                ParamInfo(
+                    name=name,
+                    leaves=leaves,
+                    logical_shape=(rows, *parameter.shape[1:]),
+                    tied=tied,
+                    weight_decay=parameter.ndim >= 2,
+                )
+            )
+        return infos

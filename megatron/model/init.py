@@ -1,0 +1,57 @@
+"""First values of parameters, as a function of (seed, logical name, logical shape) alone.
+
+Neither the order of construction, the device, the dtype nor the number of ranks has a part in
+them, so any grid starts from the same model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+    from megatron.data_parallel.interface import ParamInfo
+
+_OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def initial_values(
+    seed: int, name: str, logical_shape: tuple[int, ...], std: float
+) -> torch.Tensor:
+    """Normal(0, std) values of one logical tensor: fp32, on the CPU, the same on every machine
+    type that torch's CPU generator serves."""
+    digest = sha256(f"{seed}:{name}:{logical_shape}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.empty(logical_shape, dtype=torch.float32)
+    return values.normal_(0.0, std, generator=generator)
+
+
+def initialise(infos: Iterable[ParamInfo], config: ModelConfig, *, seed: int) -> None:
+    """Fill parameters in place: matrices normal, norm weights 1, biases 0, padding rows 0.
+
+    Projections that write to the residual stream have std / sqrt(2 * num_layers) (GPT-2).
+    """
+    for info in infos:
+        if len(info.logical_shape) >= 2:
+            std = config.init_method_std
+            if info.name.endswith(_OUTPUT_PROJECTIONS):
+                std /= math.sqrt(2 * config.num_layers)
+            values = initial_values(seed, info.name, info.logical_shape, std)
+        else:
+            values = torch.full(info.logical_shape, 0.0 if info.name.endswith("bias") else 1.0)
+        set_parameter(info, values)
+
+
+def set_parameter(info: ParamInfo, values: torch.Tensor) -> None:
+    """Copy values of the logical shape into a parameter, cast to its dtype; padding rows are 0."""
+    if tuple(values.shape) != tuple(info.logical_shape):
+        raise ValueError(f"{info.name}: shape {tuple(values.shape)}, need {info.logical_shape}")
+    with torch.no_grad():
+        rows = info.logical_shape[0]
+        info.param[:rows].copy_(values)
+        info.param[rows:].zero_()

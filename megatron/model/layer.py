@@ -1,0 +1,47 @@
+"""One transformer layer, pre-norm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.attention import KeyValueCache, SelfAttention
+from megatron.model.mlp import MLP
+from megatron.model.norm import NORMALIZATIONS
+from megatron.model.rotary import Rotary
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        norm = NORMALIZATIONS[config.normalization]
+        size, epsilon = config.hidden_size, config.norm_epsilon
+        self.dropout = config.hidden_dropout
+        self.input_norm = norm(size, epsilon=epsilon, dtype=dtype, device=device)
+        self.attention = SelfAttention(config, dtype=dtype, device=device)
+        self.post_attention_norm = norm(size, epsilon=epsilon, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary | None = None,
+        mask: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """[b, s, h] -> [b, s, h]; dropout draws from the default generator as it stands."""
+        branch = self.attention(self.input_norm(hidden), rotary, mask, cache)
+        hidden = hidden + self._drop(branch)
+        branch = self.mlp(self.post_attention_norm(hidden))
+        return hidden + self._drop(branch)
+
+    def _drop(self, branch: torch.Tensor) -> torch.Tensor:
+        return F.dropout(branch, self.dropout, self.training)

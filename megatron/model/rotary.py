@@ -1,0 +1,61 @@
+"""Rotary position embeddings in the half-rotation layout of GPT-NeoX and Megatron.
+
+Coordinate i of the rotated part is paired with coordinate i + half; the pair turns by the angle
+position * base^(-i / half) (Su et al. 2021, eq. 15, with that pairing).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Rotary(NamedTuple):
+    """fp32 cosines and sines, [s, 1, half] or [b, s, 1, half], to be used for [b, s, heads, d]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotary_table(
+    positions: int, *, head_dim: int, percent: float, base: float, device: torch.device
+) -> Rotary:
+    """Cosines and sines of positions 0..positions-1, [positions, 1, half].
+
+    The first `int(head_dim * percent)` coordinates of a head are rotated, as in Megatron (the
+    last even number of them); the others pass.
+    """
+    rotated = int(head_dim * percent) // 2 * 2
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), base**-exponents)[:, None]
+    return Rotary(angles.cos().float().to(device), angles.sin().float().to(device))
+
+
+def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Turn [b, s, heads, head_dim] by its positions; computed in fp32, a contiguous result."""
+    return _Rotate.apply(heads, rotary.cos, rotary.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the rotation back, so only the table is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin), None, None
+
+
+def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    passed = heads[..., 2 * half :]
+    return torch.cat([turned.to(heads.dtype), passed], dim=-1)

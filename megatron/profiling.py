@@ -1,0 +1,53 @@
+"""`--profile`: a window of steps under torch's profiler, or between CUDA profiler marks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron.config import Config
+
+
+class Profiler:
+    """Profiles steps [start, end) of the ranks asked for; does nothing on the others.
+
+    With `--use-pytorch-profiler`, or without a GPU, writes `profile/rank_N.json` (open it in
+    Perfetto) and `rank_N.txt` (where the time went) into the run folder; else brackets the steps
+    with the CUDA profiler's start and stop, for `nsys profile -c cudaProfilerApi`.
+    """
+
+    def __init__(self, config: Config, *, rank: int, run_dir: Path, on_cuda: bool) -> None:
+        logging = config.logging
+        chosen = not logging.profile_ranks or rank in logging.profile_ranks
+        self._wanted = logging.profile and chosen
+        self._first, self._end = logging.profile_step_start, logging.profile_step_end
+        self._stem = run_dir / "profile" / f"rank_{rank}"
+        self._torch = None
+        if logging.use_pytorch_profiler or not on_cuda:
+            self._torch = torch.profiler.profile if self._wanted else None
+        self._running: torch.profiler.profile | None = None
+
+    def before_step(self, iteration: int) -> None:
+        """Open the window at its first step."""
+        if not self._wanted or iteration != self._first:
+            return
+        if self._torch is None:
+            torch.cuda.profiler.start()
+            return
+        self._running = self._torch()
+        self._running.start()
+
+    def after_step(self, iteration: int) -> None:
+        """Close the window after its last step, and write what was seen."""
+        if not self._wanted or iteration != self._end - 1:
+            return
+        if self._torch is None:
+            torch.cuda.profiler.stop()
+            return
+        assert self._running is not None, "the window opens before it closes"
+        self._running.stop()
+        self._stem.parent.mkdir(parents=True, exist_ok=True)
+        self._running.export_chrome_trace(str(self._stem.with_suffix(".json")))
+        table = self._running.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+        self._stem.with_suffix(".txt").write_text(table)

@@ -1,0 +1,116 @@
+"""Cross-entropy over a vocabulary that may be cut over a tensor-parallel group.
+
+The stock function widens 16-bit logits to fp32 as a whole and keeps a softmax of that size. Here
+the logits are the only tensor of their size: statistics are fp32 over chunks of tokens that stay
+in cache, and backward writes the gradient over the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# fp32 scratch of a chunk: inside a core's share of the last-level cache on a CPU, and on a GPU
+# large enough that launches do not matter.
+_CHUNK_ELEMENTS = {"cpu": 1 << 19}
+_CHUNK_ELEMENTS_OTHER = 1 << 26
+_LOG2_E = math.log2(math.e)
+
+
+def token_losses(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Negative log-likelihood of each target: logits [n, columns], targets [n] int64 -> [n] fp32.
+
+    Takes ownership of `logits`: **backward overwrites them with their gradient**, so the caller
+    must not read them again (autograd refuses a second backward by the version counter). Columns
+    stand for the vocabulary entries [vocab_start, vocab_start + columns); those at or above
+    `vocab_size` are padding, count as -inf and get gradient 0. `group` is the tensor-parallel
+    group whose ranks hold the other columns, None where this rank holds all. A target outside the
+    vocabulary is an error of the index operation where there is no group.
+    """
+    return _TokenLosses.apply(logits, targets, vocab_size, vocab_start, group)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        columns = min(logits.shape[1], vocab_size - vocab_start)
+        if group is None:
+            owned, local_targets = None, targets - vocab_start
+        else:
+            owned = (targets >= vocab_start) & (targets < vocab_start + columns)
+            local_targets = torch.where(owned, targets - vocab_start, 0)
+        real = logits[:, :columns]
+
+        # Three statistics per token; each is reduced over the group by itself.
+        maximum = real.amax(dim=1).float()
+        _reduce(maximum, dist.ReduceOp.MAX, group)
+        target_logit = real.gather(1, local_targets[:, None])[:, 0].float()
+        if owned is not None:
+            target_logit.masked_fill_(~owned, 0.0)
+        _reduce(target_logit, dist.ReduceOp.SUM, group)
+        exp_sum = torch.empty_like(maximum)
+        for rows, scratch in _chunks(real):
+            _exp_below(maximum[rows], real[rows], out=scratch)
+            torch.sum(scratch, dim=1, out=exp_sum[rows])
+        _reduce(exp_sum, dist.ReduceOp.SUM, group)
+
+        ctx.save_for_backward(logits, maximum, exp_sum, local_targets, owned)
+        ctx.columns = columns
+        # Large numbers cancel first.
+        return (maximum - target_logit).add_(exp_sum.log())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, maximum, exp_sum, local_targets, owned = ctx.saved_tensors
+        real = logits[:, : ctx.columns]
+        scale = grads[0] / exp_sum
+        at_target = -exp_sum if owned is None else -exp_sum * owned
+        for rows, scratch in _chunks(real):
+            _exp_below(maximum[rows], real[rows], out=scratch)
+            scratch.scatter_add_(1, local_targets[rows, None], at_target[rows, None])
+            # Scaled in fp32: fp16 would lose small probabilities before the loss scale lifts them.
+            real[rows] = scratch.mul_(scale[rows, None])
+        logits[:, ctx.columns :] = 0
+        return logits, None, None, None, None
+
+
+def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:
+    """exp(logits - maximum) as a power of two: torch's CPU exp takes four times as long."""
+    # One dtype in each operation: mixed ones make a copy of their own.
+    out.copy_(logits)
+    out.sub_(maximum[:, None]).mul_(_LOG2_E).exp2_()
+
+
+def _reduce(
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> None:
+    if group is not None:
+        dist.all_reduce(values, op=op, group=group)
+
+
+def _chunks(logits: torch.Tensor):
+    """Yield (rows, fp32 scratch of their shape) over runs of tokens; the scratch is reused."""
+    tokens, columns = logits.shape
+    limit = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_OTHER)
+    size = max(1, min(tokens, limit // max(columns, 1)))
+    scratch = torch.empty(size, columns, dtype=torch.float32, device=logits.device)
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        yield slice(start, stop), scratch[: stop - start]

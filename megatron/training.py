@@ -1,0 +1,288 @@
+"""The training loop. One step reads top to bottom; the loop calls down and nothing calls back up.
+
+train --> train_step --> forward, backward of each microbatch   (gradients go to the engine)
+      |              --> engine.finish                           (means, agreement, norm)
+      |              --> optimizer.step, engine.commit           (or abort, on every rank)
+      '-> evaluate, save, leave
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.data.loader import BatchReader, DeviceMicrobatch
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import Step, StepContext
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron.metrics import Metrics, NullMetrics, StepRecord
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.loss_scaler import LossScaler
+from megatron.optimizer.lr import LearningRate, WeightDecay
+from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.stage import Stage
+from megatron.profiling import Profiler
+from megatron.timers import Timers
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `iteration` counts steps tried, `applied_samples` only those of
+    steps that were applied: schedules follow it, so that a skipped step does not advance them."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    applied_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How `train` ended: `left` names why it went before the last step, None if it did not."""
+
+    exit_code: int
+    left: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """Data of a run; valid and test may be absent."""
+
+    train: BatchReader
+    valid: BatchReader | None = None
+    test: BatchReader | None = None
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Everything a run needs, put together by the entry script.
+
+    `save` writes a checkpoint of the present step; every rank calls it together.
+    """
+
+    config: Config
+    device: torch.device
+    groups: ProcessGroups
+    stage: Stage
+    engine: GradientEngine
+    optimizer: BucketOptimizer
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+    scaler: LossScaler
+    readers: Readers
+    metrics: Metrics | NullMetrics
+    timers: Timers
+    profiler: Profiler
+    flops_per_token: float
+    save: Callable[[Progress], None]
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self.total_iterations = self.config.total_iterations()
+        self._began = time.monotonic()
+
+    # ---- the run -------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Train to the end, or to the first reason to leave; the last step is always saved."""
+        if self.config.training.skip_train:
+            self._evaluate("valid", self.readers.valid)
+        elif self.progress.iteration >= self.total_iterations:
+            self.metrics.say(
+                f"all {self.total_iterations} steps are done; raise --train-iters to go on, or "
+                "give --skip-train to evaluate again"
+            )
+            return Outcome(EXIT_DONE)
+        elif (left := self._train_steps()) is not None:
+            return left
+        self._evaluate("test", self.readers.test)
+        return Outcome(EXIT_DONE)
+
+    def _train_steps(self) -> Outcome | None:
+        evaluation = self.config.evaluation
+        if evaluation.eval_at_start and self.progress.iteration == 0:
+            self._evaluate("valid", self.readers.valid)
+        while self.progress.iteration < self.total_iterations:
+            self.profiler.before_step(self.progress.iteration + 1)
+            record, stop = self.train_step()
+            self.metrics.step(record)
+            self.profiler.after_step(self.progress.iteration)
+            iteration = self.progress.iteration
+            last = iteration == self.total_iterations
+            if last or (evaluation.eval_interval and iteration % evaluation.eval_interval == 0):
+                self._evaluate("valid", self.readers.valid)
+            outcome = None if last else self._reason_to_leave(stop)
+            interval = self.config.checkpoint.save_interval
+            if last or outcome is not None or (interval and iteration % interval == 0):
+                self._save()
+            if outcome is not None:
+                return outcome
+        return None
+
+    def _reason_to_leave(self, stop: bool) -> Outcome | None:
+        interval = self.config.training.exit_interval
+        if interval and self.progress.iteration % interval == 0:
+            return Outcome(EXIT_DONE, "exit-interval")
+        if stop:
+            return Outcome(EXIT_REQUEUE, "exit-duration")
+        return None
+
+    def _save(self) -> None:
+        with self.timers("save-checkpoint"):
+            self.save(self.progress)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def train_step(self) -> tuple[StepRecord, bool]:
+        """One global batch: its record, and whether some rank wants to leave after it."""
+        began = time.perf_counter()
+        progress = self.progress
+        progress.iteration += 1
+        batch_size = self.config.batch_size_at(progress.consumed_samples)
+        lr = self.learning_rate.at(progress.applied_samples)
+
+        context = StepContext(t=self.optimizer.applied + 1, loss_scale=self.scaler.scale)
+        self.engine.begin(context)
+        with self.timers("forward-backward", level=1):
+            loss, tokens = self._forward_backward(batch_size, context.loss_scale)
+        with self.timers("all-grads-sync", level=1):
+            step = self.engine.finish(
+                tag=progress.iteration,
+                clip_norm=self.config.optimizer.clip_grad,
+                stop=self._time_is_up(),
+            )
+        num_zeros = self._num_zeros(step)
+        with self.timers("optimizer", level=1):
+            if step.ok:
+                weight_decay = self.weight_decay.at(progress.applied_samples)
+                self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
+                self.engine.commit(step)
+                progress.applied_samples += batch_size
+            else:
+                self.engine.abort()
+            self.scaler.update(overflow=not step.ok)
+        progress.consumed_samples += batch_size
+
+        mean_loss = self._mean_over_ranks(loss, tokens)
+        stats = self.engine.stats()
+        record = StepRecord(
+            iteration=progress.iteration,
+            train_iters=self.total_iterations,
+            consumed_samples=progress.consumed_samples,
+            lm_loss=mean_loss,
+            lr=lr,
+            grad_norm=step.norm if step.ok else None,
+            step_seconds=time.perf_counter() - began,
+            tokens=tokens,
+            bytes_sent=stats.bytes_sent,
+            density=stats.density,
+            skipped=not step.ok,
+            loss_scale=context.loss_scale,
+            global_batch_size=batch_size,
+            peak_memory_bytes=self._peak_memory(),
+            flops=self.flops_per_token * batch_size * self.config.model.seq_length,
+            world_size=self.groups.world.size,
+            num_zeros=num_zeros,
+            params_norm=self._params_norm(),
+            timers=self._timings(),
+            wait_seconds=stats.wait_seconds,
+        )
+        return record, step.stop
+
+    def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
+        """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
+
+        Returns this rank's sum of token losses and the number of tokens of the global batch.
+        """
+        with self.timers("batch-generator", level=2):
+            batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
+        tokens = self._count_tokens(batches)
+        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks.
+        scale = loss_scale * self.groups.dp.size / tokens
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches):
+            with self.timers("forward-compute", level=2):
+                total += self.stage.forward(self.progress.iteration, batch)
+            if number == len(batches) - 1:
+                self.engine.expect_last_backward()
+            with self.timers("backward-compute", level=2):
+                self.stage.backward(batch.index, scale)
+        return total, tokens
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _evaluate(self, kind: str, reader: BatchReader | None) -> None:
+        """Mean token loss over the first `eval_iters` global batches of a split.
+
+        The same samples every time, so that evaluations of a run compare with each other.
+        """
+        iterations = self.config.evaluation.eval_iters
+        if reader is None or not iterations:
+            return
+        model = self.stage.model
+        model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens, batch_size = 0, self.config.training.global_batch_size or 0
+        for number in range(iterations):
+            batches = list(reader.read(number * batch_size, batch_size))
+            tokens += self._count_tokens(batches)
+            for batch in batches:
+                total += self.stage.forward(self.progress.iteration, batch)
+        model.train()
+        loss = self._mean_over_ranks(total, tokens)
+        self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
+
+    # ---- small questions -----------------------------------------------------------------------
+
+    def _count_tokens(self, batches: list[DeviceMicrobatch]) -> int:
+        """Tokens of the global batch whose loss counts. Asks the other ranks only where masks
+        make it depend on what they read."""
+        mine = sum(batch.counted_tokens for batch in batches)
+        if all(batch.loss_mask is None for batch in batches):
+            return mine * self.groups.dp.size
+        count = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
+        return max(1, int(count.item()))
+
+    def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
+        loss = loss.clone().view(1)
+        self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
+        return loss.item() / tokens
+
+    def _time_is_up(self) -> bool:
+        minutes = self.config.training.exit_duration_in_mins
+        return bool(minutes) and time.monotonic() - self._began > minutes * 60
+
+    def _is_logged(self) -> bool:
+        every = self.config.logging.log_interval
+        return self.progress.iteration % every == 0
+
+    def _num_zeros(self, step: Step) -> int | None:
+        wanted = self.config.logging.log_num_zeros_in_grad and self._is_logged() and step.ok
+        return self.engine.count_zeros(step) if wanted else None
+
+    def _params_norm(self) -> float | None:
+        wanted = self.config.logging.log_params_norm and self._is_logged()
+        return self.optimizer.params_norm() if wanted else None
+
+    def _timings(self) -> dict[str, list[float]]:
+        """Seconds of each timer since the last logged step, one value for each rank."""
+        if not self.config.logging.timing_log_level or not self._is_logged():
+            return {}
+        mine = self.timers.elapsed()
+        names = sorted(mine)
+        seconds = torch.zeros(self.groups.world.size, len(names), dtype=torch.float64)
+        seconds[self.groups.world.rank] = torch.tensor([mine[name] for name in names])
+        self.groups.world.all_reduce(seconds, dist.ReduceOp.SUM)
+        return {name: seconds[:, i].tolist() for i, name in enumerate(names)}
+
+    def _peak_memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,365 @@
+"""Pretrain a GPT: parse, build, train. The one place that names concrete classes.
+
+Starts alone, under torchrun, srun or mpiexec. Importing it does nothing, so tools may.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.config import Config, parse
+from megatron.data_parallel.interface import GradientPath
+from megatron.data_parallel.path import DensePath
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError, SparsetronError
+from megatron.metrics import check_trackers
+from megatron.run_folder import (
+    announce,
+    compare_configs,
+    finish,
+    name_run_dir,
+    prepare_run_dir,
+    report_failure,
+    write_pictures,
+)
+from megatron.runtime import Launch, Runtime, detect_launch, job_environment, start, stop
+
+if TYPE_CHECKING:
+    from megatron.data.vocabulary import Vocabulary
+    from megatron.metrics import Metrics
+    from megatron.optimizer.loss_scaler import LossScaler
+    from megatron.optimizer.lr import LearningRate, WeightDecay
+    from megatron.optimizer.rules import UpdateRule
+    from megatron.parallel.groups import ProcessGroups
+    from megatron.training import Readers, Trainer
+
+GRADIENT_PATHS: dict[str, GradientPath] = {path.name: path for path in (DensePath(),)}
+"""What `--grad-path` may name. A new path is one folder and one entry here."""
+
+LEAST_BUCKET_ELEMENTS = 40_000_000
+BUCKET_ELEMENTS_PER_RANK = 1_000_000
+"""Megatron's default bucket: the larger of these two, so that each rank's share of a bucket is
+long enough for the network to reach its rate."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as `argv` asks and return the exit code of DESIGN 5; a mistake of the user's is one
+    line on stderr."""
+    launch: Launch | None = None
+    run_dir: Path | None = None
+    try:
+        launch = detect_launch()
+        config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
+        check_trackers(config.logging)
+        run_dir = name_run_dir(config)
+        return run(config, launch, run_dir)
+    except SparsetronError as error:
+        return report_failure(error, launch, run_dir, argv)
+    except RuntimeError as error:
+        if not any(name in str(error) for name in ("gloo", "NCCL")):
+            raise
+        text = f"a collective failed, another rank may be gone: {str(error).splitlines()[0]}"
+        return report_failure(PeerError(text), launch, run_dir, argv)
+
+
+def run(config: Config, launch: Launch, run_dir: Path) -> int:
+    """Train with a checked configuration; the exit code of a run that did not fail."""
+    runtime = start(launch, config)
+    groups = build_groups(config, launch)
+    compare_configs(config, groups)
+    notes: list[str] = []
+
+    def open_run() -> str:
+        """Rank 0 opens the folder and decides for all where to start from."""
+        if not runtime.is_writer:
+            return ""
+        from megatron.run_state import locate_checkpoint
+
+        prepare_run_dir(config, run_dir)
+        return str(locate_checkpoint(config, run_dir, say=notes.append) or "")
+
+    found = groups.world.gather_text(groups.world.agreed(open_run))[0]
+    checkpoint = Path(found) if found else None
+    metrics = open_metrics(config, runtime, run_dir, checkpoint)
+    try:
+        announce(metrics, config, runtime, groups)
+        for note in notes:
+            metrics.say(note)
+        trainer = build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
+        outcome = trainer.train()
+        metrics.flush()
+        if runtime.is_writer:
+            finish(outcome, trainer.progress, run_dir)
+            write_pictures(run_dir, metrics)
+    finally:
+        metrics.close()
+    groups.world.barrier()
+    stop()
+    return outcome.exit_code
+
+
+def build_groups(config: Config, launch: Launch) -> ProcessGroups:
+    """Process groups of the grid. Collective over the world."""
+    from megatron.parallel.dims import ParallelDims
+    from megatron.parallel.groups import ProcessGroups
+
+    dims = ParallelDims.from_world(
+        launch.world_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+    )
+    return ProcessGroups.build(dims, rank=launch.rank)
+
+
+def open_metrics(
+    config: Config, runtime: Runtime, run_dir: Path, checkpoint: Path | None
+) -> Metrics:
+    """Log, metrics files and trackers of the writing rank; lines of steps that will be taken
+    again are moved aside."""
+    from megatron.checkpoint.verify import read_manifest
+    from megatron.metrics import Metrics, NullMetrics, cut_metrics
+    from megatron.model.flops import FORMULA
+
+    if not runtime.is_writer:
+        return NullMetrics()
+    start_iteration = 0
+    if checkpoint is not None and not config.checkpoint.finetune:
+        start_iteration = read_manifest(checkpoint).step
+    cut_metrics(run_dir, start_iteration)
+    return Metrics(
+        run_dir,
+        logging=config.logging,
+        train_iters=config.total_iterations(),
+        start_iteration=start_iteration,
+        world_size=runtime.launch.world_size,
+        name=config.name,
+        formula=FORMULA,
+        summary=config.values(),
+        progress_dir=config.checkpoint.save,
+        job_id=job_environment().get("SLURM_JOB_ID", ""),
+    )
+
+
+def build_trainer(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    run_dir: Path,
+    metrics: Metrics,
+    checkpoint: Path | None,
+) -> Trainer:
+    """Put a run together, at the state of `checkpoint` if there is one. Collective."""
+    import torch
+
+    from megatron.data.vocabulary import data_prefixes, find_vocabulary
+    from megatron.data_parallel.engine import GradientEngine
+    from megatron.model.flops import flops_per_token, parameter_count
+    from megatron.model.gpt import GPT
+    from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.pipeline.stage import Stage
+    from megatron.profiling import Profiler
+    from megatron.run_state import RunState, identity
+    from megatron.timers import Timers
+    from megatron.training import Progress, Trainer
+
+    on_cuda = runtime.device.type == "cuda"
+    vocabulary = groups.world.agreed(
+        lambda: find_vocabulary(config.data, data_prefixes(config.data))
+    )
+    readers = build_readers(config, runtime, groups, vocabulary, metrics.say)
+    model = GPT(
+        config.model,
+        vocab_size=vocabulary.size,
+        seed=config.training.seed,
+        dtype=getattr(torch, config.precision.param_dtype),
+        device=runtime.device,
+        recompute=config.recompute,
+    )
+    if config.training.compile:
+        model.compile_layers()
+    infos = model.parameter_infos()
+    engine = GradientEngine(
+        infos,
+        GRADIENT_PATHS[config.gradient.grad_path].build(config, infos, groups),
+        groups,
+        cap=bucket_elements(config, groups.dp.size),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        overlap=config.parallel.overlap_grad_reduce,
+    )
+    optimizer = BucketOptimizer(engine, update_rule(config))
+    scaler = loss_scaler(config)
+    state = RunState(
+        config=config,
+        run_dir=run_dir,
+        groups=groups,
+        engine=engine,
+        optimizer=optimizer,
+        scaler=scaler,
+        metrics=metrics,
+        identity=identity(config, vocabulary),
+    )
+    count = parameter_count(config.model, vocabulary.size)
+    metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
+    metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
+    if checkpoint is None:
+        metrics.say("no checkpoint was ever committed here: starting at step 0")
+    progress = state.restore(checkpoint) if checkpoint is not None else Progress()
+    return Trainer(
+        config=config,
+        device=runtime.device,
+        groups=groups,
+        stage=Stage(model),
+        engine=engine,
+        optimizer=optimizer,
+        learning_rate=learning_rate(config),
+        weight_decay=weight_decay(config),
+        scaler=scaler,
+        readers=readers,
+        metrics=metrics,
+        timers=Timers(
+            config.logging.timing_log_level,
+            synchronize=torch.cuda.synchronize if on_cuda else None,
+        ),
+        profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
+        flops_per_token=flops_per_token(config.model, vocabulary.size),
+        save=state.save,
+        progress=progress,
+    )
+
+
+def build_readers(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    vocabulary: Vocabulary,
+    say: Callable[[str], None],
+) -> Readers:
+    """The three data sets, cut for this rank. Rank 0 builds first and fills the index cache."""
+    from megatron.data.build import Datasets, build_datasets
+    from megatron.data.loader import BatchReader
+    from megatron.data.sampler import CollateOptions, MicrobatchSampler
+    from megatron.errors import DataError
+    from megatron.training import Readers
+
+    batch_size = config.training.global_batch_size
+    assert batch_size is not None, "resolve fills it in"
+    evaluated = config.evaluation.eval_iters * batch_size
+
+    def build() -> Datasets:
+        return build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=config.training.seed,
+            samples=(config.total_samples(), evaluated, evaluated),
+            vocab_size=vocabulary.size,
+            say=say,
+            tokenizer_fingerprint=vocabulary.fingerprint,
+        )
+
+    sampler = MicrobatchSampler(config.training.micro_batch_size, groups.dp.rank, groups.dp.size)
+    options = CollateOptions(
+        eod=vocabulary.eod,
+        eod_mask_loss=config.data.eod_mask_loss,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+    )
+    mine = groups.world.agreed(lambda: build() if runtime.is_writer else None)
+    sets = groups.world.agreed(lambda: mine or build())
+
+    def reader(dataset) -> BatchReader | None:  # noqa: ANN001
+        if dataset is None:
+            return None
+        return BatchReader(dataset=dataset, sampler=sampler, options=options, device=runtime.device)
+
+    train = reader(sets.train)
+    if train is None:
+        raise DataError("split: leaves no documents for training; give training a share")
+    return Readers(train=train, valid=reader(sets.valid), test=reader(sets.test))
+
+
+def bucket_elements(config: Config, data_parallel_size: int) -> int:
+    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default."""
+    default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
+    return config.parallel.ddp_bucket_size or default
+
+
+def update_rule(config: Config) -> UpdateRule:
+    """The optimizer's arithmetic."""
+    from megatron.optimizer.rules import SGD, AdamW, ApexAdamW
+
+    options = config.optimizer
+    if options.optimizer == "sgd":
+        return SGD(momentum=options.sgd_momentum)
+    kind = ApexAdamW if options.optimizer_impl == "apex" else AdamW
+    return kind(beta1=options.adam_beta1, beta2=options.adam_beta2, eps=options.adam_eps)
+
+
+def loss_scaler(config: Config) -> LossScaler:
+    """Dynamic for fp16 unless `--loss-scale` fixes it; 1 for bf16 and fp32."""
+    from megatron.optimizer.loss_scaler import ConstantScaler, DynamicScaler
+
+    options = config.precision
+    if options.loss_scale is not None or not options.fp16:
+        return ConstantScaler(options.loss_scale or 1.0)
+    return DynamicScaler(
+        scale=float(options.initial_loss_scale),
+        min_scale=options.min_loss_scale,
+        window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
+    )
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The schedule in samples: flags in iterations are that many global batches."""
+    from megatron.optimizer.lr import LearningRate
+
+    options, total = config.optimizer, config.total_samples()
+
+    def samples(in_iterations: int | None, in_samples: int | None, default: int) -> int:
+        if in_iterations:
+            return in_iterations * (config.training.global_batch_size or 1)
+        return in_samples or default
+
+    decay = samples(options.lr_decay_iters, options.lr_decay_samples, total)
+    if options.lr_warmup_fraction is not None:
+        warmup = int(options.lr_warmup_fraction * decay)
+    else:
+        warmup = samples(options.lr_warmup_iters, options.lr_warmup_samples, 0)
+    return LearningRate(
+        max_lr=options.lr or 0.0,
+        min_lr=options.min_lr,
+        warmup_init=options.lr_warmup_init,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        style=options.lr_decay_style,
+        wsd_decay_samples=samples(options.lr_wsd_decay_iters, options.lr_wsd_decay_samples, 0),
+        wsd_style=options.lr_wsd_decay_style,
+    )
+
+
+def weight_decay(config: Config) -> WeightDecay:
+    """Constant, or from `--start-weight-decay` to `--end-weight-decay` over the run."""
+    from megatron.optimizer.lr import WeightDecay
+
+    options = config.optimizer
+    constant = options.weight_decay_incr_style == "constant"
+    end = options.weight_decay if constant else options.end_weight_decay
+    return WeightDecay(
+        start=options.start_weight_decay or 0.0,
+        end=end or 0.0,
+        total_samples=config.total_samples(),
+        style=options.weight_decay_incr_style,
+    )
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    if code not in (EXIT_DONE, EXIT_REQUEUE):
+        # Waiting for the peers in an orderly end could take for ever: they may be gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# GPT-355M of the Radius paper, which had NODES=16 RANKS_PER_NODE=4; any number gives the same batches.
+#   GRAD_PATH=dense scripts/gpt_355m.sh [--dry-run] [-- --data-path PREFIX FLAGS]
+# Other variables: see launch.sh.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export CONFIG=${CONFIG:-$repo/configs/gpt_355m.yaml}
+export GRAD_PATH=${GRAD_PATH:-dense} NODES=${NODES:-1} TIME=${TIME:-24:00:00}
+exec "$repo/scripts/launch.sh" "$@"

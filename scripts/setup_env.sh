@@ -1,0 +1,73 @@
+# shellcheck shell=bash
+# Sourced by quickstart.sh and test.sh: one virtual environment, made once, brought up to date when
+# pyproject.toml or constraints.txt change.
+#   PYTHON  interpreter to make it with   (first of python3, python3.14 .. 3.11 that is new enough)
+#   VENV    where it lies                 (.venv in the repository)
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${VENV:-$repo/.venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
+
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+refuse() {
+  say "$@"
+  exit 2
+}
+
+gpus_seen() {
+  if command -v nvidia-smi >/dev/null; then
+    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+  else
+    echo 0
+  fi
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+# Prints the interpreter to use; refuses where there is none that will do.
+find_python() {
+  local candidate
+  if [[ -n ${PYTHON:-} ]]; then
+    command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON: not found"
+    is_new_enough "$PYTHON" || refuse "PYTHON=$PYTHON: $("$PYTHON" --version 2>&1); 3.11 or newer is needed"
+    echo "$PYTHON"
+    return
+  fi
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+    if command -v "$candidate" >/dev/null && is_new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  refuse "Python 3.11 or newer is needed and was not found; install it, or set PYTHON to it"
+}
+
+# make_environment EXTRAS: after it, "$venv/bin/python" has the package with these extras.
+make_environment() {
+  local extras=$1 python wanted stamp constraints=()
+  if ! { [[ -x $venv/bin/pip ]] && is_new_enough "$venv/bin/python"; }; then
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+      refuse "$python has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)"
+    if [[ -e $venv && ! -e $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
+      refuse "VENV=$venv: exists and is no virtual environment; name another folder"
+    fi
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+  fi
+  if [[ $(gpus_seen) == 0 ]]; then
+    constraints=(-c constraints.txt)
+  fi
+  # The folder belongs in it: the package is installed as a link to the sources.
+  wanted=$(cat "$repo/pyproject.toml" "$repo/constraints.txt" - <<<"$repo ${constraints[*]}" | cksum)
+  stamp=$venv/.installed-$extras
+  if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+    return
+  fi
+  say "installing the package with [$extras] (the first time this fetches torch)"
+  local quiet=()
+  [[ -t 2 ]] || quiet=(--quiet)
+  (cd "$repo" && "$venv/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" \
+    "${constraints[@]}" -e ".[$extras]" </dev/null >&2) || return
+  printf '%s\n' "$wanted" >"$stamp"
+}

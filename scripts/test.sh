@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Every check there is, in an environment of its own: ruff, pyright, shellcheck, then pytest.
+#   scripts/test.sh [PYTEST ARGUMENTS]     e.g. scripts/test.sh tests/data -k blended
+# LINT=0 leaves out all but pytest. VENV, PYTHON: see setup_env.sh.
+set -euo pipefail
+# shellcheck source=setup_env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+make_environment data,log,mpi,dev
+cd "$repo"
+export PATH="$venv/bin:$PATH"
+# Tests start several ranks at a time; more threads than cores would slow every one of them.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Nothing a test does may need or reach a model hub or a tracker's server.
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline
+
+failed=()
+check() {
+  say "$*"
+  "$@" || failed+=("$1")
+}
+if [[ ${LINT:-1} != 0 ]]; then
+  check ruff check .
+  check ruff format --check .
+  check pyright --pythonpath "$venv/bin/python"
+  check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env .ci/run
+fi
+check python -m pytest "$@"
+if ((${#failed[@]})); then
+  say "failed: ${failed[*]}"
+  exit 1
+fi

@@ -1,0 +1,97 @@
+"""`tools/generate.py` on a run folder made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import save_checkpoint
+from megatron.config import parse, to_yaml
+from megatron.model.gpt import GPT
+from pretrain_gpt import GRADIENT_PATHS
+from tools.generate import main
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
+    "--micro-batch-size 1 --train-iters 1 --mock-data"
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", "--tokenizer-type ByteTokenizer")
+
+
+def make_run(folder: Path, flags: str) -> Path:
+    torch.set_num_threads(1)
+    config = parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS).resolve(1)
+    model = GPT(config.model, vocab_size=257, seed=3, dtype=torch.float32, device="cpu")
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    for step in (1, 2):
+        save_checkpoint(
+            folder / "checkpoints",
+            step=step,
+            tensors={f"param/{k}": v.clone() * step for k, v in model.logical_values().items()},
+            state={},
+            rank=0,
+            world=1,
+            gather=lambda text: [text],
+        )
+    return folder
+
+
+def texts(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments, "--max-new-tokens", "20"]) == 0
+    return capsys.readouterr().out
+
+
+def test_it_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0")
+    assert first.startswith("Hello") and len(first) > len("Hello\n")
+    assert texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0") == first
+    assert texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0", "--seed", "1") != first
+    both = texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0", "--num-samples", "2")
+    assert both.startswith(first) and both != first
+    older = texts(capsys, str(run), "--prompt", "Hello", "--top-k", "0", "--checkpoint-step", "1")
+    assert older != first
+
+
+def test_an_empty_prompt_starts_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert texts(capsys, str(run), "--greedy") == texts(capsys, str(run), "--greedy", "--seed", "7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--temperature", "0"], 2, "--temperature"),
+        (["--top-k", "-1"], 2, "--top-k"),
+        (["--num-samples", "0"], 2, "--num-samples"),
+        (["--checkpoint-step", "9"], 4, "step 9"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path,
+    arguments: list[str],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([str(run), *arguments]) == code
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_folders_that_will_not_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+    silent = make_run(tmp_path / "mock", "--vocab-size 257")
+    assert main([str(silent)]) == 3
+    assert "tokenizer" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    named = make_run(tmp_path / "named", "--tokenizer-type ByteTokenizer")
+    (tmp_path / "empty" / "config.yaml").write_text((named / "config.yaml").read_text())
+    assert main([str(tmp_path / "empty")]) == 4
+    assert "no checkpoint" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""Sampling is deterministic, and the cache changes its cost only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.generation import Sampling, generate, pick
+from megatron.model.gpt import GPT
+from tests.model.models import VARIANTS, VOCAB, sharpen, small_model
+
+GREEDY = Sampling(greedy=True)
+PROMPT = [3, 14, 15, 92]
+
+
+def spiky(**changes: Any) -> GPT:
+    return sharpen(small_model(**changes)).eval()
+
+
+def run(model: GPT, count: int, **options: object) -> list[int]:
+    chosen: dict = {"sampling": GREEDY} | options
+    return list(generate(model, PROMPT, max_new_tokens=count, **chosen))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_cache_changes_nothing(variant: str) -> None:
+    model = spiky(**VARIANTS[variant])
+    # 30 tokens pass the window of 16 positions (llama: 40).
+    assert run(model, 30, use_cache=True) == run(model, 30, use_cache=False)
+
+
+def test_greedy_follows_the_likeliest_token() -> None:
+    model = spiky()
+    tokens = list(PROMPT)
+    for token in run(model, 5):
+        logits = model(torch.tensor([tokens]))[0, -1, :VOCAB]
+        assert token == int(logits.argmax())
+        tokens.append(token)
+
+
+def test_draws_follow_the_generator() -> None:
+    model = spiky()
+
+    def draw(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return run(model, 10, sampling=Sampling(temperature=5.0), generator=generator)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_it_stops_before_the_end_token() -> None:
+    model = spiky()
+    tokens = run(model, 8)
+    stop = tokens[4]
+    assert run(model, 8, end_token=stop) == tokens[: tokens.index(stop)]
+
+
+def test_padding_is_never_drawn() -> None:
+    model = small_model().eval()
+    generator = torch.Generator().manual_seed(0)
+    hot = Sampling(temperature=1e6)
+    drawn = run(model, 200, sampling=hot, generator=generator, use_cache=False)
+    assert max(drawn) < VOCAB and len(set(drawn)) > 60
+
+
+def test_top_k_limits_the_candidates() -> None:
+    logits = torch.arange(10.0) / 10
+    generator = torch.Generator().manual_seed(0)
+    few = Sampling(temperature=10.0, top_k=3)
+    assert {pick(logits, few, generator) for _ in range(100)} == {7, 8, 9}
+    counts = torch.zeros(10)
+    for _ in range(4000):
+        counts[pick(logits, Sampling(temperature=0.5), generator)] += 1
+    torch.testing.assert_close(counts / 4000, (logits / 0.5).softmax(0), atol=0.03, rtol=0)

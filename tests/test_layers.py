@@ -1,0 +1,122 @@
+"""Imports go downward only (map in `megatron/__init__.py`), and the light modules stay light."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+LAYERS = (
+    ("errors", "config", "runtime", "status", "timers"),
+    ("parallel",),
+    ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
+    ("model", "data", "optimizer", "data_parallel", "low_memory"),
+    ("pipeline", "checkpoint"),
+    ("training", "run_state", "run_folder", "metrics", "report", "profiling"),
+)
+LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
+OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
+FOR_EXTENSIONS = ("megatron.data_parallel", "megatron.errors")
+WITHOUT_TORCH = (
+    "megatron.errors",
+    "megatron.status",
+    "megatron.config",
+    "megatron.runtime",
+    "megatron.parallel.dims",
+    "megatron.data_parallel.interface",
+    "megatron.model.flops",
+    "megatron.data.indexed",
+    "megatron.data.gpt_dataset",
+    "megatron.data.blended",
+    "megatron.data.sampler",
+    "megatron.checkpoint.manifest",
+    "megatron.checkpoint.commit",
+    "pretrain_gpt",
+)
+WITHOUT_NUMPY = ("megatron.errors", "megatron.config", "megatron.parallel.dims")
+
+
+def _modules() -> dict[str, Path]:
+    files = [REPO / "pretrain_gpt.py"]
+    files += [file for top in ("megatron", "radius", "samo") for file in (REPO / top).rglob("*.py")]
+    names = {file: file.relative_to(REPO).with_suffix("").parts for file in files if file.is_file()}
+    return {".".join(n[:-1] if n[-1] == "__init__" else n): file for file, n in names.items()}
+
+
+MODULES = _modules()
+
+
+def _walk(node: ast.AST, at_load: bool) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0 and child.module, "imports are absolute here"
+            inner = [f"{child.module}.{alias.name}" for alias in child.names]
+            yield from (name if name in MODULES else child.module for name in inner)
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        elif not (at_load and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)):
+            yield from _walk(child, at_load)
+
+
+@cache
+def _imports(module: str, *, at_load: bool = False) -> frozenset[str]:
+    """What a module of ours imports: anywhere, or only `at_load`. Annotations do not count."""
+    return frozenset(_walk(ast.parse(MODULES[module].read_text(encoding="utf-8")), at_load))
+
+
+def _reached(module: str, *, packages: bool) -> set[str]:
+    """All that loading `module` loads, as far as our own files tell; `packages`: parents too."""
+    seen, todo = {module}, [module]
+    while todo:
+        current = todo.pop()
+        parent = {current.rpartition(".")[0]} - {""} if packages else set[str]()
+        for name in (parent | _imports(current, at_load=True)) - seen:
+            seen.add(name)
+            todo += [name] if name in MODULES else []
+    return seen
+
+
+def _layer(module: str) -> int:
+    """The layer of the longest prefix that has one."""
+    while module not in LAYER:
+        module = module.rpartition(".")[0]
+        assert module, "add it to LAYERS here and to the map in megatron/__init__.py"
+    return LAYER[module]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_downward(module: str) -> None:
+    top = module.split(".")[0]
+    for name in _imports(module):
+        if name.split(".")[0] not in OURS or top == "pretrain_gpt" or name == "megatron":
+            continue
+        if top == "megatron":
+            assert name.startswith("megatron."), f"{module} imports {name}"
+            assert _layer(name) <= _layer(module), f"{module} imports {name}, which is above it"
+        else:
+            own = name.split(".")[0] == top
+            assert own or name.startswith(FOR_EXTENSIONS), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_import_comes_back(module: str) -> None:
+    for name in _imports(module, at_load=True) & MODULES.keys():
+        if not module.startswith(f"{name}."):
+            assert module not in _reached(name, packages=False), f"{module} -> {name} -> {module}"
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_light_modules_do_not_load_torch(module: str) -> None:
+    names = [name for name in MODULES if f"{name}.".startswith(f"{module}.")]
+    if not names:
+        pytest.skip(f"{module} is not part of this version")
+    heavy = {"torch", "numpy"} if module in WITHOUT_NUMPY else {"torch"}
+    for name in names:
+        found = {other.split(".")[0] for other in _reached(name, packages=True)}
+        assert not found & heavy, f"{name} loads {found & heavy}"

@@ -1,0 +1,128 @@
+"""`pretrain_gpt.py` as a user starts it: alone, under torchrun and mpiexec, rightly and wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training.harness import NO_DROPOUT, TINY, metrics_of
+
+REPO = Path(__file__).resolve().parent.parent
+SCRIPT = str(REPO / "pretrain_gpt.py")
+MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_")
+
+
+def start(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder of its own, outside any launcher's environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
+    env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def alone(flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return start(sys.executable, SCRIPT, *flags.split(), cwd=cwd)
+
+
+def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
+    done = alone(TINY, tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "gpt"
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.yaml", "metrics.jsonl", "metrics.csv", "log.txt", "status.json", "checkpoints",
+        "report.html", "environment.json",
+    } <= names  # fmt: skip
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["iteration"]) == ("done", 0, 8)
+    assert "lm loss" in done.stdout and "lm loss" in (folder / "log.txt").read_text()
+
+
+def test_saved_configuration_repeats_the_run_bit_by_bit(tmp_path: Path) -> None:
+    assert alone(f"{TINY} --run-dir first", tmp_path).returncode == 0
+    again = alone("--config first/config.yaml --run-dir second", tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second")
+
+
+def test_torchrun_and_mpiexec_and_alone_give_one_curve(tmp_path: Path) -> None:
+    flags = f"{TINY} {NO_DROPOUT}".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = start(*torchrun, SCRIPT, *flags, "--run-dir", "torchrun", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    pytest.importorskip("mpi4py", reason="needs the extra mpi")
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert mpiexec, "mpi4py is here, mpiexec is not"
+    done = start(
+        mpiexec, "-n", "2", sys.executable, SCRIPT, *flags, "--run-dir", "mpiexec", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert alone(f"{TINY} {NO_DROPOUT} --run-dir alone", tmp_path).returncode == 0
+    curve = metrics_of(tmp_path / "mpiexec")
+    assert curve == metrics_of(tmp_path / "torchrun")
+    assert curve == pytest.approx(metrics_of(tmp_path / "alone"), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        ("--hiden-size 64", 2, ["--hiden-size", "--hidden-size"]),
+        (f"{TINY} --lr nan", 2, ["lr", "nan"]),
+        (f"{TINY} --grad-path topk2", 2, ["topk2", "dense"]),
+        (f"{TINY} --num-attention-heads 5", 2, ["32", "5"]),
+        ("--config nowhere.yaml", 2, ["nowhere.yaml"]),
+        (TINY.replace("--mock-data", "--data-path nowhere"), 3, ["nowhere"]),
+        (f"{TINY} --load nowhere", 4, ["nowhere", "no checkpoint"]),
+        (f"{TINY} --device cuda", 2, ["cuda"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_its_exit_code(
+    tmp_path: Path, flags: str, code: int, words: list[str]
+) -> None:
+    began = time.monotonic()
+    failed = alone(f"{flags} --run-dir here", tmp_path)
+    assert failed.returncode == code, failed.stderr
+    (line,) = failed.stderr.splitlines()
+    assert all(word in line for word in words), line
+    assert time.monotonic() - began < 30
+    if (tmp_path / "here").exists():
+        status = json.loads((tmp_path / "here" / "status.json").read_text())
+        assert (status["state"], status["exit_code"], status["reason"]) == ("failed", code, line)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    failed = alone(f"{TINY} --lr nan --debug", tmp_path)
+    assert failed.returncode == 2 and "Traceback" in failed.stderr
+
+
+def test_a_wrong_flag_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys, pretrain_gpt; code = pretrain_gpt.main(['--hiden-size', '3']);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    answer = start(sys.executable, "-c", code, cwd=tmp_path)
+    assert answer.stdout.split() == ["2", "False"], answer.stderr
+
+
+def test_no_rank_waits_for_one_that_found_a_mistake(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    flags = TINY.replace("--mock-data", "--data-path nowhere").split()
+    began = time.monotonic()
+    failed = start(*torchrun, SCRIPT, *flags, "--run-dir", "here", cwd=tmp_path)
+    assert failed.returncode != 0 and time.monotonic() - began < 60
+    assert sum("nowhere.idx" in line for line in failed.stderr.splitlines()) == 1
+    assert json.loads((tmp_path / "here" / "status.json").read_text())["exit_code"] == 3
+
+
+def test_help_is_complete_and_needs_nothing(tmp_path: Path) -> None:
+    shown = alone("--help", tmp_path)
+    assert shown.returncode == 0
+    for flag in ("--num-layers", "--grad-path", "--eval-at-start", "--run-dir", "--help-compat"):
+        assert flag in shown.stdout
+    assert alone("--help-compat", tmp_path).returncode == 0

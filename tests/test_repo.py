@@ -1,0 +1,238 @@
+"""What ships parses: every YAML file, every script; and nothing unsafe stands in the code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPO = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
+SITES = sorted((REPO / "scripts" / "site").glob("*.env"))
+SCRIPTS = [*sorted((REPO / "scripts").glob("*.sh")), REPO / ".ci" / "run", *SITES]
+CODE = [
+    file
+    for top in ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")
+    for file in ([REPO / top] if top.endswith(".py") else sorted((REPO / top).rglob("*.py")))
+    if file.is_file()
+]
+UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+UNSAFE_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "torch.load",
+    "torch.save",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+}
+UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+COLLECTIVES_OF_OBJECTS = re.compile(r"\.(all_gather|gather|broadcast|scatter)_object(_list)?$")
+SHAPES = {  # layers, heads, width: GPT-2 and table 1 of the Radius paper
+    "gpt_124m": (12, 12, 768),
+    "gpt_355m": (24, 16, 1024),
+    "gpt_2.0b": (24, 32, 2560),
+}
+
+
+def _id(file: Path) -> str:
+    return str(file.relative_to(REPO))
+
+
+def _shell(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one of the scripts with no variable of the launcher's set but those given."""
+    ours = ("LAUNCHER", "NODES", "RANKS_PER_NODE", "CONFIG", "GRAD_PATH", "RUN_DIR", "TIME", "SITE")
+    env = {name: value for name, value in os.environ.items() if name not in ours} | environment
+    return subprocess.run(
+        [str(part) for part in command],
+        env=env | {"PYTHON": sys.executable},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=_id)
+def test_configuration_is_accepted(file: Path) -> None:
+    from megatron.config import parse
+    from pretrain_gpt import GRADIENT_PATHS
+
+    config = parse(["--config", str(file), "--mock-data"], paths=GRADIENT_PATHS)
+    assert config.name == file.stem
+    model = config.model
+    wanted = SHAPES.get(file.stem)
+    found = (model.num_layers, model.num_attention_heads, model.hidden_size)
+    assert wanted is None or found == wanted
+
+
+def test_each_size_has_a_configuration_and_a_script() -> None:
+    sizes = {file.stem for file in CONFIGS} - {"gpt_tiny"}  # quickstart.sh is its script
+    assert sizes == {file.stem for file in SCRIPTS if file.name.startswith("gpt_")}
+    assert sizes >= SHAPES.keys()
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=_id)
+def test_script_parses(file: Path) -> None:
+    assert _shell("bash", "-n", file).stderr == ""
+    sourced = file.suffix == ".env" or file.name == "setup_env.sh"
+    assert os.access(file, os.X_OK) != sourced
+    if not sourced:
+        assert "\nset -euo pipefail\n" in file.read_text(encoding="utf-8")
+
+
+def test_shellcheck_finds_nothing() -> None:
+    beside = Path(sys.executable).with_name("shellcheck")
+    shellcheck = str(beside) if beside.is_file() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; it comes with the dev extra")
+    found = _shell(shellcheck, "-x", "-P", "SCRIPTDIR", *SCRIPTS)
+    assert found.returncode == 0, found.stdout
+
+
+def _dotted(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def _complaints(file: Path) -> list[str]:
+    found: list[str] = []
+    environment_is_here = file == REPO / "megatron" / "runtime.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+            if node.module == "os" and not environment_is_here:
+                found += [a.name for a in node.names if a.name in ("environ", "getenv")]
+        elif isinstance(node, ast.Global):
+            found.append(f"global {', '.join(node.names)}")
+        elif isinstance(node, ast.Attribute) and not environment_is_here:
+            found += [n for n in [_dotted(node)] if n in ("os.environ", "os.getenv", "os.putenv")]
+        elif isinstance(node, ast.Call):
+            name = _dotted(node.func)
+            if name in UNSAFE_CALLS or COLLECTIVES_OF_OBJECTS.search(name):
+                found.append(name)
+            for argument in node.keywords:
+                off = isinstance(argument.value, ast.Constant) and argument.value.value is False
+                if argument.arg in UNSAFE_ARGUMENTS and not off:
+                    found.append(f"{name}({argument.arg}=...)")
+        found += [name for name in names if name.split(".")[0] in UNSAFE_IMPORTS]
+    return found
+
+
+@pytest.mark.parametrize("file", CODE, ids=_id)
+def test_code_has_no_unsafe_call_and_no_hidden_state(file: Path) -> None:
+    assert _complaints(file) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import pickle", "eval('1')", "import yaml; yaml.load(f)", "np.load(f, allow_pickle=True)"]
+    + ["subprocess.run(c, shell=True)", "import os; os.environ['A']", "def f():\n global x"],
+)
+def test_the_check_above_sees_what_it_forbids(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert _complaints(tmp_path / "x.py")
+
+
+def test_dependencies() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[\[<>=; ]", line)[0] for line in project["dependencies"]}
+    assert names == {"torch", "numpy", "safetensors", "pyyaml", "tqdm"}
+    pins = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in pins if line[0] != "#"}
+    assert all(re.fullmatch(r"#.*|[\w.-]+==[\w.]+", line) for line in pins)
+    wanted = set(project["dependencies"])
+    for extra in project["optional-dependencies"].keys() - {"gpu"}:
+        wanted |= set(project["optional-dependencies"][extra])
+    assert {re.split(r"[\[<>=; ]", line)[0].lower() for line in wanted} <= pinned
+
+
+def test_hooks_fetch_nothing() -> None:
+    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
+    assert {hook["language"] for hook in hooks["repos"][0]["hooks"]} == {"system"}
+
+
+LAUNCH = REPO / "scripts" / "launch.sh"
+PROGRAM = """
+import json, os, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+rank = os.environ.get("RANK", "0")
+(folder / f"rank{rank}.json").write_text(json.dumps(sys.argv[1:]))
+code = int(os.environ.get("CODE", "0"))
+if rank == "0" and code:
+    (folder / "status.json").write_text(json.dumps({"exit_code": code}))
+sys.exit(code)
+"""
+
+
+def test_launcher_passes_names_with_blanks_and_dollars(tmp_path: Path) -> None:
+    program = tmp_path / "a program.py"
+    program.write_text(PROGRAM)
+    run = tmp_path / "$(touch canary) and `touch canary`" / "run-1"
+    flag = "$(touch canary); touch canary"
+    done = _shell(LAUNCH, "--", "--data-path", flag, PROGRAM=str(program), RUN_DIR=str(run))
+    assert done.returncode == 0, done.stderr
+    passed = yaml.safe_load((run / "rank0.json").read_text())
+    assert passed == ["--run-dir", str(run), "--data-path", flag]
+    assert not list(tmp_path.rglob("canary")) and not (REPO / "canary").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {"PROGRAM": str(program), "RANKS_PER_NODE": "2", "RUN_DIR": str(tmp_path / "run")}
+    assert _shell(LAUNCH, CODE="75", **environment).returncode == 75
+    assert (tmp_path / "run" / "rank1.json").is_file()
+    # A file of an earlier start says nothing about this one.
+    program.write_text("import sys; sys.exit(3)")
+    assert _shell(LAUNCH, **environment).returncode == 1
+
+
+@pytest.mark.parametrize("size", ["124m", "355m", "2.0b"])
+def test_dry_run_prints_the_job_script_alone(size: str, tmp_path: Path) -> None:
+    script = REPO / "scripts" / f"gpt_{size}.sh"
+    shown = _shell(script, "--dry-run", "--", "--data-path", "my data", GRAD_PATH="dense")
+    assert shown.returncode == 0, shown.stderr
+    job = tmp_path / "job.sh"
+    job.write_text(shown.stdout)
+    assert shown.stdout.startswith("#!/usr/bin/env bash\n")
+    assert _shell("bash", "-n", job).returncode == 0
+    for part in (f"gpt_{size}.yaml", "--grad-path dense", f"runs/gpt_{size}", r"my\ data"):
+        assert part in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LAUNCHER", "sbatch"),
+        ("LAUNCHER", "ssh"),
+        ("SITE", "../local"),
+        ("SITE", "nowhere"),
+        ("NODES", "0"),
+        ("RANKS_PER_NODE", "a[$(id)]"),
+        ("RUN_DIR", "runs/$(id)"),
+        ("RUN_DIR", "runs/.."),
+    ],
+)
+def test_launcher_refuses_in_one_line(name: str, value: str) -> None:
+    refused = _shell(LAUNCH, "--dry-run", **{name: value})
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr.count("\n") == 1 and f"{name}={value}" in refused.stderr

@@ -1,0 +1,66 @@
+"""Whole training runs inside the shared rank processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.parallel.groups import ProcessGroups
+from megatron.run_state import locate_checkpoint
+from megatron.runtime import Launch, Runtime
+from megatron.training import Trainer
+from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data "
+    "--vocab-size 96 --micro-batch-size 2 --global-batch-size 16 --train-iters 8 --lr 3e-3 "
+    "--eval-iters 1 --eval-interval 100 --log-interval 4"
+)
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+
+
+def make_trainer(groups: ProcessGroups, flags: str, run_dir: Path) -> Trainer:
+    """The trainer that `pretrain_gpt.py {flags}` would build on these ranks."""
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    rank, size = groups.world.rank, groups.world.size
+    launch = Launch(
+        launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size
+    )
+    runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
+
+    def locate() -> str:
+        return "" if rank else str(locate_checkpoint(config, run_dir, say=lambda text: None) or "")
+
+    found = groups.world.gather_text(groups.world.agreed(locate))[0]
+    checkpoint = Path(found) if found else None
+    metrics = open_metrics(config, runtime, run_dir, checkpoint)
+    return build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
+
+
+def train(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    """Run to the end; the state it ends in, and what `train` returned."""
+    trainer = make_trainer(groups, flags, run_dir)
+    outcome = trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    groups.world.barrier()
+    return {
+        "outcome": (outcome.exit_code, outcome.left),
+        "iteration": trainer.progress.iteration,
+        "consumed": trainer.progress.consumed_samples,
+        "applied": trainer.optimizer.applied,
+        "scale": trainer.scaler.scale,
+        "state": {f"{kind}/{name}": t.clone() for kind, name, t in trainer.optimizer.tensors()},
+        "params": {
+            info.name: info.param.detach().clone() for info, _, _ in trainer.engine.slices()
+        },
+    }
+
+
+def metrics_of(run_dir: Path, key: str = "lm_loss") -> list[Any]:
+    """One value for each line of metrics.jsonl that has this key."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line[key] for line in lines if key in line]

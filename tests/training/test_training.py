@@ -1,0 +1,242 @@
+"""Laws of whole runs: what must not change a result does not, and what should happen does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.sidecar import write_sidecar
+from megatron.errors import CheckpointError, DataError
+from megatron.parallel.groups import ProcessGroups
+from tests.ranks import Ranks
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
+
+
+def losses(ranks: Ranks, world: int, flags: str, run_dir: Path) -> list[float]:
+    ranks.run(world, train, flags, run_dir)
+    return metrics_of(run_dir)
+
+
+def equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def test_loss_falls_and_every_step_is_recorded(ranks: Ranks, tmp_path: Path) -> None:
+    curve = losses(ranks, 1, f"{TINY} --train-iters 40", tmp_path)
+    assert metrics_of(tmp_path, "iteration")[:40] == list(range(1, 41))
+    assert curve[0] == pytest.approx(math.log(96), abs=0.1)
+    assert curve[-1] < 0.9 * curve[0]
+    (valid,) = metrics_of(tmp_path, "valid_loss")
+    (test,) = metrics_of(tmp_path, "test_loss")
+    assert valid == pytest.approx(curve[-1], abs=0.5) and test == pytest.approx(valid, abs=0.5)
+
+
+@pytest.mark.parametrize("flags", [NO_DROPOUT, ""], ids=["no-dropout", "dropout"])
+def test_data_parallel_size_changes_rounding_only(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    """Dropout too: its streams belong to microbatches of the global batch, not to ranks."""
+    curves = [
+        losses(ranks, world, f"{TINY} {flags} --train-iters 20", tmp_path / str(world))
+        for world in (1, 2, 4)
+    ]
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], rel=1e-4, abs=1e-4)
+
+
+def test_micro_batch_size_changes_rounding_only(ranks: Ranks, tmp_path: Path) -> None:
+    curves = [
+        losses(ranks, 2, f"{TINY} {NO_DROPOUT} --micro-batch-size {size}", tmp_path / str(size))
+        for size in (1, 2, 8)
+    ]
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--overlap-grad-reduce false",
+        "--recompute-granularity full",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ],
+)
+def test_how_a_step_is_run_changes_no_bit(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    small_buckets = f"{TINY} --ddp-bucket-size 4000"
+    plain = ranks.run(2, train, small_buckets, tmp_path / "a")
+    other = ranks.run(2, train, f"{small_buckets} {flags}", tmp_path / "b")
+    for first, second in zip(plain, other, strict=True):
+        assert equal_bits(first["state"], second["state"]) == []
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16", "--bf16 --grad-reduce-in-bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_left_and_resumed_equals_uninterrupted(
+    ranks: Ranks, tmp_path: Path, precision: str, world: int
+) -> None:
+    flags = f"{TINY} {precision} --train-iters 12 --lr-decay-style cosine --lr-warmup-iters 4"
+    through = ranks.run(world, train, flags, tmp_path / "through")
+    left = ranks.run(world, train, f"{flags} --exit-interval 5", tmp_path / "left")
+    assert [r["outcome"] for r in left] == [(0, "exit-interval")] * world
+    assert left[0]["iteration"] == 5
+    resumed = ranks.run(world, train, flags, tmp_path / "left")
+    for first, second in zip(through, resumed, strict=True):
+        assert equal_bits(first["state"], second["state"]) == []
+        assert equal_bits(first["params"], second["params"]) == []
+    for key in ("lm_loss", "lr", "grad_norm", "iteration"):
+        assert metrics_of(tmp_path / "left", key) == metrics_of(tmp_path / "through", key)
+
+
+def test_resuming_on_other_ranks_keeps_the_state(ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{TINY} {NO_DROPOUT} --train-iters 8"
+    through = losses(ranks, 4, flags, tmp_path / "through")
+    ranks.run(4, train, f"{flags} --exit-interval 4", tmp_path / "moved")
+    moved = losses(ranks, 2, flags, tmp_path / "moved")
+    assert moved == pytest.approx(through, abs=1e-6)
+
+
+def test_fp16_overflow_halves_the_scale_and_skips(ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{TINY} --fp16 --train-iters 24 --initial-loss-scale 16777216 --hysteresis 1"
+    (found,) = ranks.run(1, train, flags, tmp_path)
+    skipped = metrics_of(tmp_path, "skipped")
+    scales = metrics_of(tmp_path, "loss_scale")
+    assert skipped[0] and not skipped[-1] and found["applied"] == 24 - sum(skipped)
+    assert found["scale"] == 16777216 / 2 ** sum(skipped) == scales[-1]
+    norms = metrics_of(tmp_path, "grad_norm")
+    assert [norm is None for norm in norms] == skipped
+    assert metrics_of(tmp_path)[-1] < metrics_of(tmp_path)[0]
+
+
+def test_batch_ramp_up_keeps_the_curve_on_every_grid(ranks: Ranks, tmp_path: Path) -> None:
+    flags = TINY.replace("--train-iters 8", "--train-samples 160")
+    flags += f" {NO_DROPOUT} --rampup-batch-size 8 8 64"
+    curves = [losses(ranks, world, flags, tmp_path / str(world)) for world in (1, 4)]
+    consumed = metrics_of(tmp_path / "1", "consumed_samples")
+    steps = [b - a for a, b in zip([0, *consumed], consumed, strict=False)]
+    assert steps[0] == 8 and steps[-1] == 16 and sorted(steps) == steps
+    assert consumed[-1] <= 160 < consumed[-1] + 16
+    assert curves[1] == pytest.approx(curves[0], abs=1e-4)
+
+
+def test_masked_tokens_weigh_by_the_global_batch(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks hold different numbers of counted tokens; the mean is still over all tokens."""
+    prefix = tmp_path / "text_document"
+    generator = torch.Generator().manual_seed(0)
+    writer = IndexedDatasetWriter(prefix, np.uint16)
+    for _ in range(300):
+        length = int(torch.randint(1, 90, (), generator=generator))
+        body = torch.randint(1, 96, (length,), generator=generator).tolist()
+        writer.add_document([np.array([*body, 0], dtype=np.uint16)])
+    writer.close()
+    description = {"type": "x", "vocab_size": 96, "eod": 0, "fingerprint": "f", "files": {}}
+    write_sidecar(prefix, description)
+    flags = TINY.replace("--mock-data --vocab-size 96", f"--data-path {prefix} --eod-mask-loss")
+    flags += f" {NO_DROPOUT} --reset-position-ids --reset-attention-mask --split 8,1,1"
+    curves = [losses(ranks, world, flags, tmp_path / str(world)) for world in (1, 2, 4)]
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], abs=1e-4)
+    tokens = metrics_of(tmp_path / "1", "tokens")
+    assert tokens == metrics_of(tmp_path / "4", "tokens")
+    assert all(0.9 * 16 * 32 < count < 16 * 32 for count in tokens)
+
+
+def test_duration_ends_with_a_save_and_asks_to_be_requeued(ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{TINY} --exit-duration-in-mins 0.00001"
+    found = ranks.run(2, train, flags, tmp_path)
+    assert [r["outcome"] for r in found] == [(75, "exit-duration")] * 2
+    assert (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").is_file()
+
+
+def test_save_interval_and_last_step(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, f"{TINY} --save-interval 3", tmp_path)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir())
+    assert names == ["step_00000003", "step_00000006", "step_00000008"]
+
+
+def test_a_finished_run_given_again_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, TINY, tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    (again,) = ranks.run(1, train, TINY, tmp_path)
+    assert again["iteration"] == 8
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def on_rank_refused(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(groups, flags, run_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("--num-layers 3", "model.num_layers: 2 there, 3 here"),
+        ("--seed 7", "training.seed: 1234 there, 7 here"),
+        ("--global-batch-size 8", "training.global_batch_size: 16 there, 8 here"),
+        ("--vocab-size 97", "model.vocab_size: 96 there, 97 here"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused_with_the_keys(
+    ranks: Ranks, tmp_path: Path, change: str, named: str
+) -> None:
+    ranks.run(1, train, f"{TINY} --train-iters 2", tmp_path)
+    for world in (1, 2):
+        for text in ranks.run(world, on_rank_refused, f"{TINY} {change}", tmp_path):
+            assert named in text and "--run-dir" in text
+
+
+def test_load_starts_another_run_and_finetune_starts_at_step_0(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (first,) = ranks.run(1, train, f"{TINY} --train-iters 4", tmp_path / "old")
+    load = f"{TINY} --load {tmp_path / 'old'} --train-iters 4"
+    (same,) = ranks.run(1, train, load, tmp_path / "same")
+    assert equal_bits(first["state"], same["state"]) == []
+    (tuned,) = ranks.run(1, train, f"{load} --finetune --seed 5", tmp_path / "tuned")
+    assert tuned["iteration"] == tuned["applied"] == 4
+    assert equal_bits(first["params"], tuned["params"]) != []
+    assert metrics_of(tmp_path / "tuned")[0] < metrics_of(tmp_path / "old")[0]
+
+
+def on_rank_out_of_vocabulary(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
+    trainer = make_trainer(groups, flags, run_dir)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_ids_outside_the_vocabulary_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    prefix = tmp_path / "text_document"
+    writer = IndexedDatasetWriter(prefix, np.uint16)
+    writer.add_document([np.array([5] * 900 + [96], dtype=np.uint16)])
+    writer.close()
+    flags = TINY.replace("--mock-data", f"--data-path {prefix} --split 1,0,0")
+    flags = flags.replace("--global-batch-size 16", "--global-batch-size 32")
+    (text,) = ranks.run(1, on_rank_out_of_vocabulary, flags, tmp_path)
+    assert "96" in text and "vocabulary" in text
+
+
+def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) -> None:
+    flags = (
+        f"{TINY} --timing-log-level 2 --timing-log-option all --log-params-norm "
+        "--log-num-zeros-in-grad --log-throughput --profile --profile-step-start 2 "
+        "--profile-step-end 4 --profile-ranks 1"
+    )
+    found = ranks.run(2, train, flags, tmp_path)
+    masters = [t for name, t in found[0]["state"].items() if name.startswith("param/")]
+    norm = math.sqrt(sum(t.double().square().sum().item() for t in masters))
+    logged = [value for value in metrics_of(tmp_path, "params_norm") if value is not None]
+    assert len(logged) == 2 and logged[-1] == pytest.approx(norm, rel=1e-6)
+    zeros = [value for value in metrics_of(tmp_path, "num_zeros") if value is not None]
+    # Padding rows, 32 x 32 exact zeros, do not count, and elsewhere a zero is rare.
+    assert len(zeros) == 2 and all(0 <= count < 100 for count in zeros)
+    text = (tmp_path / "log.txt").read_text()
+    for name in ("forward-compute", "backward-compute", "batch-generator", "optimizer"):
+        assert name in text
+    assert "TFLOP/s/GPU" in text and "params norm" in text and "num zeros" in text
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank_1.json", "rank_1.txt"}
