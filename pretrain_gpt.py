@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import DensePath
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError, SparsetronError
@@ -54,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
         launch = detect_launch()
         config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
         check_trackers(config.logging)
+        if config.run.dry_run:
+            print(to_yaml(config) if launch.rank == 0 else "", end="")
+            return EXIT_DONE
         run_dir = name_run_dir(config)
         return run(config, launch, run_dir)
     except SparsetronError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -44,7 +45,7 @@ def prepare_run_dir(config: Config, run_dir: Path) -> None:
         (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         text = json.dumps(environment(), indent=1) + "\n"
         (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
-        write_status(run_dir, Status(state="running", **_facts()))
+        write_status(run_dir, _signed(Status(state="running")))
     except OSError as error:
         raise ConfigError(
             f"run_dir: {run_dir.resolve()}: {error.strerror}; choose a folder that can be written"
@@ -96,16 +97,13 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
 
 def finish(outcome: Outcome, progress: Progress, run_dir: Path) -> None:
     """Write how the run ended."""
-    write_status(
-        run_dir,
-        Status(
-            state="left" if outcome.left else "done",
-            left=outcome.left or "",
-            exit_code=outcome.exit_code,
-            iteration=progress.iteration,
-            **_facts(),
-        ),
+    status = Status(
+        state="left" if outcome.left else "done",
+        left=outcome.left or "",
+        exit_code=outcome.exit_code,
+        iteration=progress.iteration,
     )
+    write_status(run_dir, _signed(status))
 
 
 def report_failure(
@@ -124,16 +122,16 @@ def report_failure(
     print(f"{where}{error}", file=sys.stderr, flush=True)
     folder = run_dir or _run_dir_in(argv)
     if folder is not None and folder.is_dir():
-        status = Status(
-            state="failed", exit_code=error.exit_code, reason=str(error), rank=rank, **_facts()
-        )
+        status = Status(state="failed", exit_code=error.exit_code, reason=str(error), rank=rank)
         with suppress(OSError):
-            write_status(folder, status)
+            write_status(folder, _signed(status))
     return error.exit_code
 
 
-def _facts() -> dict[str, str]:
-    return {"job_id": job_environment().get("SLURM_JOB_ID", ""), "version": _version("sparsetron")}
+def _signed(status: Status) -> Status:
+    """The status with the job and the version it comes from."""
+    job = job_environment().get("SLURM_JOB_ID", "")
+    return dataclasses.replace(status, job_id=job, version=_version("sparsetron"))
 
 
 def _version(package: str) -> str:

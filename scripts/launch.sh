@@ -155,6 +155,11 @@ if $dry_run; then
 fi
 say "${line% }"
 
+# A wrong setting is told here, once, with its own exit code and before any rank is started.
+if [[ -z ${PROGRAM:-} ]]; then
+  RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run >/dev/null || exit
+fi
+
 # In the background, so that a signal is handed on at once and not when the run is over; as a job
 # of its own (-m), since a plain background process ignores Ctrl-C.
 began=$(mktemp)

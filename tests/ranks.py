@@ -93,9 +93,7 @@ def _serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     from megatron.parallel.groups import ProcessGroups
 
     if world > 1:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=world, pp=1), rank=rank)
     while True:
         try:

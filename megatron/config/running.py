@@ -238,3 +238,8 @@ class RunConfig:
         default=None, help="Device (ours; none = cuda where there is one).", saved=False
     )
     debug: bool = option(default=False, help="Show tracebacks of errors (ours).", saved=False)
+    dry_run: bool = option(
+        default=False,
+        help="Check the configuration for this number of ranks, print it and stop (ours).",
+        saved=False,
+    )

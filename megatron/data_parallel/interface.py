@@ -10,7 +10,7 @@ Nothing here imports torch when it runs, so that flags can be checked before tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -225,11 +225,20 @@ class PathParts:
 class GradientPath(Protocol):
     """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
 
-    name: str
-    section: str | None
-    """Name of its section in the configuration file, None without options of its own."""
-    config_class: type | None
-    """Frozen dataclass of its options, one flag for each field."""
+    @property
+    def name(self) -> str:
+        """Its value of the flag."""
+        ...
+
+    @property
+    def section(self) -> str | None:
+        """Name of its section in the configuration file, None without options of its own."""
+        ...
+
+    @property
+    def config_class(self) -> type | None:
+        """Frozen dataclass of its options, one flag for each field."""
+        ...
 
     def check(self, config: Any) -> None:
         """Raise `ConfigError` for settings this path cannot run with."""
@@ -255,4 +264,4 @@ class Step:
     norm: float
     factor: float
     stop: bool = False
-    reduced: list[Reduced] = field(default_factory=list)
+    reduced: list[Reduced]

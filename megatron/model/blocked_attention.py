@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 _BLOCK_QUERIES = 128
-_SCORES_IN_CACHE = 1 << 19
+_SCORES_IN_CACHE = 1 << 20
 _softmax_backward = torch.ops.aten._softmax_backward_data
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _SLOPE
-_CHUNK_ELEMENTS = 1 << 17
+_CHUNK_ELEMENTS = 1 << 19
 
 
 def gelu_tanh(inputs: torch.Tensor) -> torch.Tensor:

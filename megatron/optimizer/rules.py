@@ -28,8 +28,10 @@ class Hyper:
 class UpdateRule(Protocol):
     """Arithmetic of one optimizer. Tensors are 1-D fp32 of equal length, changed in place."""
 
-    moments: tuple[str, ...]
-    """Names of the state it keeps for each entry, as checkpoints call them."""
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the state it keeps for each entry, as checkpoints call them."""
+        ...
 
     def apply(
         self,
@@ -69,7 +71,7 @@ class AdamW:
         hyper: Hyper,
     ) -> None:
         exp_avg, exp_avg_sq = moments
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [weight],
             [grad],
             [exp_avg],
@@ -103,8 +105,8 @@ class ApexAdamW(AdamW):
 
     def __post_init__(self) -> None:
         try:
-            import amp_C  # noqa: F401
-            import apex.multi_tensor_apply  # noqa: F401
+            import amp_C  # noqa: F401  # pyright: ignore[reportMissingImports]
+            import apex.multi_tensor_apply  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise missing_extra("apex (--optimizer-impl apex)", "gpu") from None
 
@@ -115,8 +117,10 @@ class ApexAdamW(AdamW):
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
     ) -> None:
-        import amp_C
-        from apex.multi_tensor_apply import multi_tensor_applier
+        import amp_C  # pyright: ignore[reportMissingImports]
+        from apex.multi_tensor_apply import (  # pyright: ignore[reportMissingImports]
+            multi_tensor_applier,
+        )
 
         adam_w_mode, bias_correction = 1, 1
         multi_tensor_applier(

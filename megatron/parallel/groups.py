@@ -119,5 +119,6 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Group:
         whole = len(ranks) == dist.get_world_size()
         handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
         if rank in ranks:
+            assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
             mine = Group(ranks, ranks.index(rank), handle)
     return mine

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 # fp32 scratch of a chunk: inside a core's share of the last-level cache on a CPU, and on a GPU
 # large enough that launches do not matter.
-_CHUNK_ELEMENTS = {"cpu": 1 << 19}
+_CHUNK_ELEMENTS = {"cpu": 1 << 20}
 _CHUNK_ELEMENTS_OTHER = 1 << 26
 _LOG2_E = math.log2(math.e)
 

@@ -154,7 +154,7 @@ def test_apex_kernel_gets_its_arguments_in_apex_order(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "amp_C", amp)
     monkeypatch.setitem(sys.modules, "apex", apex)
     monkeypatch.setitem(sys.modules, "apex.multi_tensor_apply", applier)
-    betas = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    rules = [kind(beta1=0.9, beta2=0.99, eps=1e-8) for kind in (AdamW, ApexAdamW)]
     start = torch.randn(640)
     states = [
         SimpleNamespace(w=start.clone(), m=torch.zeros(640), v=torch.zeros(640)) for _ in "ab"
@@ -162,6 +162,6 @@ def test_apex_kernel_gets_its_arguments_in_apex_order(monkeypatch: pytest.Monkey
     for t in range(1, 5):
         grad = torch.randn(640)
         hyper = Hyper(t=t, lr=1e-2, weight_decay=0.1)
-        for rule, s in zip((AdamW(**betas), ApexAdamW(**betas)), states, strict=True):
+        for rule, s in zip(rules, states, strict=True):
             rule.apply(s.w, grad.clone(), [s.m, s.v], hyper)
     torch.testing.assert_close(states[0].w, states[1].w)

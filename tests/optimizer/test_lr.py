@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from megatron.optimizer.lr import LearningRate, WeightDecay
 
 
-def rate(style: str, **changes: object) -> LearningRate:
-    settings: dict = {
+def rate(style: str, **changes: Any) -> LearningRate:
+    settings: dict[str, Any] = {
         "max_lr": 1.0,
         "min_lr": 0.1,
         "warmup_init": 0.0,
