@@ -164,7 +164,8 @@ def build_trainer(
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.pipeline.stage import Stage
     from megatron.profiling import Profiler
-    from megatron.run_state import RunState, identity
+    from megatron.run_identity import data_files, identity
+    from megatron.run_state import RunState
     from megatron.timers import Timers
     from megatron.training import Progress, Trainer
 
@@ -203,6 +204,7 @@ def build_trainer(
         scaler=scaler,
         metrics=metrics,
         identity=identity(config, vocabulary),
+        data_files=data_files(config) if runtime.is_writer else {},
     )
     count = parameter_count(config.model, vocabulary.size)
     metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
@@ -228,7 +230,7 @@ def build_trainer(
         ),
         profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
         flops_per_token=flops_per_token(config.model, vocabulary.size),
-        save=state.save,
+        saver=state,
         progress=progress,
     )
 

@@ -7,20 +7,31 @@ all data-parallel ranks, spread over them for speed, but for what each of them h
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.files import FILES, Files
+from megatron.checkpoint.keep import Keeper
 from megatron.checkpoint.locate import CHECKPOINTS, checkpoints_folder, find_checkpoint
-from megatron.checkpoint.store import Checkpoint, Shard, of_rank, owner, save_checkpoint, whole
+from megatron.checkpoint.store import (
+    Checkpoint,
+    Shard,
+    of_rank,
+    owner,
+    save_checkpoint,
+    snapshot,
+    whole,
+)
 from megatron.config import Config
-from megatron.data.vocabulary import Vocabulary
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import CheckpointError
@@ -28,37 +39,8 @@ from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.parallel.groups import ProcessGroups
+from megatron.run_identity import check_data, check_identity, schedule
 from megatron.training import Progress
-
-_FREE_TO_CHANGE = {
-    "model": {
-        "attention_dropout",
-        "hidden_dropout",
-        "init_method_std",
-        "make_vocab_size_divisible_by",
-    },
-    "data": {"data_cache_path", "no_mmap_bin_files", "dataloader_type"},
-}
-_OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
-MAX_DIFFERENCES = 5
-"""Differing keys an error names before it counts the rest."""
-
-
-def identity(config: Config, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Settings that a checkpoint and the run that loads it must share, by dotted name."""
-    found: dict[str, Any] = {"data.tokenizer": vocabulary.fingerprint}
-    for section in ("model", "data"):
-        values = dataclasses.asdict(getattr(config, section))
-        for name in values.keys() - _FREE_TO_CHANGE[section]:
-            found[f"{section}.{name}"] = values[name]
-    for name in _OF_THE_DATA:
-        found[f"training.{name}"] = getattr(config.training, name)
-    found["model.vocab_size"] = vocabulary.size
-    found["gradient.grad_path"] = config.gradient.grad_path
-    for section, options in config.extensions.items():
-        for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
-            found[f"{section}.{name}"] = value
-    return json.loads(json.dumps(found))
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
@@ -93,9 +75,25 @@ def locate_checkpoint(config: Config, run_dir: Path, *, say: Callable[[str], Non
     return other
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A committed save: its step and folder, and the seconds since training stopped for it."""
+
+    iteration: int
+    path: Path
+    seconds: float
+
+
 @dataclass(kw_only=True)
 class RunState:
-    """Saves and restores everything a run consists of. Every rank calls both together."""
+    """Saves and restores everything a run consists of; a `Saver`. Every rank calls all of it
+    together. `data_files`: facts of the data sets, looked at by rank 0 alone.
+
+    With `--async-save` a save copies this rank's shards and returns; a thread of its own writes
+    them, and gathers over `channel`, a group that nobody else uses. Whether all ranks have
+    finished is asked at each step boundary for as long as a save is pending, so that all of them
+    tell of it, or fail, at the same step. The next save, and leaving, wait for it.
+    """
 
     config: Config
     run_dir: Path
@@ -105,29 +103,89 @@ class RunState:
     scaler: LossScaler
     metrics: Metrics
     identity: dict[str, Any]
+    data_files: dict[str, Any]
+    files: Files = FILES
+    _background: Background[_Written] = field(default_factory=Background)
+    _notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        asked, world = self.config.checkpoint, self.groups.world
+        self._directory = save_directory(self.config, self.run_dir)
+        self._channel = world.apart() if asked.async_save else world
+        self._keeper: Keeper | None = None
+        if asked.keep_last is not None and world.rank == 0:
+            self._keeper = Keeper(
+                directory=self._directory,
+                count=asked.keep_last,
+                say=self._notes.append,
+                files=self.files,
+            )
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, progress: Progress) -> None:
-        """Commit a checkpoint of the step just finished. Raises the same `CheckpointError` on
-        every rank where it cannot be written; what was there before stays."""
+    def save(self, progress: Progress, *, wait: bool) -> None:
+        """Save the step just finished; what was there before stays until this one is committed.
+
+        Raises the same `CheckpointError` on every rank where it, or the one that was still being
+        written, cannot be.
+        """
         began = time.perf_counter()
+        if self._background.pending:
+            self._conclude(self._background.take)
         self.metrics.flush()
+        shards = list(self._shards())
+        asynchronous = self.config.checkpoint.async_save and not wait
+        if asynchronous:
+            shards = [snapshot(shard) for shard in shards]
+        work = partial(self._write, progress.iteration, shards, self._json(progress), began)
+        if not asynchronous:
+            self._conclude(work)
+            return
+        self._background.start(work)
+        seconds = time.perf_counter() - began
+        self.metrics.say(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
+
+    def settle(self) -> None:
+        """Tell of a pending save that has ended on every rank; raises as `save` does."""
+        if self._background.pending and self._ended_everywhere():
+            self._conclude(self._background.take)
+
+    def _ended_everywhere(self) -> bool:
+        ended = torch.tensor([float(self._background.finished)])
+        self.groups.world.all_reduce(ended, dist.ReduceOp.MIN)
+        return bool(ended.item())
+
+    def _write(
+        self, iteration: int, shards: list[Shard], state: dict[str, Any], began: float
+    ) -> _Written:
         path = save_checkpoint(
-            save_directory(self.config, self.run_dir),
-            step=progress.iteration,
-            tensors=list(self._shards()),
-            state=self._json(progress),
-            rank=self.groups.world.rank,
-            world=self.groups.world.size,
-            gather=self.groups.world.gather_text,
+            self._directory,
+            step=iteration,
+            tensors=shards,
+            state=state,
+            rank=self._channel.rank,
+            world=self._channel.size,
+            gather=self._channel.gather_text,
             grid=dataclasses.asdict(self.groups.dims),
             packages={"torch": torch.__version__},
-            say=self.metrics.say,
+            say=self._notes.append,
+            files=self.files,
         )
-        self.metrics.saved(progress.iteration)
         seconds = time.perf_counter() - began
-        self.metrics.say(f"saved checkpoint {path} in {seconds:.1f} s")
+        if self._keeper is not None:
+            removed = [folder.name for folder in self._keeper.prune()]
+            self._notes.extend([f"removed older checkpoints: {', '.join(removed)}"] * bool(removed))
+        return _Written(iteration=iteration, path=path, seconds=seconds)
+
+    def _conclude(self, work: Callable[[], _Written]) -> None:
+        """Have the result of a save, or its error, on every rank alike, and tell of it."""
+        try:
+            written = self.groups.world.agreed(work)
+        finally:
+            while self._notes:
+                self.metrics.say(self._notes.pop(0))
+        self.metrics.saved(written.iteration)
+        self.metrics.say(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
 
     def _json(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -135,7 +193,8 @@ class RunState:
             "applied_updates": self.optimizer.applied,
             "loss_scaler": self.scaler.state(),
             "identity": self.identity,
-            "schedule": _schedule(self.config),
+            "data_files": self.data_files,
+            "schedule": schedule(self.config),
         }
 
     def _shards(self) -> Iterator[Shard]:
@@ -168,36 +227,30 @@ class RunState:
         keys that differ.
         """
         with Checkpoint.open(found, verify=False) as saved:
-            self.groups.world.agreed(lambda: self._check_identity(saved))
+            self.groups.world.agreed(lambda: self._check(saved))
             progress = self.groups.world.agreed(lambda: self._take(saved))
             self._announce_changes(saved)
         self.metrics.say(f"loaded checkpoint {found} of step {saved.step}")
         return progress
 
+    def _check(self, saved: Checkpoint) -> None:
+        asked = self.config.checkpoint
+        was = saved.state.get("identity", {})
+        check_identity(was, self.identity, where=saved.path, model_only=asked.finetune)
+        if not asked.finetune and self.groups.world.rank == 0:
+            check_data(
+                saved.state.get("data_files", {}),
+                self.data_files,
+                where=saved.path,
+                accept=asked.accept_new_data,
+                say=self.metrics.say,
+            )
+
     def _announce_changes(self, saved: Checkpoint) -> None:
         was = saved.state.get("schedule", {})
-        for key, value in _schedule(self.config).items():
+        for key, value in schedule(self.config).items():
             if was.get(key) != value:
                 self.metrics.say(f"{key}: {was.get(key)} in the checkpoint, {value} from here on")
-
-    def _check_identity(self, saved: Checkpoint) -> None:
-        if self.config.checkpoint.finetune:
-            keys = [key for key in self.identity if key.startswith("model.")]
-        else:
-            keys = list(self.identity)
-        was = saved.state.get("identity", {})
-        differing = [
-            f"{key}: {was.get(key)!r} there, {self.identity[key]!r} here"
-            for key in sorted(keys)
-            if was.get(key) != self.identity[key]
-        ]
-        if differing:
-            rest = len(differing) - MAX_DIFFERENCES
-            more = f" and {rest} more" if rest > 0 else ""
-            raise CheckpointError(
-                f"{saved.path}: belongs to another run: {'; '.join(differing[:MAX_DIFFERENCES])}"
-                f"{more}; use another --run-dir, or give the same settings"
-            )
 
     def _take(self, saved: Checkpoint) -> Progress:
         asked = self.config.checkpoint
@@ -228,14 +281,6 @@ class RunState:
             else:
                 value = saved.read(name).mean(0)
             yield name.removeprefix(prefix), value
-
-
-def _schedule(config: Config) -> dict[str, Any]:
-    """Settings that a resumed run may change, with effect from here on."""
-    found = {f"optimizer.{k}": v for k, v in dataclasses.asdict(config.optimizer).items()}
-    found["training.train_iters"] = config.training.train_iters
-    found["training.train_samples"] = config.training.train_samples
-    return found
 
 
 def _logical(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:

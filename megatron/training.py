@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,18 @@ class Outcome:
     left: str | None = None
 
 
+class Saver(Protocol):
+    """Writes checkpoints. Every rank calls it at the same step boundaries."""
+
+    def save(self, progress: Progress, *, wait: bool) -> None:
+        """Save the present step; with `wait` it is committed when this returns."""
+        ...
+
+    def settle(self) -> None:
+        """Called after each step: raises what went wrong in a save that was not waited for."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Readers:
     """Data of a run; valid and test may be absent."""
@@ -60,10 +72,7 @@ class Readers:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, put together by the entry script.
-
-    `save` writes a checkpoint of the present step; every rank calls it together.
-    """
+    """Everything a run needs, put together by the entry script."""
 
     config: Config
     device: torch.device
@@ -79,7 +88,7 @@ class Trainer:
     timers: Timers
     profiler: Profiler
     flops_per_token: float
-    save: Callable[[Progress], None]
+    saver: Saver
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -111,6 +120,7 @@ class Trainer:
             self.profiler.before_step(self.progress.iteration + 1)
             record, stop = self.train_step()
             self.metrics.step(record)
+            self.saver.settle()
             self.profiler.after_step(self.progress.iteration)
             iteration = self.progress.iteration
             last = iteration == self.total_iterations
@@ -118,8 +128,9 @@ class Trainer:
                 self._evaluate("valid", self.readers.valid)
             outcome = None if last else self._reason_to_leave(stop)
             interval = self.config.checkpoint.save_interval
-            if last or outcome is not None or (interval and iteration % interval == 0):
-                self._save()
+            leaving = last or outcome is not None
+            if leaving or (interval and iteration % interval == 0):
+                self._save(wait=leaving)
             if outcome is not None:
                 return outcome
         return None
@@ -132,9 +143,9 @@ class Trainer:
             return Outcome(EXIT_REQUEUE, "exit-duration")
         return None
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool) -> None:
         with self.timers("save-checkpoint"):
-            self.save(self.progress)
+            self.saver.save(self.progress, wait=wait)
 
     # ---- one step ------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "config", "runtime", "status", "timers"),
+    ("errors", "config", "runtime", "status", "timers", "run_lock"),
     ("parallel",),
     ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory"),
     ("pipeline", "checkpoint"),
-    ("training", "run_state", "run_folder", "metrics", "report", "profiling"),
+    ("training", "run_state", "run_identity", "run_folder", "metrics", "report", "profiling"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")

@@ -10,6 +10,8 @@
 `verify`        whether a step folder is whole; what else a path may be
 `commit`        how all ranks together bring a step to disk, or none of it
 `locate`        which step to start from
+`keep`          which steps make room for newer ones
+`background`    a save that is written while training goes on
 `reader`        any box of any tensor, put together from mapped slices (numpy)
 `shards`        what a rank writes of each tensor, and the bytes of it (torch)
 `store`         what a trainer uses: `save_checkpoint`, `Checkpoint`, and `Shard` again (torch)

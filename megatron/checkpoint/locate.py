@@ -109,7 +109,7 @@ def _find(
 ) -> Path | None:
     listing = list_steps(path, files=files) if path.is_dir() else Listing([], [], [])
     for draft in listing.drafts:
-        say(f"{draft}: a save that did not end, not used")
+        say(f"{draft}: what a save or a removal that did not end left, not used")
     nothing = not listing.committed and not listing.damaged
     if nothing and (kind := alien(path)):
         raise CheckpointError(f"{path}: {kind}")

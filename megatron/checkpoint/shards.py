@@ -77,6 +77,13 @@ def of_rank(shard: Shard, *, data_parallel_rank: int, data_parallel_size: int) -
     )
 
 
+def snapshot(shard: Shard) -> Shard:
+    """The same shard over a copy of its tensor in host memory, which nobody writes to."""
+    tensor = shard.tensor.detach()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return replace(shard, tensor=copy.copy_(tensor))
+
+
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:
     """Which data-parallel rank writes each of the tensors that all of them hold.
 

@@ -107,7 +107,6 @@ IGNORED = tuple(
         ("--ckpt-format", 1, "there is one format: safetensors and a manifest"),
         ("--dist-ckpt-format", 1, "there is one format: safetensors and a manifest"),
         ("--use-dist-ckpt", 0, "there is one format: safetensors and a manifest"),
-        ("--async-save", 0, "a save is finished before the run goes on"),
         ("--override-lr-scheduler", 0, _SCHEDULE),
         ("--override-opt_param-scheduler", 0, _SCHEDULE),
         ("--override-opt-param-scheduler", 0, _SCHEDULE),

@@ -82,6 +82,14 @@ class CheckpointConfig:
     save_interval: int | None = option(
         default=None, help="Steps between checkpoints (none = the last only).", within=at_least(1)
     )
+    keep_last: int | None = option(
+        default=None,
+        help="Good checkpoints to keep; older ones are deleted (ours; none = all).",
+        within=at_least(2),
+    )
+    async_save: bool = option(
+        default=False, help="Write checkpoints while training goes on, from a copy in memory."
+    )
     ckpt_step: int | None = option(
         default=None, help="Load this step (none = the newest).", within=at_least(0)
     )
@@ -90,6 +98,11 @@ class CheckpointConfig:
     finetune: bool = option(default=False, help="Load the weights only and begin at step 0.")
     exit_on_missing_checkpoint: bool = option(
         default=False, help="Stop where load holds no checkpoint, instead of starting at step 0."
+    )
+    accept_new_data: bool = option(
+        default=False,
+        help="Go on though data files changed since the checkpoint (ours).",
+        saved=False,
     )
 
 

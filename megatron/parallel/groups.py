@@ -44,6 +44,15 @@ class Group:
             return None
         return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
 
+    def apart(self) -> Group:
+        """The same ranks over connections of their own, for a thread that talks while others do.
+        CPU tensors only. Every rank of the world calls this once, in step."""
+        if self.handle is None:
+            return self
+        handle = dist.new_group(list(self.ranks), backend="gloo")
+        assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
+        return Group(self.ranks, self.rank, handle)
+
     def barrier(self) -> None:
         """Wait until every rank of the group is here (on CPU tensors, so that it blocks)."""
         self.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
@@ -69,14 +78,18 @@ class Group:
         """Run `work` on every rank and fail together: if it raises a `SparsetronError` anywhere,
         every rank raises the first one, so that none is left waiting in a later collective."""
         result: T | None = None
+        mine: SparsetronError | None = None
         problem: dict[str, Any] = {}
         try:
             result = work()
         except SparsetronError as error:
+            mine = error
             problem = {"code": error.exit_code, "text": str(error)}
-        for reply in map(json.loads, self.gather_text(json.dumps(problem))):
+        for rank, reply in enumerate(map(json.loads, self.gather_text(json.dumps(problem)))):
             if reply:
                 error = ERRORS_BY_CODE.get(reply["code"], SparsetronError)(reply["text"])
+                if mine is not None and rank == self.rank:
+                    error = mine
                 error.shared = True
                 raise error
         return result  # type: ignore[return-value]  # work returned, or we raised

@@ -1,0 +1,89 @@
+"""`--keep-last`: older checkpoints make room, once enough newer ones are known to be good.
+
+A checkpoint is taken away in two moves: renamed to the name of a draft, which nobody reads and the
+next save removes, then deleted. So a crash leaves it whole or gone, never a part of it under a name
+that counts.
+
+Nothing here imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from megatron.checkpoint.files import FILES, Files, failing_as, remove_folder, sync_folder
+from megatron.checkpoint.locate import Committed, list_steps, verify_committed
+from megatron.errors import CheckpointError
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(kw_only=True)
+class Keeper:
+    """Keeps the newest `count` steps of a folder that verify. One process for each folder.
+
+    Every byte of a checkpoint is read once by each process, right after its commit for those it
+    writes; what has verified is taken as good for as long as sizes and times of its files stay.
+    """
+
+    directory: Path
+    count: int
+    say: Callable[[str], None]
+    files: Files = FILES
+    _good: dict[Path, Stamp] = field(default_factory=dict)
+    _told: set[Path] = field(default_factory=set)
+
+    def prune(self) -> list[Path]:
+        """Delete good steps older than the newest `count` good ones; returns their folders.
+
+        Damaged steps neither count nor go. A failure is told through `say`: the run has what it
+        needs, and the next save tries again.
+        """
+        removed: list[Path] = []
+        try:
+            kept = 0
+            steps = list_steps(self.directory, files=self.files).committed
+            for _, folders in groupby(steps, key=lambda folder: folder.step):
+                good = [folder.path for folder in folders if self._verifies(folder)]
+                if kept < self.count:
+                    kept += bool(good)
+                    continue
+                for path in good:
+                    self._remove(path)
+                    removed.append(path)
+        except CheckpointError as error:
+            self.say(f"older checkpoints stay: {error}")
+        return removed
+
+    def _verifies(self, folder: Committed) -> bool:
+        path = folder.path
+        try:
+            stamp = self._stamp(path)
+            if self._good.get(path) != stamp:
+                verify_committed(folder, files=self.files)
+                self._good[path] = stamp
+            return True
+        except CheckpointError as error:
+            self._good.pop(path, None)
+            if path not in self._told:
+                self._told.add(path)
+                self.say(f"not counted as a checkpoint to keep: {error}")
+            return False
+
+    def _stamp(self, path: Path) -> Stamp:
+        with failing_as(path, "read"):
+            found = [(name, os.stat(path / name)) for name in self.files.entries(path)]
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+    def _remove(self, path: Path) -> None:
+        draft = path.with_name(f"{path.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
+        with failing_as(path, "remove"):
+            self.files.rename(path, draft)
+            sync_folder(self.files, self.directory)
+            remove_folder(self.files, draft)
+        self._good.pop(path, None)
