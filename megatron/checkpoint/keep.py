@@ -28,15 +28,14 @@ class Keeper:
     """Keeps the newest `count` steps of a folder that verify. One process for each folder.
 
     Every byte of a checkpoint is read once by each process, right after its commit for those it
-    writes; what has verified is taken as good for as long as sizes and times of its files stay.
+    writes; the verdict stands for as long as sizes and times of its files stay.
     """
 
     directory: Path
     count: int
     say: Callable[[str], None]
     files: Files = FILES
-    _good: dict[Path, Stamp] = field(default_factory=dict)
-    _told: set[Path] = field(default_factory=set)
+    _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
     def prune(self) -> list[Path]:
         """Delete good steps older than the newest `count` good ones; returns their folders.
@@ -61,23 +60,22 @@ class Keeper:
         return removed
 
     def _verifies(self, folder: Committed) -> bool:
-        path = folder.path
+        stamp = self._stamp(folder.path)
+        known, good = self._verdicts.get(folder.path, (None, False))
+        if known == stamp:
+            return good
         try:
-            stamp = self._stamp(path)
-            if self._good.get(path) != stamp:
-                verify_committed(folder, files=self.files)
-                self._good[path] = stamp
-            return True
+            verify_committed(folder, files=self.files)
+            good = True
         except CheckpointError as error:
-            self._good.pop(path, None)
-            if path not in self._told:
-                self._told.add(path)
-                self.say(f"not counted as a checkpoint to keep: {error}")
-            return False
+            good = False
+            self.say(f"not counted as a checkpoint to keep: {error}")
+        self._verdicts[folder.path] = stamp, good
+        return good
 
     def _stamp(self, path: Path) -> Stamp:
         with failing_as(path, "read"):
-            found = [(name, os.stat(path / name)) for name in self.files.entries(path)]
+            found = [(name, os.lstat(path / name)) for name in self.files.entries(path)]
         return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
     def _remove(self, path: Path) -> None:
@@ -86,4 +84,4 @@ class Keeper:
             self.files.rename(path, draft)
             sync_folder(self.files, self.directory)
             remove_folder(self.files, draft)
-        self._good.pop(path, None)
+        del self._verdicts[path]

@@ -16,7 +16,7 @@ from megatron.checkpoint.commit import LATEST, set_aside
 from megatron.checkpoint.files import FILES, Files, failing_as, opened, read_bytes, replace_text
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, NewerFormat
 from megatron.checkpoint.strict import show
-from megatron.checkpoint.verify import alien, verify_folder
+from megatron.checkpoint.verify import alien, open_to_all, verify_folder
 from megatron.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -101,6 +101,8 @@ def find_checkpoint(
         path = checkpoints_folder(path)
         if not path.is_dir() and step is None:
             return None
+        if path.is_dir() and (danger := open_to_all(path)):
+            raise CheckpointError(f"{path}: {danger}")
         return _find(path, step, say, repair, files)
 
 
@@ -119,6 +121,8 @@ def _find(
 
 
 def _check_one(path: Path, step: int | None, files: Files) -> Path:
+    if danger := open_to_all(path):
+        raise CheckpointError(f"{path}: {danger}")
     manifest = verify_folder(path, files=files)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{path}: is step {manifest.step}, asked for was step {step}")

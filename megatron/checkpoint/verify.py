@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import stat
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +133,17 @@ def _check_hash(path: Path, expected: str, files: Files) -> None:
         raise CheckpointError(
             f"{path}: damaged: SHA-256 is {digest.hexdigest()}, {MANIFEST_NAME} says {expected}"
         )
+
+
+def open_to_all(folder: Path) -> str | None:
+    """Why what lies in a folder could be anybody's work, with the way out; else None."""
+    status = os.stat(folder)
+    if status.st_uid in (0, os.geteuid()) or not status.st_mode & stat.S_IWOTH:
+        return None
+    return (
+        f"belongs to user {status.st_uid} and anyone may write into it; use a folder of your own, "
+        "or have it closed with: chmod o-w"
+    )
 
 
 def alien(path: Path) -> str | None:

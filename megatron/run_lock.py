@@ -1,0 +1,222 @@
+"""One run folder, one run: a second start is refused before it can touch a file of the first.
+
+The lock is a file that names its holder. The kernel's lock on it (`flock`) tells within
+milliseconds whether the holder lives, where the disk has such locks and both are on hosts that see
+them; the contents tell it elsewhere: a process that is gone on this host, or a file that another
+host has not touched for `STALE_SECONDS`, holds nothing. Without `flock`, two starts that take over
+the same stale lock in the same milliseconds may both get it.
+
+Nothing here imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+LOCK = "run.lock"
+HEARTBEAT_SECONDS = 20.0
+STALE_SECONDS = 120.0
+"""A holder on another host that was silent for so long is taken for dead."""
+_TRIES = 8
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class RunFolderInUse(ConfigError):
+    """Another start holds the run folder: nothing in it may be written, its status least of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a run folder. `started` is the process's start in clock ticks since `boot`, so
+    that a pid given to another process is not taken for it. `job` and `restarts` are Slurm's."""
+
+    host: str
+    pid: int
+    boot: str
+    started: int
+    job: str = ""
+    restarts: int = 0
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}"
+
+
+class RunLock:
+    """Held from `take` to `release`, or to the end of the process."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="run-lock", daemon=True).start()
+
+    @classmethod
+    def take(
+        cls, run_dir: Path, *, job: Mapping[str, str], say: Callable[[str], None]
+    ) -> RunLock | None:
+        """Lock an existing run folder. `job`: Slurm's variables, as far as they are set.
+
+        None, after a word, where the disk cannot hold such a lock. A lock whose holder is gone is
+        taken over, and told. Raises `RunFolderInUse` naming the holder.
+        """
+        path = run_dir / LOCK
+        mine = _myself(job)
+        for _ in range(_TRIES):
+            try:
+                descriptor = _create(path, mine)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                say(f"{path}: {error.strerror}: nothing keeps a second run out of this folder")
+                return None
+            if descriptor is not None:
+                return cls(path, descriptor)
+            if (gone := _clear(path, mine)) is not None:
+                say(f"run folder taken over from {gone}, which is gone")
+        raise RunFolderInUse(f"{path}: changes hands all the time; start one run at a time")
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._over.set()
+        with contextlib.suppress(OSError):
+            if _same_file(self._path, self._descriptor):
+                self._path.unlink()
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+
+def _create(path: Path, mine: Holder) -> int | None:
+    """The descriptor of a new lock file, None where there is one. It gets its name by a link, so
+    that under that name it is never without contents or kernel lock."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, json.dumps(asdict(mine)).encode() + b"\n")
+        os.link(draft, path)
+        return descriptor
+    except FileExistsError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    finally:
+        draft.unlink()
+
+
+def _clear(path: Path, mine: Holder) -> str | None:
+    """Remove a lock whose holder is gone and name it; None if the lock has gone by itself. Raises
+    `RunFolderInUse`."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        holder = _read(descriptor)
+        name = str(holder) if holder is not None else "an unknown process"
+        if not _try_lock(descriptor) or not _is_gone(path, descriptor, holder, mine):
+            raise RunFolderInUse(
+                f"{path.parent}: in use by {name}; wait for it, or give another --run-dir"
+            )
+        # Whoever takes over does so under the kernel's lock on the very file it looked at.
+        if not _same_file(path, descriptor):
+            return None
+        path.unlink()
+        return name
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """False where another process holds the kernel's lock; True also on disks without such."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _is_gone(path: Path, descriptor: int, holder: Holder | None, mine: Holder) -> bool:
+    if holder is not None and holder.host == mine.host:
+        return (holder.boot, holder.started) != (mine.boot, _started(holder.pid))
+    if holder is not None and holder.job and holder.job == mine.job:
+        if holder.restarts < mine.restarts:
+            return True
+    return _now_of(path.parent) - os.fstat(descriptor).st_mtime > STALE_SECONDS
+
+
+def _now_of(folder: Path) -> float:
+    """The time by the clock that stamps files there, which may be another host's."""
+    probe = folder / f".{LOCK}.{secrets.token_hex(4)}"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+
+
+def _read(descriptor: int) -> Holder | None:
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        holder = Holder(**found)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    kinds = {"str": str, "int": int}
+    fits = all(isinstance(getattr(holder, f.name), kinds[str(f.type)]) for f in fields(Holder))
+    return holder if fits else None
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def _myself(job: Mapping[str, str]) -> Holder:
+    pid = os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    restarts = job.get("SLURM_RESTART_COUNT", "")
+    return Holder(
+        host=socket.gethostname(),
+        pid=pid,
+        boot=boot,
+        started=_started(pid),
+        job=job.get("SLURM_JOB_ID", ""),
+        restarts=int(restarts) if restarts.isdigit() else 0,
+    )
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; -1 if there is none, or only its remains
+    that nobody waited for."""
+    try:
+        # The command's name, in parentheses, may itself hold spaces and parentheses.
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if values[0] in "ZX" else int(values[19])

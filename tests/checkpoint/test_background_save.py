@@ -1,0 +1,142 @@
+"""A save in the background: the same bytes, one at a time, and its failure known on every rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import tree
+
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.files import Files
+from megatron.checkpoint.store import snapshot, whole
+from megatron.errors import CheckpointError
+from megatron.parallel.groups import ProcessGroups
+from megatron.run_state import RunState
+from tests.ranks import Ranks
+from tests.training.harness import TINY, make_trainer, train
+
+FLAGS = f"{TINY} --train-iters 6 --save-interval 2 --bf16"
+
+
+def test_work_is_taken_once_and_its_error_comes_with_it() -> None:
+    background: Background[int] = Background()
+    assert not background.pending
+    go = threading.Event()
+    background.start(lambda: (go.wait(), 3)[1])
+    assert background.pending and not background.finished
+    go.set()
+    assert background.take() == 3 and not background.pending
+    background.start(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        background.take()
+    assert not background.pending
+
+
+def test_a_snapshot_does_not_change_with_the_tensor() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    copy = snapshot(whole("t", tensor)).tensor
+    tensor.zero_()
+    assert copy.tolist() == [[0, 3], [1, 4], [2, 5]] and copy.is_contiguous()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_same_bytes_as_a_save_that_is_waited_for(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    for name, flags in (("sync", FLAGS), ("async", f"{FLAGS} --async-save")):
+        ranks.run(world, train, flags, tmp_path / name)
+    folders = [tree(tmp_path / name / "checkpoints") for name in ("sync", "async")]
+    assert folders[0] == folders[1]
+    assert len(folders[0]) == 1 + 3 * (world + 1)
+    log = (tmp_path / "async" / "log.txt").read_text()
+    assert log.count("saved checkpoint") == 3 and log.count("copied in") == 2
+
+
+class SlowFiles(Files):
+    """A disk that takes its time, and counts how many wait for it at once."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.most = 0
+
+    def fsync(self, descriptor: int) -> None:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        time.sleep(0.1)
+        self.waiting -= 1
+
+
+def saver_of(trainer: Any) -> RunState:
+    assert isinstance(trainer.saver, RunState)
+    return trainer.saver
+
+
+def on_rank_slowly(groups: ProcessGroups, run_dir: Path) -> dict[str, Any]:
+    trainer = make_trainer(groups, f"{FLAGS} --async-save", run_dir)
+    saver = saver_of(trainer)
+    saver.files = files = SlowFiles()
+    seconds: list[float] = []
+    for _ in range(2):
+        trainer.train_step()
+        began = time.perf_counter()
+        saver.save(trainer.progress, wait=False)
+        seconds.append(time.perf_counter() - began)
+    saver.save(trainer.progress, wait=True)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return {"seconds": seconds, "most": files.most}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_goes_on_and_the_next_save_waits(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    for found in ranks.run(world, on_rank_slowly, tmp_path):
+        first, second = found["seconds"]
+        assert first < second / 2 and second > 0.3 and found["most"] == 1
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert steps == ["step_00000001", "step_00000002"]
+
+
+class FullFiles(Files):
+    def write(self, descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def on_rank_full(groups: ProcessGroups, run_dir: Path, rank: int) -> tuple[int, str]:
+    trainer = make_trainer(groups, f"{FLAGS} --async-save --train-iters 9", run_dir)
+    saver = saver_of(trainer)
+    if groups.world.rank == rank:
+        saver.files = FullFiles()
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return trainer.progress.iteration, str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_rank_is_raised_on_all_at_one_step(
+    ranks: Ranks, tmp_path: Path, rank: int
+) -> None:
+    results = ranks.run(2, on_rank_full, tmp_path, rank)
+    (iteration, text), other = results
+    assert other == (iteration, text)
+    assert 3 <= iteration <= 4, "saved after step 2, told before the save after step 4 began"
+    assert f"on rank {rank}" in text and "No space left" in text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
+
+
+def test_older_ones_make_room_while_it_trains(ranks: Ranks, tmp_path: Path) -> None:
+    for extra in ("", " --async-save"):
+        folder = tmp_path / f"run{extra.strip()}"
+        flags = f"{TINY} --save-interval 1 --keep-last 3{extra}"
+        ranks.run(2, train, flags, folder)
+        steps = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+        assert steps == ["step_00000006", "step_00000007", "step_00000008"]
+        assert "removed older checkpoints: step_00000005" in (folder / "log.txt").read_text()

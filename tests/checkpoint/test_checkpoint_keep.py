@@ -1,0 +1,159 @@
+"""Old checkpoints make room, and never the one that would be needed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import DyingFiles, FailingFiles, HookedFiles, Killed, QuickFiles, tree
+
+from megatron.checkpoint.files import Files
+from megatron.checkpoint.keep import Keeper
+from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.store import save_checkpoint
+
+QUICK = QuickFiles()
+
+
+def save(directory: Path, step: int, value: float = 0.0) -> Path:
+    tensors = {"t": torch.full((3,), value or float(step))}
+    return save_checkpoint(directory, step=step, tensors=tensors, state={}, files=QUICK)
+
+
+def keeper(directory: Path, count: int, files: Files = QUICK) -> tuple[Keeper, list[str]]:
+    said: list[str] = []
+    return Keeper(directory=directory, count=count, say=said.append, files=files), said
+
+
+def steps(directory: Path) -> list[str]:
+    found = [p.name for p in directory.iterdir() if p.is_dir()]
+    return sorted(name.removeprefix("step_000000") for name in found)
+
+
+def damage(folder: Path) -> None:
+    path = folder / "rank_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Path:
+    for step in range(1, 6):
+        save(tmp_path / "five", step)
+    return tmp_path / "five"
+
+
+def test_the_newest_good_ones_stay(five: Path) -> None:
+    keep, said = keeper(five, 2)
+    assert [path.name[-2:] for path in keep.prune()] == ["03", "02", "01"]
+    assert steps(five) == ["04", "05"] and said == []
+    assert keep.prune() == []
+    save(five, 6)
+    assert [path.name[-2:] for path in keep.prune()] == ["04"]
+
+
+def test_damaged_ones_neither_count_nor_go(five: Path) -> None:
+    for step in (5, 4, 1):
+        damage(five / f"step_0000000{step}")
+    keep, said = keeper(five, 2)
+    assert keep.prune() == [] and steps(five) == ["01", "02", "03", "04", "05"]
+    assert len(said) == 3 and all("damaged" in text for text in said)
+    keep.prune()
+    assert len(said) == 3
+    save(five, 6)
+    assert [path.name[-2:] for path in keep.prune()] == ["02"]
+    assert steps(five) == ["01", "03", "04", "05", "06"] and len(said) == 3
+
+
+def test_the_last_good_one_stays_when_all_others_rot(five: Path) -> None:
+    for step in (2, 3, 4, 5):
+        damage(five / f"step_0000000{step}")
+    keep, _ = keeper(five, 2)
+    assert keep.prune() == []
+    found = find_checkpoint(five, say=lambda text: None)
+    assert found is not None and found.name == "step_00000001"
+
+
+def test_one_that_rots_after_it_was_counted_is_read_again(five: Path) -> None:
+    keep, said = keeper(five, 3)
+    keep.prune()
+    damage(five / "step_00000005")
+    save(five, 6)
+    assert keep.prune() == [] and len(said) == 1
+    assert steps(five) == ["03", "04", "05", "06"]
+
+
+def test_each_is_read_once(five: Path) -> None:
+    files = HookedFiles()
+    keep, _ = keeper(five, 2, files)
+    keep.prune()
+    read = files.names.count("read")
+    keep.prune()
+    assert files.names.count("read") == read > 0
+
+
+def test_a_replaced_one_goes_with_its_step(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 1, 7.0)
+    save(tmp_path, 2)
+    keep, _ = keeper(tmp_path, 2)
+    assert keep.prune() == [] and steps(tmp_path) == ["01", "01.replaced-1", "02"]
+    save(tmp_path, 3)
+    assert len(keep.prune()) == 2 and steps(tmp_path) == ["02", "03"]
+
+
+def test_what_else_lies_there_stays(five: Path) -> None:
+    for name in ("notes", "step_00000001.damaged-1", "step_1"):
+        shutil.copytree(five / "step_00000001", five / name)
+    (five / "step_00000000").symlink_to(five / "notes")
+    before = tree(five / "notes")
+    keeper(five, 2)[0].prune()
+    names = {path.name for path in five.iterdir()}
+    assert {"notes", "step_00000001.damaged-1", "step_1", "step_00000000"} <= names
+    assert tree(five / "notes") == before
+
+
+def test_power_failure_at_every_call_leaves_whole_ones_and_drafts(
+    five: Path, tmp_path: Path
+) -> None:
+    k = 0
+    while True:
+        k += 1
+        directory = tmp_path / str(k)
+        shutil.copytree(five, directory)
+        try:
+            keeper(directory, 2, DyingFiles(k))[0].prune()
+        except Killed:
+            pass
+        else:
+            break
+        committed = [name for name in steps(directory) if ".tmp-" not in name]
+        assert committed[-2:] == ["04", "05"]
+        assert keeper(directory, 5)[0].prune() == []
+        save(directory, 6)
+        assert not [name for name in steps(directory) if ".tmp-" in name], k
+    assert k > 20
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_an_error_at_every_call_is_told_and_loses_nothing(
+    five: Path, tmp_path: Path, code: int
+) -> None:
+    k = 0
+    while True:
+        k += 1
+        directory = tmp_path / str(k)
+        shutil.copytree(five, directory)
+        files = FailingFiles(k, code)
+        keep, said = keeper(directory, 2, files)
+        keep.prune()
+        assert steps(directory)[-2:] == ["04", "05"]
+        if files.failed is None:
+            break
+        assert said and os.strerror(code) in said[0]
+    assert k > 20

@@ -1,0 +1,192 @@
+"""One run in a folder; a lock that nobody holds any more is no hindrance."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron import run_lock
+from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, RunLock
+
+REPO = Path(__file__).resolve().parent.parent
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron.run_lock import RunLock
+assert not {"torch", "numpy"} & set(sys.modules)
+RunLock.take(Path(sys.argv[1]), job={"SLURM_JOB_ID": "77"}, say=print)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def take(folder: Path, **job: str) -> tuple[RunLock | None, list[str]]:
+    said: list[str] = []
+    return RunLock.take(folder, job=job, say=said.append), said
+
+
+def held(folder: Path, **job: str) -> list[str]:
+    """What taking the lock said; it is given back again."""
+    lock, said = take(folder, **job)
+    assert lock is not None
+    lock.release()
+    return said
+
+
+def hold_elsewhere(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def change(folder: Path, **values: object) -> None:
+    path = folder / LOCK
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def no_flock(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "no locks here")
+
+
+@pytest.mark.parametrize("flock", [fcntl.flock, no_flock], ids=["flock", "no-flock"])
+def test_refused_at_once_while_held_and_taken_over_when_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: Callable[[int, int], None]
+) -> None:
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    holder = hold_elsewhere(tmp_path)
+    try:
+        began = time.monotonic()
+        with pytest.raises(
+            RunFolderInUse, match=rf"process {holder.pid} on .*, job 77;.*--run-dir"
+        ):
+            take(tmp_path)
+        assert time.monotonic() - began < 2
+        holder.send_signal(signal.SIGKILL)
+    finally:
+        holder.kill()
+        holder.communicate()
+    (note,) = held(tmp_path)
+    assert f"process {holder.pid} on" in note and "gone" in note
+    assert list(tmp_path.iterdir()) == [] and held(tmp_path) == []
+
+
+def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
+    lock, _ = take(tmp_path)
+    with pytest.raises(RunFolderInUse, match=f"process {os.getpid()} on"):
+        take(tmp_path)
+    assert lock is not None
+    lock.release()
+    assert held(tmp_path) == []
+
+
+def leave_behind(folder: Path, **values: object) -> Path:
+    """The file of a holder that this host knows nothing of."""
+    mine = dataclasses.asdict(run_lock._myself({}))
+    (folder / LOCK).write_text(json.dumps(mine | values))
+    return folder / LOCK
+
+
+def test_another_host_counts_while_it_gives_signs_of_life(tmp_path: Path) -> None:
+    path = leave_behind(tmp_path, host="elsewhere", pid=1)
+    with pytest.raises(RunFolderInUse, match="process 1 on elsewhere"):
+        take(tmp_path)
+    old = time.time() - STALE_SECONDS - 5
+    os.utime(path, (old, old))
+    assert held(tmp_path) == ["run folder taken over from process 1 on elsewhere, which is gone"]
+
+
+def test_a_job_that_slurm_restarted_does_not_wait_for_its_dead_self(tmp_path: Path) -> None:
+    leave_behind(tmp_path, host="elsewhere", job="5", restarts=0)
+    for other in ({"SLURM_JOB_ID": "6", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "5"}):
+        with pytest.raises(RunFolderInUse, match="elsewhere, job 5"):
+            take(tmp_path, **other)
+    assert "job 5" in held(tmp_path, SLURM_JOB_ID="5", SLURM_RESTART_COUNT="1")[0]
+
+
+def test_a_pid_given_to_another_process_holds_nothing(tmp_path: Path) -> None:
+    leave_behind(tmp_path, started=1)
+    assert len(held(tmp_path)) == 1
+    leave_behind(tmp_path, boot="another boot")
+    assert len(held(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": 1}', '{"pid": "x"}', "\0"])
+def test_a_file_of_nobody_counts_until_it_is_old(tmp_path: Path, text: str) -> None:
+    path = tmp_path / LOCK
+    path.write_text(text)
+    with pytest.raises(RunFolderInUse, match="unknown process"):
+        take(tmp_path)
+    os.utime(path, (1, 1))
+    assert "unknown process" in held(tmp_path)[0]
+
+
+def test_a_live_holder_touches_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
+    lock, _ = take(tmp_path)
+    os.utime(tmp_path / LOCK, (1, 1))
+    deadline = time.monotonic() + 10
+    while (tmp_path / LOCK).stat().st_mtime == 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lock is not None and (tmp_path / LOCK).stat().st_mtime > 1
+    lock.release()
+
+
+def test_a_lock_lost_to_another_is_not_removed(tmp_path: Path) -> None:
+    lock, _ = take(tmp_path)
+    (tmp_path / LOCK).unlink()
+    leave_behind(tmp_path, host="elsewhere")
+    assert lock is not None
+    lock.release()
+    assert (tmp_path / LOCK).exists()
+
+
+def test_a_disk_without_links_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(run_lock.os, "link", refuse)
+    lock, said = take(tmp_path)
+    assert lock is None and "second run" in said[0] and list(tmp_path.iterdir()) == []
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from megatron.run_lock import RunLock, RunFolderInUse
+folder = Path(sys.argv[1])
+while not (folder / "go").exists():
+    pass
+try:
+    lock = RunLock.take(folder, job={}, say=lambda text: None)
+    time.sleep(0.5)
+    print("mine")
+except RunFolderInUse:
+    print("refused")
+"""
+
+
+def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
+    leave_behind(tmp_path, started=1)
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    answers = [process.communicate()[0].strip() for process in starts]
+    assert sorted(answers) == ["mine"] + ["refused"] * 5
