@@ -53,6 +53,7 @@ def train(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
         "consumed": trainer.progress.consumed_samples,
         "applied": trainer.optimizer.applied,
         "scale": trainer.scaler.scale,
+        "scaler": trainer.scaler.state(),
         "state": {f"{kind}/{name}": t.clone() for kind, name, t in trainer.optimizer.tensors()},
         "params": {
             info.name: info.param.detach().clone() for info, _, _ in trainer.engine.slices()
