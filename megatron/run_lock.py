@@ -36,6 +36,8 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 class RunFolderInUse(ConfigError):
     """Another start holds the run folder: nothing in it may be written, its status least of all."""
 
+    shared = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
@@ -101,6 +103,31 @@ class RunLock:
                 os.utime(self._path)
 
 
+def check_free(run_dir: Path) -> None:
+    """Raise `RunFolderInUse` where the kernel knows that another process holds the folder.
+
+    Changes nothing and decides nothing else, so every rank of a start on one host may ask, before
+    it spends seconds on getting ready.
+    """
+    path = run_dir / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if not _try_lock(descriptor, fcntl.LOCK_SH):
+            raise _in_use(path, _read(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(path: Path, holder: Holder | None) -> RunFolderInUse:
+    name = holder if holder is not None else "an unknown process"
+    return RunFolderInUse(
+        f"{path.parent}: in use by {name}; wait for it, or give another --run-dir"
+    )
+
+
 def _create(path: Path, mine: Holder) -> int | None:
     """The descriptor of a new lock file, None where there is one. It gets its name by a link, so
     that under that name it is never without contents or kernel lock."""
@@ -131,24 +158,21 @@ def _clear(path: Path, mine: Holder) -> str | None:
         return None
     try:
         holder = _read(descriptor)
-        name = str(holder) if holder is not None else "an unknown process"
         if not _try_lock(descriptor) or not _is_gone(path, descriptor, holder, mine):
-            raise RunFolderInUse(
-                f"{path.parent}: in use by {name}; wait for it, or give another --run-dir"
-            )
+            raise _in_use(path, holder)
         # Whoever takes over does so under the kernel's lock on the very file it looked at.
         if not _same_file(path, descriptor):
             return None
         path.unlink()
-        return name
+        return str(holder) if holder is not None else "an unknown process"
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """False where another process holds the kernel's lock; True also on disks without such."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron import run_lock
-from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, RunLock
+from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, RunLock, check_free
+from tests.training.harness import TINY
 
 REPO = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -69,15 +70,18 @@ def test_refused_at_once_while_held_and_taken_over_when_killed(
     holder = hold_elsewhere(tmp_path)
     try:
         began = time.monotonic()
-        with pytest.raises(
-            RunFolderInUse, match=rf"process {holder.pid} on .*, job 77;.*--run-dir"
-        ):
+        words = rf"process {holder.pid} on .*, job 77;.*--run-dir"
+        with pytest.raises(RunFolderInUse, match=words):
             take(tmp_path)
         assert time.monotonic() - began < 2
+        if flock is not no_flock:
+            with pytest.raises(RunFolderInUse, match=words):
+                check_free(tmp_path)
         holder.send_signal(signal.SIGKILL)
     finally:
         holder.kill()
         holder.communicate()
+    check_free(tmp_path)
     (note,) = held(tmp_path)
     assert f"process {holder.pid} on" in note and "gone" in note
     assert list(tmp_path.iterdir()) == [] and held(tmp_path) == []
@@ -160,6 +164,26 @@ def test_a_disk_without_links_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(run_lock.os, "link", refuse)
     lock, said = take(tmp_path)
     assert lock is None and "second run" in said[0] and list(tmp_path.iterdir()) == []
+
+
+def test_a_second_start_is_refused_at_once_and_touches_nothing(tmp_path: Path) -> None:
+    holder = hold_elsewhere(tmp_path)
+    (tmp_path / "status.json").write_text("untouched")
+    command = [sys.executable, str(REPO / "pretrain_gpt.py"), *TINY.split()]
+    try:
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, "--run-dir", str(tmp_path)], capture_output=True, text=True, cwd=tmp_path
+        )
+        seconds = time.monotonic() - began
+    finally:
+        holder.kill()
+        holder.communicate()
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and f"in use by process {holder.pid} on" in line
+    assert seconds < 2
+    assert (tmp_path / "status.json").read_text() == "untouched"
+    assert {path.name for path in tmp_path.iterdir()} == {"status.json", LOCK}
 
 
 RACE = """

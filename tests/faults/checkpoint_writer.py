@@ -1,0 +1,56 @@
+"""A process that saves one checkpoint after the other until it is killed; it imports no torch.
+
+    python checkpoint_writer.py DIRECTORY FIRST LAST KEEP
+
+Prints `ready`, then each step once it is committed and older ones have made room (KEEP, 0: all).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.checkpoint.commit import Part, Save, alone, file_name  # noqa: E402
+from megatron.checkpoint.keep import Keeper  # noqa: E402
+from megatron.checkpoint.manifest import Manifest  # noqa: E402
+from megatron.checkpoint.tensorfile import Item  # noqa: E402
+from megatron.checkpoint.tensors import SliceRecord, TensorRecord  # noqa: E402
+
+ENTRIES = 30_000
+MARK = "/the-saves-begin-here"
+"""A path that is looked up just before the first save, to be found in a trace of system calls."""
+
+
+def content(step: int) -> bytes:
+    """What the one tensor of a step holds."""
+    return bytes([step % 251]) * ENTRIES
+
+
+def save(directory: Path, step: int) -> None:
+    """Commit a step."""
+    end = (ENTRIES,)
+    record = TensorRecord((ENTRIES,), "U8", (SliceRecord(file_name(0), "t", (0,), end, None),))
+    item = Item(key="t", dtype="U8", shape=end, data=lambda: memoryview(content(step)))
+    manifest = Manifest(step=step, state={"step": step}, world={"size": 1})
+    Save(directory=directory, manifest=manifest, rank=0, gather=alone, say=print).run(
+        lambda: Part([item], {"t": record})
+    )
+
+
+def main(directory: Path, first: int, last: int, keep: int) -> None:
+    """Save the steps `first` to `last`."""
+    assert not {"torch", "numpy"} & set(sys.modules)
+    keeper = Keeper(directory=directory, count=keep, say=print) if keep else None
+    print("ready", flush=True)
+    Path(MARK).exists()
+    for step in range(first, last + 1):
+        save(directory, step)
+        if keeper is not None:
+            keeper.prune()
+        print(step, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
