@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron import run_lock
+from megatron.errors import ConfigError
+from megatron.run_folder import lock_run_dir
 from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, RunLock, check_free
 from tests.training.harness import TINY
 
@@ -24,6 +26,8 @@ REPO = Path(__file__).resolve().parent.parent
 HOLD = """
 import sys, time
 from pathlib import Path
+from megatron.errors import ConfigError
+from megatron.run_folder import lock_run_dir
 from megatron.run_lock import RunLock
 assert not {"torch", "numpy"} & set(sys.modules)
 RunLock.take(Path(sys.argv[1]), job={"SLURM_JOB_ID": "77"}, say=print)
@@ -189,6 +193,8 @@ def test_a_second_start_is_refused_at_once_and_touches_nothing(tmp_path: Path) -
 RACE = """
 import sys, time
 from pathlib import Path
+from megatron.errors import ConfigError
+from megatron.run_folder import lock_run_dir
 from megatron.run_lock import RunLock, RunFolderInUse
 folder = Path(sys.argv[1])
 while not (folder / "go").exists():
@@ -214,3 +220,12 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     answers = [process.communicate()[0].strip() for process in starts]
     assert sorted(answers) == ["mine"] + ["refused"] * 5
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
+def test_a_run_folder_that_anyone_may_write_into_is_refused(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o777)
+    lock_run_dir(tmp_path, say=print)()
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345 and anyone may write"):
+        lock_run_dir(tmp_path, say=print)
