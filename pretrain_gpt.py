@@ -5,27 +5,42 @@ Starts alone, under torchrun, srun or mpiexec. Importing it does nothing, so too
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import DensePath
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError, SparsetronError
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron.guards.failures import Failures
+from megatron.guards.heartbeat import FOLDER, Heartbeat
+from megatron.guards.requests import Requests
+from megatron.guards.watchdog import Watchdog
 from megatron.metrics import check_trackers
 from megatron.run_folder import (
     announce,
-    compare_configs,
     finish,
+    lock_run_dir,
     name_run_dir,
     prepare_run_dir,
-    report_failure,
     write_pictures,
 )
-from megatron.runtime import Launch, Runtime, detect_launch, job_environment, start, stop
+from megatron.run_lock import check_free
+from megatron.runtime import (
+    Launch,
+    Runtime,
+    detect_launch,
+    fault_request,
+    job_environment,
+    start,
+    stop,
+)
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
@@ -48,60 +63,105 @@ long enough for the network to reach its rate."""
 def main(argv: Sequence[str]) -> int:
     """Train as `argv` asks and return the exit code of DESIGN 5; a mistake of the user's is one
     line on stderr."""
-    launch: Launch | None = None
-    run_dir: Path | None = None
+    failures = Failures(argv=argv)
+    with ExitStack() as held:
+        return _main(argv, failures, held)
+
+
+def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
     try:
-        launch = detect_launch()
+        failures.launch = launch = detect_launch()
         config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:
             print(to_yaml(config) if launch.rank == 0 else "", end="")
             return EXIT_DONE
-        run_dir = name_run_dir(config)
-        return run(config, launch, run_dir)
-    except SparsetronError as error:
-        return report_failure(error, launch, run_dir, argv)
-    except RuntimeError as error:
-        if not any(name in str(error) for name in ("gloo", "NCCL")):
-            raise
-        text = f"a collective failed, another rank may be gone: {str(error).splitlines()[0]}"
-        return report_failure(PeerError(text), launch, run_dir, argv)
+        failures.run_dir = run_dir = name_run_dir(config)
+        if launch.world_size == launch.local_world_size:
+            check_free(run_dir)
+        return run(config, launch, run_dir, failures, held)
+    except Exception as error:
+        return failures.report(error)
 
 
-def run(config: Config, launch: Launch, run_dir: Path) -> int:
-    """Train with a checked configuration; the exit code of a run that did not fail."""
+def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held: ExitStack) -> int:
+    """Train with a checked configuration; the exit code of a run that did not fail. What is
+    `held` is let go by the caller, once it has told how the run ended."""
     runtime = start(launch, config)
     groups = build_groups(config, launch)
-    compare_configs(config, groups)
+    # One name for this start on every rank: what earlier starts left behind is told by it.
+    failures.attempt = groups.world.gather_text(secrets.token_hex(6))[0]
+    requests = Requests(run_dir if runtime.is_writer else None)
+    requests.install()
     notes: list[str] = []
-
-    def open_run() -> str:
-        """Rank 0 opens the folder and decides for all where to start from."""
-        if not runtime.is_writer:
-            return ""
-        from megatron.run_state import locate_checkpoint
-
-        prepare_run_dir(config, run_dir)
-        return str(locate_checkpoint(config, run_dir, say=notes.append) or "")
-
-    found = groups.world.gather_text(groups.world.agreed(open_run))[0]
-    checkpoint = Path(found) if found else None
-    metrics = open_metrics(config, runtime, run_dir, checkpoint)
-    try:
-        announce(metrics, config, runtime, groups)
-        for note in notes:
-            metrics.say(note)
-        trainer = build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
-        outcome = trainer.train()
-        metrics.flush()
-        if runtime.is_writer:
-            finish(outcome, trainer.progress, run_dir)
-            write_pictures(run_dir, metrics)
-    finally:
-        metrics.close()
-    groups.world.barrier()
+    if runtime.is_writer:
+        groups.world.agreed(lambda: held.callback(lock_run_dir(run_dir, say=notes.append)))
+    else:
+        groups.world.agreed(lambda: None)
+    checkpoint = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
+    failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
+    with ExitStack() as stack:
+        limit = 60 * config.parallel.distributed_timeout_minutes
+        stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())
+        metrics = open_metrics(config, runtime, run_dir, checkpoint)
+        stack.callback(metrics.close)
+        try:
+            announce(metrics, config, runtime, groups)
+            for note in notes:
+                metrics.say(note)
+            trainer = build_trainer(
+                config, runtime, groups, run_dir, metrics, checkpoint, heartbeat, requests
+            )
+            trainer.peer_failure = failures.causes().known
+            outcome = trainer.train()
+            heartbeat.at("start")
+            metrics.flush()
+            if runtime.is_writer:
+                finish(outcome, trainer.progress, run_dir, attempt=failures.attempt)
+                write_pictures(run_dir, metrics)
+            groups.world.barrier()
+        except BaseException as error:
+            # Told before anything is closed, which may take long.
+            failures.report(error)
+            raise
+    heartbeat.close()
     stop()
     return outcome.exit_code
+
+
+def open_run(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    run_dir: Path,
+    attempt: str,
+    say: Callable[[str], None],
+) -> Path | None:
+    """Rank 0 opens the folder and decides for all where to start from. Collective."""
+    from megatron.guards.sameness import compare_starts
+    from megatron.run_state import locate_checkpoint
+
+    def locate() -> str:
+        if not runtime.is_writer:
+            return ""
+        prepare_run_dir(config, run_dir, attempt=attempt)
+        return str(locate_checkpoint(config, run_dir, say=say) or "")
+
+    compare_starts(config, run_dir, groups.world)
+    found = groups.world.gather_text(groups.world.agreed(locate))[0]
+    return Path(found) if found else None
+
+
+def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
+    """This rank's whereabouts, where its peers can read them if there are any."""
+    if launch.world_size == 1:
+        return Heartbeat(attempt=attempt)
+    return Heartbeat(
+        run_dir / FOLDER,
+        rank=launch.rank,
+        attempt=attempt,
+        across_hosts=launch.local_world_size < launch.world_size,
+    )
 
 
 def build_groups(config: Config, launch: Launch) -> ProcessGroups:
@@ -153,12 +213,15 @@ def build_trainer(
     run_dir: Path,
     metrics: Metrics,
     checkpoint: Path | None,
+    heartbeat: Heartbeat | None = None,
+    requests: Requests | None = None,
 ) -> Trainer:
     """Put a run together, at the state of `checkpoint` if there is one. Collective."""
     import torch
 
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
     from megatron.data_parallel.engine import GradientEngine
+    from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
     from megatron.model.gpt import GPT
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
@@ -174,6 +237,7 @@ def build_trainer(
         lambda: find_vocabulary(config.data, data_prefixes(config.data))
     )
     readers = build_readers(config, runtime, groups, vocabulary, metrics.say)
+    compare_data(vars(readers), groups.world)
     model = GPT(
         config.model,
         vocab_size=vocabulary.size,
@@ -212,7 +276,7 @@ def build_trainer(
     if checkpoint is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
     progress = state.restore(checkpoint) if checkpoint is not None else Progress()
-    return Trainer(
+    trainer = Trainer(
         config=config,
         device=runtime.device,
         groups=groups,
@@ -232,7 +296,14 @@ def build_trainer(
         flops_per_token=flops_per_token(config.model, vocabulary.size),
         saver=state,
         progress=progress,
+        heartbeat=heartbeat or Heartbeat(),
+        requests=requests or Requests(),
     )
+    if (faults := fault_request()) is not None:
+        from megatron.guards.faults import arm, parse_faults
+
+        arm(trainer, parse_faults(faults))
+    return trainer
 
 
 def build_readers(
@@ -361,6 +432,7 @@ def weight_decay(config: Config) -> WeightDecay:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     code = main(sys.argv[1:])
     if code not in (EXIT_DONE, EXIT_REQUEUE):
         # Waiting for the peers in an orderly end could take for ever: they may be gone.

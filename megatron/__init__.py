@@ -1,12 +1,15 @@
 """Sparsetron's training stack. Imports go downward only; a test holds the layers apart.
 
 ==  ==========================================================================================
-0   `config`, `runtime`, `errors`, `status`, `timers`: what was asked for, where, how it fails
+0   `config`, `runtime`, `errors`, `status`, `timers`: what was asked for, where, how it fails;
+    `run_lock`: one run in a folder
 1   `parallel`: rank arithmetic (`dims`) apart from process-group handles (`groups`)
 2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point
 3   `model`, `data`, `optimizer`, `low_memory`, `data_parallel.{buckets,engine,dense}`
 4   `pipeline`, `checkpoint`
-5   `training`, `run_state` and `run_folder` (what outlives a run), `metrics`, `report`, `profiling`
+5   `guards` (failures found, named and told; requests to leave),
+    `training`, `run_state`, `run_identity` and `run_folder` (what outlives a run), `metrics`,
+    `report`, `profiling`
 6   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
 ==  ==========================================================================================
 """

@@ -1,23 +1,22 @@
-"""The run folder around a run: opened, announced, closed, and what it says of a failure."""
+"""The run folder around a run: opened, announced, closed."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import platform
 import subprocess
-import sys
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, to_yaml
 from megatron.errors import ConfigError, SparsetronError
-from megatron.runtime import Launch, Runtime, job_environment
+from megatron.run_lock import RunLock
+from megatron.runtime import Runtime, job_environment
 from megatron.status import Status, write_status
 
 if TYPE_CHECKING:
@@ -35,17 +34,35 @@ def name_run_dir(config: Config) -> Path:
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
-def prepare_run_dir(config: Config, run_dir: Path) -> None:
-    """Make the folder and write the resolved configuration and the versions into it.
+def lock_run_dir(run_dir: Path, *, say: Callable[[str], None]) -> Callable[[], None]:
+    """Make the folder and keep other runs out of it; call the result to let them in again.
+
+    Raises `ConfigError` where that cannot be: at once, and before anything in it is touched.
+    """
+    with _failing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+        if danger := open_to_all(run_dir):
+            raise ConfigError(f"run_dir: {run_dir.resolve()}: {danger}")
+        lock = RunLock.take(run_dir, job=job_environment(), say=say)
+    return lock.release if lock is not None else lambda: None
+
+
+def prepare_run_dir(config: Config, run_dir: Path, *, attempt: str = "") -> None:
+    """Write the resolved configuration and the versions into it.
 
     Raises `ConfigError` where it cannot be written: at once, not after the first interval.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+    with _failing(run_dir):
         (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
         text = json.dumps(environment(), indent=1) + "\n"
         (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
-        write_status(run_dir, _signed(Status(state="running")))
+        write_status(run_dir, signed(Status(state="running", attempt=attempt)))
+
+
+@contextmanager
+def _failing(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"run_dir: {run_dir.resolve()}: {error.strerror}; choose a folder that can be written"
@@ -61,18 +78,6 @@ def environment() -> dict[str, object]:
         "machine": platform.machine(),
         "job": job_environment(),
     }
-
-
-def compare_configs(config: Config, groups: ProcessGroups) -> None:
-    """Refuse ranks that were started differently. Collective over the world."""
-    mine = hashlib.sha256(to_yaml(config).encode()).hexdigest()
-    seen = groups.world.gather_text(mine)
-    odd = [rank for rank, text in enumerate(seen) if text != seen[0]]
-    if odd:
-        raise ConfigError(
-            f"rank {odd[0]} was started with another configuration than rank 0; give every rank "
-            "the same file and flags"
-        )
 
 
 def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
@@ -95,40 +100,19 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
         metrics.say(f"no report: {error}")
 
 
-def finish(outcome: Outcome, progress: Progress, run_dir: Path) -> None:
+def finish(outcome: Outcome, progress: Progress, run_dir: Path, *, attempt: str = "") -> None:
     """Write how the run ended."""
     status = Status(
         state="left" if outcome.left else "done",
         left=outcome.left or "",
         exit_code=outcome.exit_code,
         iteration=progress.iteration,
+        attempt=attempt,
     )
-    write_status(run_dir, _signed(status))
+    write_status(run_dir, signed(status))
 
 
-def report_failure(
-    error: SparsetronError, launch: Launch | None, run_dir: Path | None, argv: Sequence[str]
-) -> int:
-    """One line on stderr, the same in status.json, and the exit code.
-
-    What every rank knows alike (a wrong flag, or what they agreed on) is told by rank 0 alone.
-    """
-    rank = launch.rank if launch is not None else 0
-    if "--debug" in argv:
-        traceback.print_exception(error, file=sys.stderr)
-    if rank and (error.shared or run_dir is None):
-        return error.exit_code
-    where = f"rank {rank}: " if launch is not None and launch.world_size > 1 else ""
-    print(f"{where}{error}", file=sys.stderr, flush=True)
-    folder = run_dir or _run_dir_in(argv)
-    if folder is not None and folder.is_dir():
-        status = Status(state="failed", exit_code=error.exit_code, reason=str(error), rank=rank)
-        with suppress(OSError):
-            write_status(folder, _signed(status))
-    return error.exit_code
-
-
-def _signed(status: Status) -> Status:
+def signed(status: Status) -> Status:
     """The status with the job and the version it comes from."""
     job = job_environment().get("SLURM_JOB_ID", "")
     return dataclasses.replace(status, job_id=job, version=_version("sparsetron"))
@@ -139,16 +123,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _run_dir_in(argv: Sequence[str]) -> Path | None:
-    """The run folder of a command line that could not be parsed as a whole."""
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        if flag == "--run-dir":
-            return Path(value)
-        if flag.startswith("--run-dir="):
-            return Path(flag.removeprefix("--run-dir="))
-    return None
 
 
 def _commit() -> str | None:

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError, PeerError, missing_extra
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store
 
     from megatron.config import Config
 
@@ -74,6 +75,12 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     env = os.environ if environ is None else environ
     names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
     return {name: env[name] for name in names if name in env}
+
+
+def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
+    """Faults that a test wants, see `megatron.guards.faults`; None in every other run."""
+    env = os.environ if environ is None else environ
+    return env.get("SPARSETRON_FAULT")
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
@@ -263,21 +270,70 @@ def _with_master(launch: Launch) -> Launch:
 
 def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    if launch.master_addr in ("127.0.0.1", "localhost"):
+    address, port = launch.master_addr or "", launch.master_port or 0
+    _check_address(address, port)
+    if address in ("127.0.0.1", "localhost"):
         # gloo binds to what the host name resolves to, which need not exist on this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # torchrun keeps a store of its own there, which ranks of this and of later starts share.
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
+        store = PrefixStore(
+            f"sparsetron/{start}",
+            TCPStore(
+                address,
+                port,
+                launch.world_size,
+                is_master=launch.rank == 0 and not is_hosted,
+                timeout=timeout,
+                wait_for_workers=False,
+            ),
+        )
+        _await_ranks(store, launch, timeout)
         dist.init_process_group(
-            backend,
-            init_method=f"tcp://{launch.master_addr}:{launch.master_port}",
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         first_line = str(error).splitlines()[0]
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"MASTER_PORT={port}: in use on {address} by another program; choose another port"
+            ) from None
         raise PeerError(
-            f"rank {launch.rank} could not join {launch.world_size} ranks at "
-            f"{launch.master_addr}:{launch.master_port}: {first_line}"
+            f"rank {launch.rank} could not join {launch.world_size} ranks at {address}:{port} "
+            f"within {timeout.total_seconds():g} s: {first_line}; check MASTER_ADDR and "
+            "MASTER_PORT, and that rank 0 runs"
+        ) from None
+
+
+def _check_address(address: str, port: int) -> None:
+    import socket
+
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address}: cannot be resolved on {socket.gethostname()} ({error}); give "
+            "the name or address of rank 0's machine"
+        ) from None
+
+
+def _await_ranks(store: Store, launch: Launch, timeout: timedelta) -> None:
+    """Wait for every rank to say that it is here; `PeerError` names those that do not."""
+    keys = [f"here/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], "1")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        named = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
+        raise PeerError(
+            f"{launch.world_size - len(missing)} of {launch.world_size} ranks joined at "
+            f"{launch.master_addr}:{launch.master_port} within {timeout.total_seconds():g} s; "
+            f"missing: rank {named}"
         ) from None

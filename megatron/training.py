@@ -2,14 +2,16 @@
 
 train --> train_step --> forward, backward of each microbatch   (gradients go to the engine)
       |              --> engine.finish                           (means, agreement, norm)
+      |              --> verdict                                 (is the step good?)
       |              --> optimizer.step, engine.commit           (or abort, on every rank)
-      '-> evaluate, save, leave
+      '-> guard, evaluate, save, leave
 """
 
 from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +22,11 @@ from megatron.config import Config
 from megatron.data.loader import BatchReader, DeviceMicrobatch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Step, StepContext
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, NumericsError, PeerError
+from megatron.guards.heartbeat import Heartbeat
+from megatron.guards.replicas import compare_replicas
+from megatron.guards.requests import Request, Requests
+from megatron.guards.spikes import is_spike, remember
 from megatron.metrics import Metrics, NullMetrics, StepRecord
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
@@ -34,11 +40,15 @@ from megatron.timers import Timers
 @dataclass
 class Progress:
     """How far a run has come. `iteration` counts steps tried, `applied_samples` only those of
-    steps that were applied: schedules follow it, so that a skipped step does not advance them."""
+    steps that were applied: schedules follow it, so that a skipped step does not advance them.
+    `skipped_in_row` are the latest steps that count for `--max-skipped-steps`; `losses` the latest
+    losses, kept where spikes are skipped."""
 
     iteration: int = 0
     consumed_samples: int = 0
     applied_samples: int = 0
+    skipped_in_row: int = 0
+    losses: list[float] = field(default_factory=list[float])
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,11 @@ class Readers:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, put together by the entry script."""
+    """Everything a run needs, put together by the entry script.
+
+    `heartbeat` tells the other ranks where this one is, `requests` what it is asked for, and
+    `peer_failure` whether another rank has told that it failed.
+    """
 
     config: Config
     device: torch.device
@@ -90,6 +104,9 @@ class Trainer:
     flops_per_token: float
     saver: Saver
     progress: Progress = field(default_factory=Progress)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    requests: Requests = field(default_factory=Requests)
+    peer_failure: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
@@ -109,8 +126,8 @@ class Trainer:
             return Outcome(EXIT_DONE)
         elif (left := self._train_steps()) is not None:
             return left
-        self._evaluate("test", self.readers.test)
-        return Outcome(EXIT_DONE)
+        request = self._evaluate("test", self.readers.test)
+        return Outcome(EXIT_REQUEUE, request.left) if request.leaves else Outcome(EXIT_DONE)
 
     def _train_steps(self) -> Outcome | None:
         evaluation = self.config.evaluation
@@ -118,42 +135,77 @@ class Trainer:
             self._evaluate("valid", self.readers.valid)
         while self.progress.iteration < self.total_iterations:
             self.profiler.before_step(self.progress.iteration + 1)
-            record, stop = self.train_step()
+            record, request = self.train_step()
             self.metrics.step(record)
             self.saver.settle()
             self.profiler.after_step(self.progress.iteration)
+            self._guard()
             iteration = self.progress.iteration
             last = iteration == self.total_iterations
             if last or (evaluation.eval_interval and iteration % evaluation.eval_interval == 0):
-                self._evaluate("valid", self.readers.valid)
-            outcome = None if last else self._reason_to_leave(stop)
+                request = max(request, self._evaluate("valid", self.readers.valid))
+            outcome = None if last else self._reason_to_leave(request)
             interval = self.config.checkpoint.save_interval
-            leaving = last or outcome is not None
-            if leaving or (interval and iteration % interval == 0):
-                self._save(wait=leaving)
+            now = last or outcome is not None or request is Request.SAVE
+            if now or (interval and iteration % interval == 0):
+                self._save(request, wait=now)
             if outcome is not None:
                 return outcome
         return None
 
-    def _reason_to_leave(self, stop: bool) -> Outcome | None:
+    def _reason_to_leave(self, request: Request) -> Outcome | None:
         interval = self.config.training.exit_interval
         if interval and self.progress.iteration % interval == 0:
             return Outcome(EXIT_DONE, "exit-interval")
-        if stop:
-            return Outcome(EXIT_REQUEUE, "exit-duration")
+        if request.leaves:
+            return Outcome(EXIT_REQUEUE, request.left)
         return None
 
-    def _save(self, *, wait: bool) -> None:
+    def _save(self, request: Request, *, wait: bool) -> None:
+        self.heartbeat.at("save")
+        if request is Request.SIGTERM:
+            self._rule_out_failure()
+        compare_replicas(self.optimizer, self.groups, step=self.progress.iteration)
         with self.timers("save-checkpoint"):
             self.saver.save(self.progress, wait=wait)
+        if request is Request.SAVE:
+            self.requests.saved()
+        elif request is Request.STOP:
+            self.requests.left()
+
+    def _rule_out_failure(self) -> None:
+        """Raise `PeerError` where the SIGTERM was a launcher's answer to a rank that failed."""
+        self.requests.wait_out_sigterm()
+
+        def check() -> None:
+            if self.peer_failure() is not None:
+                raise PeerError("SIGTERM came with another rank's failure: nothing is saved")
+
+        self.groups.world.agreed(check)
+
+    def _guard(self) -> None:
+        """Raise `NumericsError`, on every rank, where going on would hide wrong numbers."""
+        limit = self.config.training.max_skipped_steps
+        if self.progress.skipped_in_row >= limit:
+            error = NumericsError(
+                f"{limit} steps in a row were skipped, up to step {self.progress.iteration}: their "
+                "gradients were not finite or their losses too far out; nothing is saved, the last "
+                "good checkpoint is kept; lower --lr, or raise --max-skipped-steps to go on"
+            )
+            error.shared = True
+            raise error
+        interval = self.config.parallel.check_weight_hash_across_dp_replicas_interval
+        if interval and self.progress.iteration % interval == 0:
+            compare_replicas(self.optimizer, self.groups, step=self.progress.iteration)
 
     # ---- one step ------------------------------------------------------------------------------
 
-    def train_step(self) -> tuple[StepRecord, bool]:
-        """One global batch: its record, and whether some rank wants to leave after it."""
+    def train_step(self) -> tuple[StepRecord, Request]:
+        """One global batch: its record, and what the ranks are asked for after it."""
         began = time.perf_counter()
         progress = self.progress
         progress.iteration += 1
+        self.heartbeat.at("data", progress.iteration)
         batch_size = self.config.batch_size_at(progress.consumed_samples)
         lr = self.learning_rate.at(progress.applied_samples)
 
@@ -161,15 +213,19 @@ class Trainer:
         self.engine.begin(context)
         with self.timers("forward-backward", level=1):
             loss, tokens = self._forward_backward(batch_size, context.loss_scale)
+        self.heartbeat.at("reduce")
         with self.timers("all-grads-sync", level=1):
             step = self.engine.finish(
                 tag=progress.iteration,
                 clip_norm=self.config.optimizer.clip_grad,
-                stop=self._time_is_up(),
+                request=self._pending(),
             )
+            mean_loss = self._mean_over_ranks(loss, tokens)
+        good = self._is_good(step, mean_loss)
         num_zeros = self._num_zeros(step)
+        self.heartbeat.at("optimizer")
         with self.timers("optimizer", level=1):
-            if step.ok:
+            if good:
                 weight_decay = self.weight_decay.at(progress.applied_samples)
                 self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
                 self.engine.commit(step)
@@ -179,7 +235,6 @@ class Trainer:
             self.scaler.update(overflow=not step.ok)
         progress.consumed_samples += batch_size
 
-        mean_loss = self._mean_over_ranks(loss, tokens)
         stats = self.engine.stats()
         record = StepRecord(
             iteration=progress.iteration,
@@ -192,7 +247,7 @@ class Trainer:
             tokens=tokens,
             bytes_sent=stats.bytes_sent,
             density=stats.density,
-            skipped=not step.ok,
+            skipped=not good,
             loss_scale=context.loss_scale,
             global_batch_size=batch_size,
             peak_memory_bytes=self._peak_memory(),
@@ -203,7 +258,20 @@ class Trainer:
             timers=self._timings(),
             wait_seconds=stats.wait_seconds,
         )
-        return record, step.stop
+        return record, Request(step.request)
+
+    def _is_good(self, step: Step, loss: float) -> bool:
+        """Whether the step is applied; all ranks find the same, from numbers they share."""
+        progress, sigmas = self.progress, self.config.training.skip_loss_spikes
+        good = step.ok
+        if good and sigmas is not None:
+            good = not is_spike(loss, progress.losses, sigmas=sigmas)
+            remember(progress.losses, loss)
+        if good:
+            progress.skipped_in_row = 0
+        elif step.ok or self.scaler.is_lowest:
+            progress.skipped_in_row += 1
+        return good
 
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
         """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
@@ -217,8 +285,10 @@ class Trainer:
         scale = loss_scale * self.groups.dp.size / tokens
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
+            self.heartbeat.at("forward")
             with self.timers("forward-compute", level=2):
                 total += self.stage.forward(self.progress.iteration, batch)
+            self.heartbeat.at("backward")
             if number == len(batches) - 1:
                 self.engine.expect_last_backward()
             with self.timers("backward-compute", level=2):
@@ -228,26 +298,34 @@ class Trainer:
     # ---- evaluation ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, kind: str, reader: BatchReader | None) -> None:
+    def _evaluate(self, kind: str, reader: BatchReader | None) -> Request:
         """Mean token loss over the first `eval_iters` global batches of a split.
 
-        The same samples every time, so that evaluations of a run compare with each other.
+        The same samples every time, so that evaluations of a run compare with each other. A rank
+        that is asked to leave ends it, on every rank, without a result; returns that request.
         """
         iterations = self.config.evaluation.eval_iters
+        request = Request.NONE
         if reader is None or not iterations:
-            return
+            return request
         model = self.stage.model
         model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens, batch_size = 0, self.config.training.global_batch_size or 0
         for number in range(iterations):
+            self.heartbeat.at("evaluate")
             batches = list(reader.read(number * batch_size, batch_size))
             tokens += self._count_tokens(batches)
             for batch in batches:
                 total += self.stage.forward(self.progress.iteration, batch)
+            request = self._agree_on(self._pending())
+            if request.leaves:
+                break
         model.train()
-        loss = self._mean_over_ranks(total, tokens)
-        self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
+        if not request.leaves:
+            loss = self._mean_over_ranks(total, tokens)
+            self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
+        return request
 
     # ---- small questions -----------------------------------------------------------------------
 
@@ -266,9 +344,17 @@ class Trainer:
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
         return loss.item() / tokens
 
-    def _time_is_up(self) -> bool:
+    def _pending(self) -> Request:
+        """The most urgent request that reached this rank."""
         minutes = self.config.training.exit_duration_in_mins
-        return bool(minutes) and time.monotonic() - self._began > minutes * 60
+        time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
+        return max(self.requests.pending(), Request.DURATION if time_is_up else Request.NONE)
+
+    def _agree_on(self, request: Request) -> Request:
+        """The most urgent request of all ranks."""
+        vote = torch.tensor([int(request)], dtype=torch.int64)
+        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX)
+        return Request(int(vote.item()))
 
     def _is_logged(self) -> bool:
         every = self.config.logging.log_interval

@@ -181,10 +181,15 @@ done
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one.
 status=$RUN_DIR/status.json
-if ((code)) && [[ $status -nt $began ]]; then
+if [[ $status -nt $began ]]; then
   recorded=$("$PYTHON" -c 'import json, sys
-code = json.load(open(sys.argv[1], encoding="utf-8")).get("exit_code")
+status = json.load(open(sys.argv[1], encoding="utf-8"))
+code = 6 if status.get("state") == "running" else status.get("exit_code")
 print(code if type(code) is int else "")' "$status" 2>/dev/null) || recorded=
-  if [[ -n $recorded && $recorded != 0 ]]; then code=$recorded; fi
+  # A run that never said how it ended was cut short, whatever code its processes left with.
+  if ((code == 0)) && [[ $recorded == 6 ]]; then say "the run ended without a word: exit code 6"; fi
+  if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
+    code=$recorded
+  fi
 fi
 exit "$code"

@@ -16,7 +16,8 @@ LAYERS = (
     ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory"),
     ("pipeline", "checkpoint"),
-    ("training", "run_state", "run_identity", "run_folder", "metrics", "report", "profiling"),
+    ("training", "guards", "run_state", "run_identity", "run_folder", "metrics", "report")
+    + ("profiling",),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
@@ -28,6 +29,9 @@ WITHOUT_TORCH = (
     "megatron.runtime",
     "megatron.parallel.dims",
     "megatron.data_parallel.interface",
+    "megatron.guards.failures",
+    "megatron.guards.watchdog",
+    "megatron.guards.requests",
     "megatron.model.flops",
     "megatron.data.indexed",
     "megatron.data.gpt_dataset",

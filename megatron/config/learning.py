@@ -53,6 +53,18 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = option(
         default=None, help="Save and leave after this many minutes (none = off).", within=above(0)
     )
+    max_skipped_steps: int = option(
+        default=20,
+        help="Stop, exit code 5, after this many skipped steps in a row; with a dynamic loss scale "
+        "those count that it cannot get lower for (ours).",
+        within=at_least(1),
+    )
+    skip_loss_spikes: float | None = option(
+        default=None,
+        help="Skip a step whose loss is this many standard deviations above the mean of the last "
+        "128 (ours; 6 is usual; none = off).",
+        within=above(0),
+    )
     skip_train: bool = option(default=False, help="Evaluate only.")
     deterministic_mode: bool = option(
         default=False, help="Bitwise reproducible kernels, some of them slower."

@@ -24,10 +24,17 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
     )
-    distributed_timeout_minutes: int = option(
-        default=10,
-        help="Minutes after which a silent peer counts as lost.",
-        within=between(1, WEEK),
+    distributed_timeout_minutes: float = option(
+        default=10.0,
+        help="Minutes after which a silent peer or a phase that does not end counts as lost; may "
+        "be a fraction.",
+        within=between(0.01, WEEK),
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        default=100,
+        help="Steps between comparisons of the data-parallel copies of the weights, bit by bit "
+        "(ours is on; Megatron's is off; none = off).",
+        within=at_least(1),
     )
     overlap_grad_reduce: bool = option(
         default=True,

@@ -116,23 +116,24 @@ class GradientEngine:
             if self._overlap:
                 self._launch_full()
 
-    def finish(self, *, tag: int, clip_norm: float = 0.0, stop: bool = False) -> Step:
+    def finish(self, *, tag: int, clip_norm: float = 0.0, request: int = 0) -> Step:
         """Wait for every mean and decide, on all ranks alike, whether the step is good.
 
         `tag` is the caller's step number: ranks that are out of step raise `PeerError` instead of
-        mixing gradients of different steps. `clip_norm`: global norm to clip to, 0 = off. `stop`:
-        this rank wants to leave after the step. Collective over the world.
+        mixing gradients of different steps. `clip_norm`: global norm to clip to, 0 = off.
+        `request`: what this rank asks for after the step; every rank learns the largest.
+        Collective over the world.
         """
         self._pending = [0] * len(self.buckets)
         self._launch_full()
-        finite, stop = self._agree(tag, stop)
+        finite, request = self._agree(tag, request)
         reduced = [work.wait() for work in self._work]
         norm = self._norm([r.values for r in reduced]) / self._context.loss_scale
         ok = finite and math.isfinite(norm)
         factor = 1.0 / self._context.loss_scale
         if clip_norm > 0.0 and norm > clip_norm:
             factor *= clip_norm / (norm + CLIP_EPSILON)
-        return Step(ok=ok, norm=norm, factor=factor, stop=stop, reduced=reduced)
+        return Step(ok=ok, norm=norm, factor=factor, request=request, reduced=reduced)
 
     def commit(self, step: Step) -> None:
         """The optimizer has applied the step: let the reducer keep what it did not send."""
@@ -204,19 +205,19 @@ class GradientEngine:
             self._sums.append(bucket.grad.sum(dtype=torch.float32))
             self._work.append(self.reducer.reduce(bucket, self._context))
 
-    def _agree(self, tag: int, stop: bool) -> tuple[bool, bool]:
-        """(5): whether every rank's gradients are finite, and whether any wants to leave."""
+    def _agree(self, tag: int, request: int) -> tuple[bool, int]:
+        """(5): whether every rank's gradients are finite, and the largest request."""
         bad = ~torch.isfinite(torch.stack(self._sums)).all()
-        vote = torch.tensor([0.0, tag, -tag, stop], dtype=torch.float64, device=bad.device)
+        vote = torch.tensor([0.0, tag, -tag, request], dtype=torch.float64, device=bad.device)
         vote[0] = bad
         self.groups.world.all_reduce(vote, dist.ReduceOp.MAX)
-        bad_anywhere, newest, oldest, leave = vote.tolist()
+        bad_anywhere, newest, oldest, most_urgent = vote.tolist()
         if newest != -oldest:
             raise PeerError(
                 f"ranks are out of step: this rank is at step {tag}, others between "
                 f"{int(-oldest)} and {int(newest)}; a collective was skipped or repeated"
             )
-        return not bad_anywhere, bool(leave)
+        return not bad_anywhere, int(most_urgent)
 
     def _norm(self, values: list[torch.Tensor]) -> float:
         """(6): L2 norm of the whole model's mean gradient, in scaled units."""

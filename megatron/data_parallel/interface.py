@@ -258,10 +258,10 @@ class Step:
     """What the engine found out about a step. `norm`: global L2 norm of the mean gradient in
     unscaled units, not finite where the step is not ok. `factor`: what the optimizer multiplies
     each reduced value by (loss scale and clipping). `reduced`: one for each bucket, in index
-    order. `stop`: some rank wants to leave after this step."""
+    order. `request`: the largest of what the ranks asked for after this step, 0 for nothing."""
 
     ok: bool
     norm: float
     factor: float
-    stop: bool = False
+    request: int = 0
     reduced: list[Reduced]

@@ -11,6 +11,11 @@ class LossScaler(Protocol):
 
     scale: float
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether a lower scale cannot be tried against overflow."""
+        ...
+
     def update(self, *, overflow: bool) -> None:
         """Learn whether the step just taken had non-finite gradients on any rank."""
         ...
@@ -29,6 +34,10 @@ class ConstantScaler:
     """A scale that never changes: 1 for fp32 and bf16, `--loss-scale` for fp16."""
 
     scale: float = 1.0
+
+    @property
+    def is_lowest(self) -> bool:
+        return True
 
     def update(self, *, overflow: bool) -> None:
         pass
@@ -57,6 +66,10 @@ class DynamicScaler:
     def __post_init__(self) -> None:
         self._clean_steps = 0
         self._hysteresis_left = self.hysteresis
+
+    @property
+    def is_lowest(self) -> bool:
+        return self.scale <= self.min_scale
 
     def update(self, *, overflow: bool) -> None:
         if overflow:

@@ -1,0 +1,144 @@
+"""Faults on purpose, for tests: SPARSETRON_FAULT=kind:rank:step:phase, several by commas.
+
+`step` is a number, or `3+` for step 3 and all after it. Without the variable nothing of this is
+imported. Kinds: kill, raise, exit0, oom, stop (SIGSTOP), hang, extra-collective, nan, inf (in one
+gradient), spike (the loss as 100 times itself), drift (one bit of one weight), slow (1 s).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+from megatron.guards.heartbeat import PHASES
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.training import Trainer
+
+KINDS = (
+    "kill", "raise", "exit0", "oom", "stop", "hang", "slow", "extra-collective", "nan", "inf",
+    "spike", "drift",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault: what, on which rank, from which step on (`lasting`) or at it, in which phase."""
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+    lasting: bool = False
+
+    def due(self, step: int) -> bool:
+        """Whether it strikes in this step."""
+        return step >= self.step if self.lasting else step == self.step
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """The faults that SPARSETRON_FAULT names; `ConfigError` for one that is misspelt."""
+    found = []
+    for item in text.split(","):
+        parts = item.split(":")
+        known = len(parts) == 4 and parts[0] in KINDS and parts[3] in PHASES
+        if not known or not parts[1].isdigit() or not parts[2].removesuffix("+").isdigit():
+            raise ConfigError(
+                f"SPARSETRON_FAULT: {item!r}; must be kind:rank:step:phase with a kind of "
+                f"{', '.join(KINDS)} and a phase of {', '.join(PHASES)}"
+            )
+        kind, rank, step, phase = parts
+        number, lasting = int(step.removesuffix("+")), step.endswith("+")
+        found.append(Fault(kind=kind, rank=int(rank), step=number, phase=phase, lasting=lasting))
+    return found
+
+
+def arm(trainer: Trainer, faults: list[Fault]) -> None:
+    """Let this rank's faults strike in `trainer`, by wrapping its heartbeat."""
+    mine = [fault for fault in faults if fault.rank == trainer.groups.world.rank]
+    heartbeat, go_there = trainer.heartbeat, trainer.heartbeat.at
+    struck: set[Fault] = set()
+
+    def at(phase: str, step: int | None = None) -> None:
+        go_there(phase, step)
+        for fault in mine:
+            fresh = fault.lasting or fault not in struck
+            if fresh and fault.phase == phase and fault.due(heartbeat.step):
+                struck.add(fault)
+                _STRIKE[fault.kind](trainer)
+
+    if mine:
+        heartbeat.at = at  # type: ignore[method-assign]
+
+
+def _raise(trainer: Trainer) -> None:
+    raise RuntimeError("injected fault")
+
+
+def _out_of_memory(trainer: Trainer) -> None:
+    raise MemoryError("injected fault")
+
+
+def _extra_collective(trainer: Trainer) -> None:
+    import torch
+    import torch.distributed as dist
+
+    trainer.groups.world.all_reduce(torch.zeros(4, dtype=torch.float64), dist.ReduceOp.MAX)
+
+
+def _poison(value: float) -> Callable[[Trainer], None]:
+    """Makes one entry of the next gradient of the first parameter `value`."""
+
+    def strike(trainer: Trainer) -> None:
+        leaf = next(iter(trainer.engine.infos.values())).param
+
+        def poison(grad: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            grad = grad.clone()
+            grad.view(-1)[0] = value
+            return grad
+
+        handle = leaf.register_hook(poison)
+
+    return strike
+
+
+def _spike(trainer: Trainer) -> None:
+    forward = trainer.stage.forward
+
+    def spiked(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        trainer.stage.forward = forward  # type: ignore[method-assign]
+        return forward(*args, **kwargs) * 100
+
+    trainer.stage.forward = spiked  # type: ignore[method-assign]
+
+
+def _drift(trainer: Trainer) -> None:
+    import torch
+
+    # Not the last bit, which the next update may round away.
+    trainer.optimizer.states[-1].master[:1].view(torch.int32).bitwise_xor_(1 << 12)
+
+
+_STRIKE: dict[str, Callable[[Trainer], None]] = {
+    "kill": lambda trainer: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": _raise,
+    "exit0": lambda trainer: os._exit(0),
+    "oom": _out_of_memory,
+    "stop": lambda trainer: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda trainer: time.sleep(3600),
+    "slow": lambda trainer: time.sleep(1),
+    "extra-collective": _extra_collective,
+    "nan": _poison(math.nan),
+    "inf": _poison(math.inf),
+    "spike": _spike,
+    "drift": _drift,
+}

@@ -1,0 +1,25 @@
+"""Which losses are too far out to learn from (the rule of OLMo-core's SkipStepOptimizer)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+WINDOW = 128
+"""Losses, the latest ones, that a new one is compared with."""
+
+
+def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
+    """Whether `loss` lies more than `sigmas` standard deviations above the mean of the recent
+    losses; never before there are `WINDOW` of them."""
+    if len(recent) < WINDOW:
+        return False
+    mean = math.fsum(recent) / len(recent)
+    variance = math.fsum((value - mean) ** 2 for value in recent) / (len(recent) - 1)
+    return loss > mean + sigmas * math.sqrt(variance)
+
+
+def remember(recent: list[float], loss: float) -> None:
+    """Add a loss, skipped or not: a lasting change of level is no spike for ever."""
+    recent.append(loss)
+    del recent[:-WINDOW]

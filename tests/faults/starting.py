@@ -1,0 +1,195 @@
+"""Real rank processes of `pretrain_gpt.py`, with a fault in one, and what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.guards.heartbeat import FOLDER
+
+REPO = Path(__file__).resolve().parent.parent.parent
+SCRIPT = str(REPO / "pretrain_gpt.py")
+MARKS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_",
+    "SPARSETRON_FAULT",
+)  # fmt: skip
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --mock-data "
+    "--vocab-size 64 --micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --eval-iters 0 "
+    "--log-interval 4 --save-interval 4 --check-weight-hash-across-dp-replicas-interval 4"
+)
+TIMEOUT_SECONDS = 6.0
+TIMEOUT = f"--distributed-timeout-minutes {TIMEOUT_SECONDS / 60}"
+
+
+def environment(fault: str | None = None, **more: str) -> dict[str, str]:
+    """Outside any launcher's variables; with `fault` in it."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
+    env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **more}
+    return env | ({"SPARSETRON_FAULT": fault} if fault else {})
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Started:
+    """Processes of one start. `finish` must be called; it leaves none behind."""
+
+    run_dir: Path
+    processes: list[subprocess.Popen[str]]
+
+    def finish(self, limit: float = 60.0) -> Ended:
+        """Wait for all to end by themselves, `limit` seconds at most; stopped ones are killed once
+        all others have ended, as a launcher would."""
+        ended: dict[int, float] = {}
+        deadline = time.monotonic() + limit
+        try:
+            while len(ended) < len(self.processes) and time.monotonic() < deadline:
+                for rank, process in enumerate(self.processes):
+                    if rank not in ended and process.poll() is not None:
+                        ended[rank] = time.time()
+                waiting = [p for r, p in enumerate(self.processes) if r not in ended]
+                if waiting and all(_is_stopped(p.pid) for p in waiting) and ended:
+                    break
+                time.sleep(0.02)
+        finally:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.kill()
+        outputs = [process.communicate() for process in self.processes]
+        return Ended(
+            run_dir=self.run_dir,
+            codes=[process.returncode for process in self.processes],
+            ended=ended,
+            stdout=[out for out, _ in outputs],
+            stderr=[err for _, err in outputs],
+        )
+
+
+@dataclass
+class Ended:
+    """Exit codes, when each process ended by itself (seconds since the epoch), what it wrote."""
+
+    run_dir: Path
+    codes: list[int]
+    ended: dict[int, float]
+    stdout: list[str]
+    stderr: list[str]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """status.json."""
+        return json.loads((self.run_dir / "status.json").read_text())
+
+    @property
+    def all_stderr(self) -> str:
+        """What all ranks wrote there."""
+        return "".join(self.stderr)
+
+    def seconds_after_fault(self, rank: int) -> float:
+        """From the moment at which `rank` went into the phase of its fault, as its record tells,
+        to the end of the last of the others."""
+        others = [when for other, when in self.ended.items() if other != rank]
+        return max(others) - fault_time(self.run_dir, rank)
+
+
+def fault_time(run_dir: Path, rank: int) -> float:
+    """When `rank` last changed its phase, from its heartbeat file whatever its attempt."""
+    from megatron.guards import heartbeat
+
+    data = (run_dir / FOLDER / f"rank_{rank}").read_bytes()
+    return heartbeat._BEAT.unpack_from(data, heartbeat._BEAT_AT)[3]
+
+
+def start_ranks(
+    world: int,
+    run_dir: Path,
+    flags: str,
+    *,
+    fault: str | None = None,
+    ranks: range | None = None,
+    port: int | None = None,
+) -> Started:
+    """Start ranks as plain processes, as srun does: nothing ends them but themselves."""
+    port = port or free_port()
+    processes = []
+    for rank in ranks or range(world):
+        env = environment(
+            fault,
+            RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        if world == 1:
+            env = environment(fault)
+        command = [sys.executable, SCRIPT, *FLAGS.split(), *flags.split(), "--run-dir", run_dir]
+        processes.append(_popen([str(part) for part in command], env))
+    return Started(run_dir, processes)
+
+
+def start_launcher(world: int, run_dir: Path, flags: str, *, fault: str | None = None) -> Started:
+    """Start `scripts/launch.sh`, which takes torchrun for more than one rank."""
+    env = environment(fault, PYTHON=sys.executable, RUN_DIR=str(run_dir), RANKS_PER_NODE=str(world))
+    command = [str(REPO / "scripts" / "launch.sh"), "--", *FLAGS.split(), *flags.split()]
+    return Started(run_dir, [_popen(command, env)])
+
+
+def wait_for_step(run_dir: Path, step: int, limit: float = 40.0) -> None:
+    """Return once rank 0 of a run with several ranks has come to `step`."""
+    from megatron.guards import heartbeat
+
+    deadline = time.monotonic() + limit
+    path = run_dir / FOLDER / "rank_0"
+    while time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size:
+            data = path.read_bytes()
+            if heartbeat._BEAT.unpack_from(data, heartbeat._BEAT_AT)[1] >= step:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"{run_dir}: did not come to step {step}")
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss of each step in metrics.jsonl, which has every step once."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of these processes that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def send(started: Started, number: signal.Signals, *ranks: int) -> None:
+    """Send a signal to some ranks."""
+    for rank in ranks:
+        started.processes[rank].send_signal(number)
+
+
+def _popen(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

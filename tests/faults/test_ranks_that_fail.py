@@ -1,0 +1,183 @@
+"""A rank that is killed, raises, leaves, stops or hangs: the others end in time, and the first
+cause is told once. The rows marked `matrix` are run by tools/faults.sh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.starting import (
+    FLAGS,
+    TIMEOUT,
+    TIMEOUT_SECONDS,
+    Ended,
+    losses,
+    start_launcher,
+    start_ranks,
+)
+
+STEPS = 10
+AT_ONCE = 10.0
+LATE = TIMEOUT_SECONDS + 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, the codes its rank may end with, the first cause's code and words, and the seconds
+    that the others may take."""
+
+    fault: str
+    codes: tuple[int, ...]
+    code: int
+    words: tuple[str, ...]
+    seconds: float = AT_ONCE
+
+    @property
+    def rank(self) -> int:
+        return int(self.fault.split(":")[1])
+
+    @property
+    def step(self) -> int:
+        return int(self.fault.split(":")[2])
+
+    @property
+    def phase(self) -> str:
+        return self.fault.split(":")[3]
+
+
+def rows(rank: int, step: int, phase: str) -> list[Row]:
+    """Every way to fail there."""
+    where = f"{rank}:{step}:{phase}"
+    return [
+        Row(f"kill:{where}", (-9,), 6, ("gone", "killed")),
+        Row(f"raise:{where}", (1,), 1, ("RuntimeError: injected fault",)),
+        Row(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
+        Row(f"exit0:{where}", (0,), 6, ("gone", "left early")),
+        # Killed by the test, as a launcher would.
+        Row(f"stop:{where}", (-9,), 6, ("does not follow", "stopped"), LATE),
+        # By who waits for it, or on a busy machine by its own watchdog.
+        Row(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
+    ]
+
+
+def pick(kind: str, where: str) -> Row:
+    rank, step, phase = where.split(":")
+    return next(r for r in rows(int(rank), int(step), phase) if r.fault.startswith(f"{kind}:"))
+
+
+# Together they meet each way to fail and each phase.
+FAST = [
+    [pick("kill", "1:6:forward")],
+    [pick("raise", "0:3:backward"), pick("exit0", "1:5:optimizer")],
+    [pick("stop", "1:3:reduce"), pick("hang", "0:3:data")],
+]
+PHASES = [(0, 2, "data"), (1, 6, "forward"), (1, 6, "backward"), (0, 6, "reduce"),
+          (1, 6, "optimizer"), (1, 4, "save"), (0, 8, "save")]  # fmt: skip
+MATRIX = [row for where in PHASES for row in rows(*where)]
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the run that no fault struck."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    ended = start_ranks(2, run_dir, f"--train-iters {STEPS}").finish()
+    assert ended.codes == [0, 0], ended.all_stderr
+    return losses(run_dir)
+
+
+def check(row: Row, ended: Ended) -> float:
+    """The promises of a row; seconds from the fault to the end of the others."""
+    other = 1 - row.rank
+    assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)
+    assert ended.codes[other] == 6, (ended.codes, ended.all_stderr)
+    status = ended.status
+    assert (status["state"], status["exit_code"]) == ("failed", row.code), status
+    assert (status["rank"], status["iteration"]) == (row.rank, row.step), status
+    assert status["phase"] == row.phase, status
+    assert all(word in status["reason"] for word in row.words), status
+    told = f"rank {row.rank}, step {row.step}, {row.phase}: {status['reason']}"
+    assert ended.all_stderr.count(told) == 1, ended.all_stderr
+    if row.fault.startswith("hang"):
+        assert "stacks at step" in ended.stderr[row.rank] and "faults.py" in ended.all_stderr
+    seconds = ended.seconds_after_fault(row.rank)
+    assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
+    return seconds
+
+
+def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
+    """The same command again goes on from the last checkpoint and ends as if nothing was."""
+    again = start_ranks(2, run_dir, f"--train-iters {STEPS}").finish()
+    assert again.codes == [0, 0], again.all_stderr
+    assert again.status["state"] == "done"
+    assert losses(run_dir) == unbroken
+
+
+@pytest.mark.parametrize("together", FAST, ids=lambda rows: "+".join(r.fault for r in rows))
+def test_the_others_end_in_time_and_name_it(
+    together: list[Row],
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    started = [
+        start_ranks(2, tmp_path / str(number), flags, fault=row.fault)
+        for number, row in enumerate(together)
+    ]
+    ended = [run.finish() for run in started]
+    seconds = [check(row, run) for row, run in zip(together, ended, strict=True)]
+    record_property("seconds", max(seconds))
+    if len(together) == 1:
+        check_recovery(tmp_path / "0", unbroken)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
+def test_matrix(
+    row: Row,
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}")
+    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    ended = start_ranks(2, tmp_path, flags, fault=row.fault).finish()
+    record_property("seconds", check(row, ended))
+    record_property("detected", 1)
+    check_recovery(tmp_path, unbroken)
+    record_property("recovered", 1)
+
+
+@pytest.mark.matrix
+def test_four_ranks(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """One of four is stopped: the other three blame that one, once."""
+    record_property("fault", "stop, one of four ranks")
+    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    ended = start_ranks(4, tmp_path, flags, fault="stop:2:5:forward").finish()
+    assert sorted(ended.codes) == [-9, 6, 6, 6]
+    status = ended.status
+    assert (status["rank"], status["iteration"], status["phase"]) == (2, 5, "forward")
+    assert ended.all_stderr.count("does not follow") == 1
+    record_property("seconds", ended.seconds_after_fault(2))
+    assert ended.seconds_after_fault(2) < LATE
+    record_property("detected", 1)
+
+
+def test_launcher_exits_with_the_first_causes_code(tmp_path: Path, unbroken: dict) -> None:
+    """torchrun makes 1 of every code, and its SIGTERM to the others must not make them save."""
+    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    run = start_launcher(2, tmp_path / "run", flags, fault="kill:1:6:backward").finish()
+    assert run.codes == [6], run.all_stderr
+    status = run.status
+    assert (status["rank"], status["iteration"], status["phase"]) == (1, 6, "backward")
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.is_dir())
+    assert names == ["step_00000004"]
+
+
+def test_a_single_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
+    flags = FLAGS.replace("--global-batch-size 8", "--global-batch-size 2")
+    run = start_launcher(1, tmp_path / "run", f"{flags} --train-iters 4", fault="exit0:0:2:data")
+    assert run.finish().codes == [6]

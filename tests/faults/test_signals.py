@@ -1,0 +1,157 @@
+"""Signals and files that ask a run to save or to leave: one save, the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.guards.requests import Request, Requests
+from tests.faults.starting import (
+    Ended,
+    Started,
+    losses,
+    send,
+    start_launcher,
+    start_ranks,
+    wait_for_step,
+)
+
+LONG = "--train-iters 100000 --save-interval 50000"
+SLOW = "slow:0:1+:data"
+"""A step a second, so that a signal surely falls into one."""
+
+
+def saved(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in run_dir.glob("checkpoints/step_????????"))
+
+
+def check_left(ended: Ended, left: str) -> int:
+    """It left for that reason, having saved once, at the last step it took; which step."""
+    assert set(ended.codes) == {75}, (ended.codes, ended.all_stderr)
+    status = ended.status
+    assert (status["state"], status["left"], status["exit_code"]) == ("left", left, 75), status
+    assert saved(ended.run_dir) == [status["iteration"]]
+    assert max(losses(ended.run_dir)) == status["iteration"]
+    return status["iteration"]
+
+
+def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Path) -> None:
+    """All at once, since each run mostly waits."""
+
+    def begin(name: str, flags: str = LONG) -> Started:
+        return start_ranks(2, tmp_path / name, flags, fault=SLOW)
+
+    runs = {name: begin(name) for name in ("SIGTERM", "SIGUSR1", "STOP")}
+    for run in runs.values():
+        wait_for_step(run.run_dir, 2)
+    (tmp_path / "STOP" / "STOP").touch()
+    send(runs["SIGTERM"], signal.SIGTERM, 0, 1)
+    send(runs["SIGUSR1"], signal.SIGUSR1, 1)
+    asked = time.time()
+    for name, run in runs.items():
+        ended = run.finish()
+        assert check_left(ended, name) <= 6
+        assert max(ended.ended.values()) - asked < 12, "a step, a second, a save and the report"
+    assert not (tmp_path / "STOP" / "STOP").exists()
+    again = start_ranks(2, tmp_path / "STOP", "--train-iters 12").finish()
+    assert again.codes == [0, 0], again.all_stderr
+    assert sorted(losses(tmp_path / "STOP")) == list(range(1, 13))
+
+
+def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: Path) -> None:
+    """The first rank hangs, so nothing but the watchdog's thread can act."""
+    hung = start_ranks(1, tmp_path / "hung", "--global-batch-size 2 --train-iters 99", fault=SLOW)
+    asked = start_ranks(2, tmp_path / "asked", LONG, fault=SLOW)
+    wait_for_step(asked.run_dir, 2)
+    (tmp_path / "asked" / "SAVE").touch()
+    deadline = time.monotonic() + 20
+    while (tmp_path / "asked" / "SAVE").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first = saved(tmp_path / "asked")
+    assert len(first) == 1
+    send(hung, signal.SIGINT, 0)
+    time.sleep(0.1)
+    send(hung, signal.SIGINT, 0)
+    began = time.time()
+    ended = hung.finish()
+    assert ended.codes == [130], ended.all_stderr
+    assert ended.ended[0] - began < 2.0
+    assert not (tmp_path / "hung" / "checkpoints").exists()
+    assert ended.status["reason"].startswith("interrupted twice")
+    send(asked, signal.SIGUSR1, 0)
+    ended = asked.finish()
+    assert ended.codes == [75, 75] and len(saved(tmp_path / "asked")) == 2
+    assert saved(tmp_path / "asked")[0] == first[0]
+
+
+def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
+    run = start_launcher(2, tmp_path / "run", LONG)
+    wait_for_step(run.run_dir, 3)
+    send(run, signal.SIGTERM, 0)
+    check_left(run.finish(), "SIGTERM")
+
+
+def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:
+    """A launcher's SIGTERM reaches this rank before it can know that a peer is dead."""
+    run = start_ranks(2, tmp_path, LONG)
+    wait_for_step(run.run_dir, 3)
+    send(run, signal.SIGTERM, 0)
+    time.sleep(0.4)
+    send(run, signal.SIGKILL, 1)
+    ended = run.finish()
+    assert ended.codes == [6, -9], ended.all_stderr
+    assert ended.status["rank"] == 1 and "gone" in ended.status["reason"]
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("phase", ["data", "reduce", "save", "evaluate"])
+def test_matrix_of_signals(tmp_path: Path, name: str, phase: str, record_property) -> None:  # noqa: ANN001
+    """At any moment: while a rank is in that phase."""
+    record_property("fault", f"{name} in {phase}")
+    flags = "--train-iters 500 --save-interval 2 --eval-iters 2 --eval-interval 2"
+    run = start_ranks(2, tmp_path, flags, fault=f"slow:1:4+:{phase}")
+    wait_for_step(run.run_dir, 4)
+    time.sleep(0.5)
+    send(run, signal.Signals[name], 0, 1)
+    began = time.time()
+    ended = run.finish()
+    assert ended.codes == [75, 75], ended.all_stderr
+    assert ended.status["left"] == name
+    assert saved(tmp_path)[-1] == ended.status["iteration"]
+    record_property("seconds", max(ended.ended.values()) - began)
+    record_property("detected", 1)
+    again = start_ranks(2, tmp_path, f"--train-iters {ended.status['iteration'] + 2}").finish()
+    assert again.codes == [0, 0], again.all_stderr
+    record_property("recovered", 1)
+
+
+def test_requests_by_urgency(tmp_path: Path) -> None:
+    requests = Requests(tmp_path)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        requests.install()
+        assert requests.pending() is Request.NONE
+        (tmp_path / "SAVE").touch()
+        assert requests.pending() is Request.SAVE
+        requests.saved()
+        assert requests.pending() is Request.NONE
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert requests.pending() is Request.SIGUSR1
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.pending() is Request.SIGTERM
+        began = time.monotonic()
+        requests.wait_out_sigterm()
+        assert 0.8 < time.monotonic() - began < 1.5
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    (tmp_path / "STOP").touch()
+    assert Requests(tmp_path).pending() is Request.STOP
+    assert Requests(None).pending() is Request.NONE

@@ -1,0 +1,114 @@
+"""Ranks that do not find each other, or that were started differently."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.guards.sameness import compare, compare_data
+from megatron.parallel.groups import ProcessGroups
+from megatron.runtime import _check_address
+from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, free_port, start_ranks
+from tests.ranks import Ranks
+
+THREE = "--micro-batch-size 1 --global-batch-size 6"
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    began = time.time()
+    run = start_ranks(
+        3, tmp_path / "run", f"{THREE} --train-iters 2 {TIMEOUT}", ranks=range(0, 3, 2)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        busy = start_ranks(2, tmp_path / "busy", "--train-iters 2", ranks=range(1), port=port)
+        ended = busy.finish()
+    assert ended.codes == [2], ended.all_stderr
+    assert f"MASTER_PORT={port}: in use" in ended.stderr[0]
+    ended = run.finish()
+    assert ended.codes == [6, 6], ended.all_stderr
+    assert "2 of 3 ranks joined" in ended.stderr[0] and "missing: rank 1" in ended.stderr[0]
+    assert max(ended.ended.values()) - began < TIMEOUT_SECONDS + 20
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    port = free_port()
+    run = start_ranks(2, tmp_path, f"--train-iters 2 {TIMEOUT}", ranks=range(1, 2), port=port)
+    ended = run.finish()
+    assert ended.codes == [6], ended.all_stderr
+    assert f"127.0.0.1:{port}" in ended.stderr[0] and "MASTER_ADDR" in ended.stderr[0]
+
+
+def test_an_address_that_is_none_is_told_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no-such-host\.invalid: cannot be resolved"):
+        _check_address("no-such-host.invalid", 29500)
+    assert time.monotonic() - began < 15
+
+
+def on_rank_compare(groups: ProcessGroups, odd: int, change: dict[str, object]) -> str:
+    facts: dict[str, object] = {"seed": 1234, "code": "abc", "torch": "2.13"}
+    if groups.world.rank == odd:
+        facts |= change
+    try:
+        compare(groups.world, facts, ConfigError, "start them alike")
+    except ConfigError as error:
+        assert error.shared
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 7}, "seed: 7 there, 1234 on rank"),
+        ({"code": "xyz"}, "code: 'xyz' there, 'abc' on rank"),
+        ({"torch": "2.9", "apex": "1"}, "apex: '1' there, None on rank"),
+    ],
+)
+def test_a_rank_that_was_started_differently_is_named(
+    ranks: Ranks, odd: int, change: dict[str, object], named: str
+) -> None:
+    texts = ranks.run(4, on_rank_compare, odd, change)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"rank {odd} was started differently: {named}"), texts[0]
+    assert ranks.run(4, on_rank_compare, odd, {}) == [""] * 4
+
+
+class _Source:
+    """Data of which one sample may differ."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int):  # noqa: ANN204
+        import numpy as np
+
+        return np.array([index, self.value])
+
+
+class _Reader:
+    def __init__(self, dataset: _Source) -> None:
+        self.dataset = dataset
+
+
+def on_rank_data(groups: ProcessGroups) -> str:
+    try:
+        compare_data({"train": _Reader(_Source(groups.world.rank // 2))}, groups.world)  # type: ignore[dict-item]
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_a_rank_with_other_data_is_named(ranks: Ranks) -> None:
+    texts = ranks.run(4, on_rank_data)
+    assert len(set(texts)) == 1 and texts[0].startswith("DataError rank 2 was started differently")
+    assert "train data" in texts[0]
