@@ -130,8 +130,7 @@ class RunState:
         written, cannot be.
         """
         began = time.perf_counter()
-        if self._background.pending:
-            self._conclude(self._background.take)
+        self.settle(wait=True)
         self.metrics.flush()
         shards = list(self._shards())
         asynchronous = self.config.checkpoint.async_save and not wait
@@ -145,9 +144,10 @@ class RunState:
         seconds = time.perf_counter() - began
         self.metrics.say(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
 
-    def settle(self) -> None:
-        """Tell of a pending save that has ended on every rank; raises as `save` does."""
-        if self._background.pending and self._ended_everywhere():
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell of a pending save that has ended on every rank, or `wait` for that; raises as
+        `save` does."""
+        if self._background.pending and (wait or self._ended_everywhere()):
             self._conclude(self._background.take)
 
     def _ended_everywhere(self) -> bool:

@@ -66,8 +66,9 @@ class Saver(Protocol):
         """Save the present step; with `wait` it is committed when this returns."""
         ...
 
-    def settle(self) -> None:
-        """Called after each step: raises what went wrong in a save that was not waited for."""
+    def settle(self, *, wait: bool = False) -> None:
+        """Called after each step: raises what went wrong in a save that was not waited for; with
+        `wait` none is being written when this returns."""
         ...
 
 
@@ -124,10 +125,19 @@ class Trainer:
                 "give --skip-train to evaluate again"
             )
             return Outcome(EXIT_DONE)
-        elif (left := self._train_steps()) is not None:
+        elif (left := self._train_steps_and_settle()) is not None:
             return left
         request = self._evaluate("test", self.readers.test)
         return Outcome(EXIT_REQUEUE, request.left) if request.leaves else Outcome(EXIT_DONE)
+
+    def _train_steps_and_settle(self) -> Outcome | None:
+        try:
+            return self._train_steps()
+        except NumericsError:
+            # Every rank is here, and what is still being written is older than what went wrong.
+            self.heartbeat.at("save")
+            self.saver.settle(wait=True)
+            raise
 
     def _train_steps(self) -> Outcome | None:
         evaluation = self.config.evaluation

@@ -15,8 +15,9 @@ from checkpoint_helpers import tree
 
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import Files
+from megatron.checkpoint.locate import find_checkpoint
 from megatron.checkpoint.store import snapshot, whole
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_state import RunState
 from tests.ranks import Ranks
@@ -101,6 +102,34 @@ def test_training_goes_on_and_the_next_save_waits(ranks: Ranks, tmp_path: Path, 
         assert first < second / 2 and second > 0.3 and found["most"] == 1
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert steps == ["step_00000001", "step_00000002"]
+
+
+def on_rank_nan(groups: ProcessGroups, run_dir: Path) -> int:
+    """Step 2 is still being saved when the numbers of step 3 turn out wrong."""
+    trainer = make_trainer(groups, f"{FLAGS} --async-save --max-skipped-steps 1", run_dir)
+    saver_of(trainer).files = SlowFiles()
+    scatter = trainer.optimizer.loaded
+
+    def save(progress: Any, *, wait: bool) -> None:
+        RunState.save(saver_of(trainer), progress, wait=wait)
+        trainer.optimizer.states[0].master.fill_(float("nan"))
+        scatter()
+
+    trainer.saver.save = save
+    with pytest.raises(NumericsError):
+        trainer.train()
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return trainer.progress.iteration
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_is_finished_though_the_numbers_went_wrong(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    assert ranks.run(world, on_rank_nan, tmp_path) == [3] * world
+    found = find_checkpoint(tmp_path, say=print)
+    assert found is not None and found.name == "step_00000002"
 
 
 class FullFiles(Files):
