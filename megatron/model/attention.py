@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.blocked_attention import blocked_attention, blocked_attention_serves
-from megatron.model.mlp import linear
+from megatron.model.linear import linear
 from megatron.model.rotary import Rotary, rotate
 
 if TYPE_CHECKING:

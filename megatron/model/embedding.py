@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.linear import multiply
+
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
@@ -75,4 +77,4 @@ class OutputLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., h] -> [..., padded vocabulary]; padding columns are 0."""
-        return F.linear(hidden, self.weight)
+        return multiply(hidden, self.weight)

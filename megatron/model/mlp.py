@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.gelu import gelu_tanh
+from megatron.model.linear import linear
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -42,13 +43,3 @@ class MLP(nn.Module):
         else:
             inner = self.activation(inner)
         return self.dense_4h_to_h(inner)
-
-
-def linear(
-    num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-) -> nn.Linear:
-    """A linear layer whose values are left for `init` to fill."""
-    layer = nn.utils.skip_init(
-        nn.Linear, num_inputs, num_outputs, bias=bias, dtype=dtype, device=device
-    )
-    return cast("nn.Linear", layer)

@@ -1,0 +1,67 @@
+"""The CPU's fp32 products by oneDNN are those of `F.linear`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.model import linear as module
+from megatron.model.linear import linear, multiply
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the smallest product goes to oneDNN."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("oneDNN serves fp32 only on CPUs with AVX512")
+    monkeypatch.setattr(module, "_WORTHWHILE", 0)
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 7, 16), (1, 1, 16)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients(always: None, shape: tuple[int, ...], with_bias: bool) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(24, 16, requires_grad=True)
+    bias = torch.randn(24, requires_grad=True) if with_bias else None
+    leaves = [leaf for leaf in (inputs, weight, bias) if leaf is not None]
+    ours, theirs = multiply(inputs, weight, bias), F.linear(inputs, weight, bias)
+    assert type(ours.grad_fn) is not type(theirs.grad_fn), "oneDNN was to be asked"
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn_like(ours)
+    for mine, wanted in zip(
+        torch.autograd.grad(ours, leaves, upstream),
+        torch.autograd.grad(theirs, leaves, upstream),
+        strict=True,
+    ):
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_same_bits_without_gradients_and_again(always: None) -> None:
+    torch.manual_seed(0)
+    layer = linear(32, 48, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    for leaf in layer.parameters():
+        torch.nn.init.normal_(leaf)
+    inputs = torch.randn(9, 32)
+    first = layer(inputs)
+    with torch.no_grad():
+        assert torch.equal(first, layer(inputs))
+    (first_grad,) = torch.autograd.grad(first.sum(), [layer.weight])
+    (second_grad,) = torch.autograd.grad(layer(inputs).sum(), [layer.weight])
+    assert torch.equal(first_grad, second_grad)
+
+
+def test_gradients_only_where_wanted(always: None) -> None:
+    inputs, weight = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
+    multiply(inputs, weight).sum().backward()
+    assert weight.grad is not None and inputs.grad is None
+
+
+def test_small_products_and_other_dtypes_stay_with_torch() -> None:
+    small = multiply(torch.randn(4, 8), torch.randn(6, 8, requires_grad=True))
+    assert "OneDnn" not in type(small.grad_fn).__name__
+    many = torch.randn(512, 128, dtype=torch.bfloat16)
+    weight = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+    assert "OneDnn" not in type(multiply(many, weight).grad_fn).__name__

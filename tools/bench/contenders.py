@@ -1,0 +1,230 @@
+"""Ways to train the same GPT: our trainer, Hugging Face GPT-2 in a plain loop, torch's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.config import parse
+from megatron.errors import missing_extra
+from megatron.metrics import Metrics, NullMetrics
+from megatron.model.gpt import GPT
+from megatron.parallel.groups import ProcessGroups
+from megatron.runtime import Launch, Runtime
+from megatron.training import Trainer
+from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics
+
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and the batch of one rank. `microbatches` of `batch` sequences make a step of ours;
+    `more_flags` are given to our trainer as they are."""
+
+    layers: int = 6
+    hidden: int = 384
+    heads: int = 6
+    sequence: int = 256
+    vocabulary: int = 8192
+    batch: int = 8
+    microbatches: int = 1
+    more_flags: tuple[str, ...] = ()
+
+    def flags(self, *, dtype: str, ranks: int = 1, extra: Sequence[str] = ()) -> list[str]:
+        """What `pretrain_gpt.py` would be given."""
+        values = {
+            "num-layers": self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": self.heads,
+            "seq-length": self.sequence,
+            "vocab-size": self.vocabulary,
+            "micro-batch-size": self.batch,
+            "global-batch-size": self.batch * self.microbatches * ranks,
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "lr": LEARNING_RATE,
+            "lr-decay-style": "constant",
+            "adam-beta1": BETAS[0],
+            "adam-beta2": BETAS[1],
+            "weight-decay": WEIGHT_DECAY,
+            "clip-grad": CLIP,
+            "train-iters": 1_000_000,
+            "log-interval": 1,
+        }
+        flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        return [
+            *flags,
+            "--mock-data",
+            *(["--bf16"] if dtype == "bf16" else []),
+            *self.more_flags,
+            *extra,
+        ]
+
+
+class Ours:
+    """Our trainer as `pretrain_gpt.py` builds it, logging every step."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        groups: ProcessGroups,
+        run_dir: Path,
+        *,
+        name: str = "ours",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.name = name
+        self.trainer = _trainer(flags, groups, run_dir, torch.device(device))
+        self.metrics = self.trainer.metrics
+
+    def step(self) -> float:
+        record, _ = self.trainer.train_step()
+        self.metrics.step(record)
+        return record.lm_loss
+
+
+class Silent:
+    """The same trainer as another contender's, whose steps are not logged."""
+
+    def __init__(self, ours: Ours) -> None:
+        self.name = f"{ours.name}, metrics off"
+        self._trainer = ours.trainer
+
+    def step(self) -> float:
+        record, _ = self._trainer.train_step()
+        return record.lm_loss
+
+
+class HuggingFaceLoop:
+    """`GPT2LMHeadModel` in a plain PyTorch loop: sdpa, fused AdamW, clip_grad_norm_.
+
+    Parameters, gradients and moments are all in the dtype; there are no fp32 master weights.
+    """
+
+    name = "Hugging Face GPT-2"
+
+    def __init__(self, shape: Shape, *, dtype: str, batches: Batches) -> None:
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel
+        except ImportError:
+            raise missing_extra("transformers", "data") from None
+        config = GPT2Config(
+            vocab_size=shape.vocabulary,
+            n_positions=shape.sequence,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(0)
+        model: Any = GPT2LMHeadModel(config)
+        self._model = model.to(DTYPES[dtype]).train()
+        self._parameters = list(self._model.parameters())
+        self._optimizer = adamw(self._parameters)
+        self._batches = batches
+
+    def step(self) -> float:
+        tokens, labels = self._batches.next()
+        # The model shifts labels by itself, so it is given tokens: one target fewer in a sequence.
+        loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+class DdpLoop:
+    """Our GPT in torch's DistributedDataParallel with torch's fused AdamW, the plain way: one
+    parameter for the tied table, parameters and moments in the dtype."""
+
+    def __init__(
+        self, flags: Sequence[str], *, dtype: str, batches: Batches, bucket_view: bool
+    ) -> None:
+        self.name = f"DDP{' (gradient_as_bucket_view)' if bucket_view else ''}"
+        config = parse(list(flags), paths=GRADIENT_PATHS)
+        vocabulary = config.data.vocab_size
+        assert vocabulary is not None
+        model = GPT(config.model, vocab_size=vocabulary, seed=1, dtype=DTYPES[dtype], device="cpu")
+        assert model.output_layer is not None and model.embedding is not None
+        model.output_layer.weight = model.embedding.word_embeddings.weight
+        self._model = DistributedDataParallel(
+            _LossModule(model), gradient_as_bucket_view=bucket_view
+        )
+        self._parameters = list(self._model.parameters())
+        self._optimizer = adamw(self._parameters)
+        self._batches = batches
+
+    def step(self) -> float:
+        tokens, labels = self._batches.next()
+        loss = self._model(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+class Batches:
+    """The microbatches that our trainer reads, for the others to read too."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._reader = trainer.readers.train
+        size = trainer.config.training.global_batch_size
+        assert size is not None
+        self._size, self._position = size, 0
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels, [b, s] each, of this rank's next microbatch."""
+        (batch,) = self._reader.read(self._position, self._size)
+        self._position += self._size
+        return batch.tokens, batch.labels
+
+
+def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
+    """torch's fused AdamW; matrices decay, as in ours, vectors do not."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+
+
+class _LossModule(torch.nn.Module):
+    """Mean loss as `forward`, which is what DDP wraps."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(tokens, labels) / labels.numel()
+
+
+def _trainer(
+    flags: Sequence[str], groups: ProcessGroups, run_dir: Path, device: torch.device
+) -> Trainer:
+    config = parse(list(flags), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    rank, ranks = groups.world.rank, groups.world.size
+    launch = Launch(
+        launcher="none", rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks
+    )
+    runtime = Runtime(launch=launch, device=device, backend="gloo")
+    metrics: Metrics = NullMetrics()
+    if rank == 0:
+        # The console is a file too: a terminal's speed is not ours to measure.
+        metrics = open_metrics(config, runtime, run_dir, None)
+    return build_trainer(config, runtime, groups, run_dir, metrics, None)
