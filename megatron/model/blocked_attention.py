@@ -25,9 +25,11 @@ _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Whether `blocked_attention` is the faster way: bf16 on a CPU that multiplies bf16."""
+    """Whether `blocked_attention` is the faster way: bf16 on a CPU that multiplies bf16, not
+    under torch.compile, which cannot trace it."""
     return (
-        query.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and query.device.type == "cpu"
         and query.dtype == torch.bfloat16
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )

@@ -21,6 +21,8 @@ _CHUNK_ELEMENTS = 1 << 19
 def gelu_tanh(inputs: torch.Tensor) -> torch.Tensor:
     """GELU in GPT-2's tanh form: any shape, dtype and device."""
     chunked = inputs.device.type == "cpu" and inputs.dtype == torch.bfloat16
+    if torch.compiler.is_compiling():
+        chunked = False  # the compiler makes one loop of it by itself
     if chunked and inputs.requires_grad and torch.is_grad_enabled():
         return _ChunkedGelu.apply(inputs)
     return F.gelu(inputs, approximate="tanh")

@@ -97,3 +97,16 @@ def test_without_gradients_nothing_is_wrapped() -> None:
     model = small_model(recompute=SETTINGS["uniform 1"])
     with torch.no_grad():
         assert not model(random_tokens()).requires_grad
+
+
+def test_bf16_kernels_of_the_cpu_recompute_the_same_bits() -> None:
+    tokens, labels = random_tokens(), random_tokens(seed=1)
+    models = [
+        small_model(dtype=torch.bfloat16, recompute=setting)
+        for setting in (None, SETTINGS["uniform 2"])
+    ]
+    for model in models:
+        model.loss(tokens, labels).backward()
+    expected = gradients(models[0])
+    for name, grad in gradients(models[1]).items():
+        assert torch.equal(grad, expected[name]), name

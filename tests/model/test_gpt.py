@@ -209,12 +209,14 @@ def test_stages_compose_to_the_whole(variant: str) -> None:
 
 # torch's own tracing looks at `.grad` of tensors that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers_give_the_same_numbers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compiled_layers_give_the_same_numbers(dtype: torch.dtype) -> None:
     tokens, labels = random_tokens(), random_tokens(seed=1)
-    plain, compiled = small_model(), small_model()
+    plain, compiled = small_model(dtype=dtype), small_model(dtype=dtype)
     compiled.compile_layers(backend="aot_eager")
     for model in (plain, compiled):
         model.loss(tokens, labels).backward()
     expected = gradients(plain)
+    bound = 1e-6 if dtype == torch.float32 else 0.05
     for name, grad in gradients(compiled).items():
-        torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-5)
+        assert (grad - expected[name]).norm() <= bound * expected[name].norm(), name
