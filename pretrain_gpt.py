@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import DensePath
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError, SparsetronError
+from megatron.errors import EXIT_DONE, PeerError, SparsetronError
 from megatron.metrics import check_trackers
 from megatron.run_folder import (
     announce,
@@ -360,9 +360,8 @@ def weight_decay(config: Config) -> WeightDecay:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code not in (EXIT_DONE, EXIT_REQUEUE):
-        # Waiting for the peers in an orderly end could take for ever: they may be gone.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure an orderly end could wait for peers that are gone, and a gloo
+    # thread that lets go of its last tensor while Python shuts down aborts the process.
+    os._exit(code)
