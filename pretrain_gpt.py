@@ -25,7 +25,15 @@ from megatron.run_folder import (
     report_failure,
     write_pictures,
 )
-from megatron.runtime import Launch, Runtime, detect_launch, job_environment, start, stop
+from megatron.runtime import (
+    Launch,
+    Runtime,
+    detect_launch,
+    job_environment,
+    start,
+    stop,
+    wait_for_all,
+)
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
@@ -60,7 +68,10 @@ def main(argv: Sequence[str]) -> int:
         run_dir = name_run_dir(config)
         return run(config, launch, run_dir)
     except SparsetronError as error:
-        return report_failure(error, launch, run_dir, argv)
+        code = report_failure(error, launch, run_dir, argv)
+        if error.shared:
+            wait_for_all()
+        return code
     except RuntimeError as error:
         if not any(name in str(error) for name in ("gloo", "NCCL")):
             raise

@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
+SECONDS_TO_SPEAK = 2.0
 _PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "mpi4py")
 
 
@@ -117,6 +119,9 @@ def report_failure(
     if "--debug" in argv:
         traceback.print_exception(error, file=sys.stderr)
     if rank and (error.shared or run_dir is None):
+        if not error.shared:
+            # torchrun ends everybody with the first rank that leaves: let rank 0 speak before.
+            time.sleep(SECONDS_TO_SPEAK)
         return error.exit_code
     where = f"rank {rank}: " if launch is not None and launch.world_size > 1 else ""
     print(f"{where}{error}", file=sys.stderr, flush=True)

@@ -197,6 +197,16 @@ def start(launch: Launch, config: Config) -> Runtime:
     return Runtime(launch=launch, device=device, backend=backend)
 
 
+def wait_for_all() -> None:
+    """Leave no earlier than the others. For ranks that know of each other that all are alive:
+    launchers end everybody with the first that leaves, even before rank 0 has said why."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # a barrier that is gloo's on every device
+
+
 def stop() -> None:
     """Leave the world; the counterpart of `start`."""
     import torch.distributed as dist
