@@ -5,21 +5,23 @@ Starts alone, under torchrun, srun or mpiexec. Importing it does nothing, so too
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import DensePath
 from megatron.errors import EXIT_DONE, PeerError, SparsetronError
-from megatron.metrics import check_trackers
+from megatron.metrics import check_trackers, cut_metrics
 from megatron.run_folder import (
     announce,
     compare_configs,
     finish,
+    keep_config,
     name_run_dir,
     prepare_run_dir,
     report_failure,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from megatron.optimizer.lr import LearningRate, WeightDecay
     from megatron.optimizer.rules import UpdateRule
     from megatron.parallel.groups import ProcessGroups
+    from megatron.run_state import Origin
     from megatron.training import Readers, Trainer
 
 GRADIENT_PATHS: dict[str, GradientPath] = {path.name: path for path in (DensePath(),)}
@@ -92,17 +95,21 @@ def run(config: Config, launch: Launch, run_dir: Path) -> int:
             return ""
         from megatron.run_state import locate_checkpoint
 
-        prepare_run_dir(config, run_dir)
-        return str(locate_checkpoint(config, run_dir, say=notes.append) or "")
+        prepare_run_dir(run_dir)
+        origin = locate_checkpoint(config, run_dir, say=notes.append)
+        return json.dumps([str(origin.path), origin.own] if origin else None)
 
-    found = groups.world.gather_text(groups.world.agreed(open_run))[0]
-    checkpoint = Path(found) if found else None
-    metrics = open_metrics(config, runtime, run_dir, checkpoint)
+    answers = groups.world.gather_text(groups.world.agreed(open_run))
+    origin = origin_of(json.loads(answers[0]))
+    metrics = open_metrics(config, runtime, run_dir, origin)
     try:
         announce(metrics, config, runtime, groups)
         for note in notes:
             metrics.say(note)
-        trainer = build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
+        trainer = build_trainer(config, runtime, groups, run_dir, metrics, origin)
+        if runtime.is_writer:
+            keep_config(config, run_dir)
+            cut_metrics(run_dir, trainer.progress.iteration)
         outcome = trainer.train()
         metrics.flush()
         if runtime.is_writer:
@@ -113,6 +120,13 @@ def run(config: Config, launch: Launch, run_dir: Path) -> int:
     groups.world.barrier()
     stop()
     return outcome.exit_code
+
+
+def origin_of(found: list[Any] | None) -> Origin | None:
+    """What rank 0 told of the checkpoint to start from."""
+    from megatron.run_state import Origin
+
+    return Origin(Path(found[0]), own=found[1]) if found else None
 
 
 def build_groups(config: Config, launch: Launch) -> ProcessGroups:
@@ -128,21 +142,17 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
     return ProcessGroups.build(dims, rank=launch.rank)
 
 
-def open_metrics(
-    config: Config, runtime: Runtime, run_dir: Path, checkpoint: Path | None
-) -> Metrics:
-    """Log, metrics files and trackers of the writing rank; lines of steps that will be taken
-    again are moved aside."""
+def open_metrics(config: Config, runtime: Runtime, run_dir: Path, origin: Origin | None) -> Metrics:
+    """Log, metrics files and trackers of the writing rank."""
     from megatron.checkpoint.verify import read_manifest
-    from megatron.metrics import Metrics, NullMetrics, cut_metrics
+    from megatron.metrics import Metrics, NullMetrics
     from megatron.model.flops import FORMULA
 
     if not runtime.is_writer:
         return NullMetrics()
     start_iteration = 0
-    if checkpoint is not None and not config.checkpoint.finetune:
-        start_iteration = read_manifest(checkpoint).step
-    cut_metrics(run_dir, start_iteration)
+    if origin is not None and (origin.own or not config.checkpoint.finetune):
+        start_iteration = read_manifest(origin.path).step
     return Metrics(
         run_dir,
         logging=config.logging,
@@ -163,9 +173,9 @@ def build_trainer(
     groups: ProcessGroups,
     run_dir: Path,
     metrics: Metrics,
-    checkpoint: Path | None,
+    origin: Origin | None,
 ) -> Trainer:
-    """Put a run together, at the state of `checkpoint` if there is one. Collective."""
+    """Put a run together, at the state of `origin` if there is one. Collective."""
     import torch
 
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
@@ -218,9 +228,9 @@ def build_trainer(
     count = parameter_count(config.model, vocabulary.size)
     metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
     metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
-    if checkpoint is None:
+    if origin is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
-    progress = state.restore(checkpoint) if checkpoint is not None else Progress()
+    progress = state.restore(origin) if origin is not None else Progress()
     return Trainer(
         config=config,
         device=runtime.device,
@@ -288,10 +298,9 @@ def build_readers(
             return None
         return BatchReader(dataset=dataset, sampler=sampler, options=options, device=runtime.device)
 
-    train = reader(sets.train)
-    if train is None:
+    if sets.train is None and not config.training.skip_train:
         raise DataError("split: leaves no documents for training; give training a share")
-    return Readers(train=train, valid=reader(sets.valid), test=reader(sets.test))
+    return Readers(train=reader(sets.train), valid=reader(sets.valid), test=reader(sets.test))
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:

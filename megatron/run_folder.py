@@ -37,21 +37,28 @@ def name_run_dir(config: Config) -> Path:
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
-def prepare_run_dir(config: Config, run_dir: Path) -> None:
-    """Make the folder and write the resolved configuration and the versions into it.
+def prepare_run_dir(run_dir: Path) -> None:
+    """Make the folder and write into it that a run has begun.
 
     Raises `ConfigError` where it cannot be written: at once, not after the first interval.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
-        (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        text = json.dumps(environment(), indent=1) + "\n"
-        (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
         write_status(run_dir, _signed(Status(state="running")))
     except OSError as error:
         raise ConfigError(
             f"run_dir: {run_dir.resolve()}: {error.strerror}; choose a folder that can be written"
         ) from None
+
+
+def keep_config(config: Config, run_dir: Path) -> None:
+    """Write the resolved configuration and the versions, once it is sure that they are the run's:
+    a refused start, or one that only evaluates, leaves those of the run that trained."""
+    if config.training.skip_train and (run_dir / CONFIG).exists():
+        return
+    (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    text = json.dumps(environment(), indent=1) + "\n"
+    (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
 
 
 def environment() -> dict[str, object]:
