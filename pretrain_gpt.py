@@ -6,6 +6,7 @@ Starts alone, under torchrun, srun or mpiexec. Importing it does nothing, so too
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import secrets
 import sys
@@ -22,10 +23,11 @@ from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.guards.requests import Requests
 from megatron.guards.watchdog import Watchdog
-from megatron.metrics import check_trackers
+from megatron.metrics import check_trackers, cut_metrics
 from megatron.run_folder import (
     announce,
     finish,
+    keep_config,
     lock_run_dir,
     name_run_dir,
     prepare_run_dir,
@@ -40,6 +42,7 @@ from megatron.runtime import (
     job_environment,
     start,
     stop,
+    wait_for_all,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from megatron.optimizer.lr import LearningRate, WeightDecay
     from megatron.optimizer.rules import UpdateRule
     from megatron.parallel.groups import ProcessGroups
+    from megatron.run_state import Origin
     from megatron.training import Readers, Trainer
 
 GRADIENT_PATHS: dict[str, GradientPath] = {path.name: path for path in (DensePath(),)}
@@ -81,7 +85,10 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
             check_free(run_dir)
         return run(config, launch, run_dir, failures, held)
     except Exception as error:
-        return failures.report(error)
+        code = failures.report(error)
+        if getattr(error, "shared", False):
+            wait_for_all()
+        return code
 
 
 def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held: ExitStack) -> int:
@@ -98,20 +105,23 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
         groups.world.agreed(lambda: held.callback(lock_run_dir(run_dir, say=notes.append)))
     else:
         groups.world.agreed(lambda: None)
-    checkpoint = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
+    origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
     failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
     with ExitStack() as stack:
         limit = 60 * config.parallel.distributed_timeout_minutes
         stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())
-        metrics = open_metrics(config, runtime, run_dir, checkpoint)
+        metrics = open_metrics(config, runtime, run_dir, origin)
         stack.callback(metrics.close)
         try:
             announce(metrics, config, runtime, groups)
             for note in notes:
                 metrics.say(note)
             trainer = build_trainer(
-                config, runtime, groups, run_dir, metrics, checkpoint, heartbeat, requests
+                config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
             )
+            if runtime.is_writer:
+                keep_config(config, run_dir)
+                cut_metrics(run_dir, trainer.progress.iteration)
             trainer.peer_failure = failures.causes().known
             outcome = trainer.train()
             heartbeat.at("start")
@@ -136,20 +146,21 @@ def open_run(
     run_dir: Path,
     attempt: str,
     say: Callable[[str], None],
-) -> Path | None:
+) -> Origin | None:
     """Rank 0 opens the folder and decides for all where to start from. Collective."""
     from megatron.guards.sameness import compare_starts
-    from megatron.run_state import locate_checkpoint
+    from megatron.run_state import Origin, locate_checkpoint
 
     def locate() -> str:
         if not runtime.is_writer:
             return ""
-        prepare_run_dir(config, run_dir, attempt=attempt)
-        return str(locate_checkpoint(config, run_dir, say=say) or "")
+        prepare_run_dir(run_dir, attempt=attempt)
+        origin = locate_checkpoint(config, run_dir, say=say)
+        return json.dumps([str(origin.path), origin.own] if origin else None)
 
     compare_starts(config, run_dir, groups.world)
-    found = groups.world.gather_text(groups.world.agreed(locate))[0]
-    return Path(found) if found else None
+    found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
+    return Origin(Path(found[0]), own=found[1]) if found else None
 
 
 def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
@@ -177,21 +188,17 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
     return ProcessGroups.build(dims, rank=launch.rank)
 
 
-def open_metrics(
-    config: Config, runtime: Runtime, run_dir: Path, checkpoint: Path | None
-) -> Metrics:
-    """Log, metrics files and trackers of the writing rank; lines of steps that will be taken
-    again are moved aside."""
+def open_metrics(config: Config, runtime: Runtime, run_dir: Path, origin: Origin | None) -> Metrics:
+    """Log, metrics files and trackers of the writing rank."""
     from megatron.checkpoint.verify import read_manifest
-    from megatron.metrics import Metrics, NullMetrics, cut_metrics
+    from megatron.metrics import Metrics, NullMetrics
     from megatron.model.flops import FORMULA
 
     if not runtime.is_writer:
         return NullMetrics()
     start_iteration = 0
-    if checkpoint is not None and not config.checkpoint.finetune:
-        start_iteration = read_manifest(checkpoint).step
-    cut_metrics(run_dir, start_iteration)
+    if origin is not None and (origin.own or not config.checkpoint.finetune):
+        start_iteration = read_manifest(origin.path).step
     return Metrics(
         run_dir,
         logging=config.logging,
@@ -212,11 +219,11 @@ def build_trainer(
     groups: ProcessGroups,
     run_dir: Path,
     metrics: Metrics,
-    checkpoint: Path | None,
+    origin: Origin | None,
     heartbeat: Heartbeat | None = None,
     requests: Requests | None = None,
 ) -> Trainer:
-    """Put a run together, at the state of `checkpoint` if there is one. Collective."""
+    """Put a run together, at the state of `origin` if there is one. Collective."""
     import torch
 
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
@@ -273,9 +280,9 @@ def build_trainer(
     count = parameter_count(config.model, vocabulary.size)
     metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
     metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
-    if checkpoint is None:
+    if origin is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
-    progress = state.restore(checkpoint) if checkpoint is not None else Progress()
+    progress = state.restore(origin) if origin is not None else Progress()
     trainer = Trainer(
         config=config,
         device=runtime.device,
@@ -350,10 +357,9 @@ def build_readers(
             return None
         return BatchReader(dataset=dataset, sampler=sampler, options=options, device=runtime.device)
 
-    train = reader(sets.train)
-    if train is None:
+    if sets.train is None and not config.training.skip_train:
         raise DataError("split: leaves no documents for training; give training a share")
-    return Readers(train=train, valid=reader(sets.valid), test=reader(sets.test))
+    return Readers(train=reader(sets.train), valid=reader(sets.valid), test=reader(sets.test))
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:

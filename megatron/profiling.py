@@ -10,7 +10,8 @@ from megatron.config import Config
 
 
 class Profiler:
-    """Profiles steps [start, end) of the ranks asked for; does nothing on the others.
+    """Profiles the steps after `start` up to `end`, as Megatron counts, of the ranks asked for;
+    does nothing on the others.
 
     With `--use-pytorch-profiler`, or without a GPU, writes `profile/rank_N.json` (open it in
     Perfetto) and `rank_N.txt` (where the time went) into the run folder; else brackets the steps
@@ -23,31 +24,36 @@ class Profiler:
         self._wanted = logging.profile and chosen
         self._first, self._end = logging.profile_step_start, logging.profile_step_end
         self._stem = run_dir / "profile" / f"rank_{rank}"
-        self._torch = None
-        if logging.use_pytorch_profiler or not on_cuda:
-            self._torch = torch.profiler.profile if self._wanted else None
-        self._running: torch.profiler.profile | None = None
+        self._torch: torch.profiler.profile | None = None
+        if self._wanted and (logging.use_pytorch_profiler or not on_cuda):
+            self._torch = torch.profiler.profile()
+        self._running = False
 
     def before_step(self, iteration: int) -> None:
-        """Open the window at its first step."""
-        if not self._wanted or iteration != self._first:
+        """Open the window before its first step, or in its midst where the run resumes there."""
+        if not self._wanted or self._running or not self._first < iteration <= self._end:
             return
+        self._running = True
         if self._torch is None:
             torch.cuda.profiler.start()
-            return
-        self._running = self._torch()
-        self._running.start()
+        else:
+            self._torch.start()
 
     def after_step(self, iteration: int) -> None:
-        """Close the window after its last step, and write what was seen."""
-        if not self._wanted or iteration != self._end - 1:
+        """Close the window after its last step."""
+        if iteration >= self._end:
+            self.close()
+
+    def close(self) -> None:
+        """End a window that is open, and write what was seen."""
+        if not self._running:
             return
+        self._running = False
         if self._torch is None:
             torch.cuda.profiler.stop()
             return
-        assert self._running is not None, "the window opens before it closes"
-        self._running.stop()
+        self._torch.stop()
         self._stem.parent.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self._stem.with_suffix(".json")))
-        table = self._running.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+        self._torch.export_chrome_trace(str(self._stem.with_suffix(".json")))
+        table = self._torch.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
         self._stem.with_suffix(".txt").write_text(table)

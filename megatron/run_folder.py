@@ -47,15 +47,12 @@ def lock_run_dir(run_dir: Path, *, say: Callable[[str], None]) -> Callable[[], N
     return lock.release if lock is not None else lambda: None
 
 
-def prepare_run_dir(config: Config, run_dir: Path, *, attempt: str = "") -> None:
-    """Write the resolved configuration and the versions into it.
+def prepare_run_dir(run_dir: Path, *, attempt: str = "") -> None:
+    """Write into the folder that a run has begun.
 
     Raises `ConfigError` where it cannot be written: at once, not after the first interval.
     """
     with _failing(run_dir):
-        (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-        text = json.dumps(environment(), indent=1) + "\n"
-        (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
 
 
@@ -67,6 +64,16 @@ def _failing(run_dir: Path) -> Iterator[None]:
         raise ConfigError(
             f"run_dir: {run_dir.resolve()}: {error.strerror}; choose a folder that can be written"
         ) from None
+
+
+def keep_config(config: Config, run_dir: Path) -> None:
+    """Write the resolved configuration and the versions, once it is sure that they are the run's:
+    a refused start, or one that only evaluates, leaves those of the run that trained."""
+    if config.training.skip_train and (run_dir / CONFIG).exists():
+        return
+    (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    text = json.dumps(environment(), indent=1) + "\n"
+    (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
 
 
 def environment() -> dict[str, object]:

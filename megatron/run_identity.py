@@ -62,10 +62,11 @@ def check_identity(
 ) -> None:
     """Raise `CheckpointError` naming the settings that differ, those of the model alone where
     training starts anew on its weights."""
+    weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     differing = [
         f"{key}: {was.get(key)!r} there, {now[key]!r} here"
         for key in sorted(now)
-        if was.get(key) != now[key] and (key.startswith("model.") or not model_only)
+        if was.get(key) != now[key] and (key in weights or not model_only)
     ]
     if differing:
         raise CheckpointError(

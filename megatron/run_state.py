@@ -48,12 +48,24 @@ def save_directory(config: Config, run_dir: Path) -> Path:
     return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
 
 
-def locate_checkpoint(config: Config, run_dir: Path, *, say: Callable[[str], None]) -> Path | None:
-    """The step folder to start from: the newest good one of this run, else of `--load`; None to
-    start at step 0. One rank calls it for all.
+@dataclass(frozen=True)
+class Origin:
+    """The step folder a run starts from. `own`: this very run saved it, and goes on; else it is
+    another's, of which `--finetune` and `--no-load-optim` may leave out parts."""
 
-    Raises `CheckpointError` where committed folders are there and none verifies, and where
-    `--load` names another place and nothing was ever committed there.
+    path: Path
+    own: bool
+
+
+def locate_checkpoint(
+    config: Config, run_dir: Path, *, say: Callable[[str], None]
+) -> Origin | None:
+    """Where to start from: the newest good checkpoint of this run, else of `--load`; None for
+    step 0. One rank calls it for all.
+
+    Raises `CheckpointError` where committed folders are there and none verifies, where `--load`
+    names another place and nothing was ever committed there, and for `--ckpt-step` of this run's
+    own folder when that is not its newest: two histories would share the steps after it.
     """
     asked = config.checkpoint
     own_place = save_directory(config, run_dir)
@@ -63,16 +75,28 @@ def locate_checkpoint(config: Config, run_dir: Path, *, say: Callable[[str], Non
     own_step = None if elsewhere else asked.ckpt_step
     own = None
     if own_place.exists() or own_step is not None:
-        own = find_checkpoint(own_place, say=say, step=own_step, repair=True)
-    if own is not None or asked.load is None:
-        return own
+        own = find_checkpoint(own_place, say=say, step=own_step, repair=own_step is None)
+    if own is not None:
+        _refuse_to_branch(own, own_place, own_step)
+        return Origin(own, own=True)
+    if asked.load is None:
+        return None
     other = find_checkpoint(asked.load, say=say, step=asked.ckpt_step) if elsewhere else None
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
         raise CheckpointError(
             f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
             "out to start at step 0"
         )
-    return other
+    return Origin(other, own=False) if other is not None else None
+
+
+def _refuse_to_branch(found: Path, directory: Path, step: int | None) -> None:
+    newest = find_checkpoint(directory, say=lambda text: None) if step is not None else found
+    if newest != found:
+        raise CheckpointError(
+            f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
+            f"give --load {directory} --ckpt-step {step} and a new --run-dir"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,24 +244,29 @@ class RunState:
 
     # ---- loading -------------------------------------------------------------------------------
 
-    def restore(self, found: Path) -> Progress:
+    def restore(self, origin: Origin) -> Progress:
         """Take back a checkpoint that `locate_checkpoint` found.
 
         Raises `CheckpointError`, on every rank, for one that does not fit this run, naming the
         keys that differ.
         """
-        with Checkpoint.open(found, verify=False) as saved:
-            self.groups.world.agreed(lambda: self._check(saved))
-            progress = self.groups.world.agreed(lambda: self._take(saved))
-            self._announce_changes(saved)
-        self.metrics.say(f"loaded checkpoint {found} of step {saved.step}")
+        asked = self.config.checkpoint
+        weights_only = asked.finetune and not origin.own
+        fresh_moments = (asked.finetune or asked.no_load_optim) and not origin.own
+        with Checkpoint.open(origin.path, verify=False) as saved:
+            self.groups.world.agreed(lambda: self._check(saved, weights_only))
+            self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
+            if not self.config.training.skip_train:
+                self._announce_changes(saved)
+        progress = Progress() if weights_only else Progress(**saved.state["progress"])
+        self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
         return progress
 
-    def _check(self, saved: Checkpoint) -> None:
+    def _check(self, saved: Checkpoint, weights_only: bool) -> None:
         asked = self.config.checkpoint
         was = saved.state.get("identity", {})
-        check_identity(was, self.identity, where=saved.path, model_only=asked.finetune)
-        if not asked.finetune and self.groups.world.rank == 0:
+        check_identity(was, self.identity, where=saved.path, model_only=weights_only)
+        if not weights_only and self.groups.world.rank == 0:
             check_data(
                 saved.state.get("data_files", {}),
                 self.data_files,
@@ -252,21 +281,22 @@ class RunState:
             if was.get(key) != value:
                 self.metrics.say(f"{key}: {was.get(key)} in the checkpoint, {value} from here on")
 
-    def _take(self, saved: Checkpoint) -> Progress:
-        asked = self.config.checkpoint
-        fresh = asked.finetune or asked.no_load_optim
+    def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
+        stored = set(saved.names())
         for name, view, kind in self._shared():
-            if kind == "param" or not fresh:
-                view.copy_(saved.read(name))
+            if kind != "param" and fresh_moments:
+                continue
+            if name not in stored:
+                raise CheckpointError(
+                    f"{saved.path}: has no {name}: it was saved without optimizer state or by "
+                    "another optimizer; give --load and --no-load-optim to start that from nothing"
+                )
+            view.copy_(saved.read(name))
         self.optimizer.loaded()
-        if asked.finetune:
-            return Progress()
-        state = saved.state
-        if not fresh:
-            self.optimizer.applied = int(state["applied_updates"])
-            self.scaler.load(state["loss_scaler"])
+        if not fresh_moments:
+            self.optimizer.applied = int(saved.state["applied_updates"])
+            self.scaler.load(saved.state["loss_scaler"])
         self.engine.reducer.load_state_tensors(dict(self._own(saved)))
-        return Progress(**state["progress"])
 
     def _own(self, saved: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's share of per-rank state; for another number of ranks the mean of the old

@@ -84,8 +84,10 @@ def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    # mpiexec inside an allocation inherits srun-like variables of the batch step: PMI_* of its own
-    # proxies are then the truth.
+    # mpiexec inside an allocation is itself started by srun, whose variables reach its ranks: what
+    # its own proxies say is then the truth.
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return False
     return not ("PMI_RANK" in env and env.get("PMI_SIZE") != env["SLURM_STEP_NUM_TASKS"])
 
 
@@ -204,6 +206,16 @@ def start(launch: Launch, config: Config) -> Runtime:
     return Runtime(launch=launch, device=device, backend=backend)
 
 
+def wait_for_all() -> None:
+    """Leave no earlier than the others. For ranks that know of each other that all are alive:
+    launchers end everybody with the first that leaves, even before rank 0 has said why."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # a barrier that is gloo's on every device
+
+
 def stop() -> None:
     """Leave the world; the counterpart of `start`."""
     import torch.distributed as dist
@@ -221,15 +233,17 @@ def _choose_device(launch: Launch, config: Config) -> torch.device:
         raise ConfigError("--device cuda: no CUDA device is seen; use --device cpu")
     if wanted == "cpu" or not seen:
         return torch.device("cpu")
-    if launch.local_rank >= seen:
+    bound = seen == 1 and launch.local_world_size > 1  # the launcher shows each rank its own
+    if launch.local_rank >= seen and not bound:
         raise ConfigError(
             f"local rank {launch.local_rank}: only {seen} CUDA devices are seen; start at most "
             f"{seen} ranks on this node, or bind one device to each and check CUDA_VISIBLE_DEVICES"
         )
-    if config.precision.bf16 and not torch.cuda.is_bf16_supported():
+    index = 0 if bound else launch.local_rank
+    torch.cuda.set_device(index)
+    if config.precision.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"--bf16: {torch.cuda.get_device_name()} has no bf16; use --fp16")
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)
+    return torch.device("cuda", index)
 
 
 def _choose_backend(device: torch.device, wanted: str | None) -> str:
@@ -238,7 +252,7 @@ def _choose_backend(device: torch.device, wanted: str | None) -> str:
             raise ConfigError("--distributed-backend nccl: tensors are on the CPU; use gloo")
         return "gloo"
     if wanted == "gloo":
-        return "gloo"
+        raise ConfigError("--distributed-backend gloo: tensors are on CUDA; use nccl")
     # Control messages are CPU tensors and go through gloo beside NCCL.
     return "cpu:gloo,cuda:nccl"
 

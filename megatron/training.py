@@ -76,7 +76,8 @@ class Saver(Protocol):
 class Readers:
     """Data of a run; valid and test may be absent."""
 
-    train: BatchReader
+    train: BatchReader | None
+    """None only for a run that does not train (`--skip-train`)."""
     valid: BatchReader | None = None
     test: BatchReader | None = None
 
@@ -117,6 +118,12 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Train to the end, or to the first reason to leave; the last step is always saved."""
+        try:
+            return self._run()
+        finally:
+            self.profiler.close()
+
+    def _run(self) -> Outcome:
         if self.config.training.skip_train:
             self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
@@ -289,6 +296,7 @@ class Trainer:
         Returns this rank's sum of token losses and the number of tokens of the global batch.
         """
         with self.timers("batch-generator", level=2):
+            assert self.readers.train is not None, "a run that trains has data to train on"
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         tokens = self._count_tokens(batches)
         # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks.

@@ -78,5 +78,5 @@ settings      $RUN_DIR/config.yaml
 Next, write more with it:
   $(printf '%q ' "$python" tools/generate.py "$RUN_DIR" --prompt "class Reader:")
 or train it for longer, from where it stands:
-  $(printf 'RUN_DIR=%q STEPS=1000 scripts/quickstart.sh' "$RUN_DIR")
+  $(printf 'RUN_DIR=%q STEPS=2000 scripts/quickstart.sh' "$RUN_DIR")
 END

@@ -104,7 +104,8 @@ class CheckpointConfig:
     no_load_optim: bool = option(default=False, help="Start the optimizer from nothing.")
     finetune: bool = option(default=False, help="Load the weights only and begin at step 0.")
     exit_on_missing_checkpoint: bool = option(
-        default=False, help="Stop where load holds no checkpoint, instead of starting at step 0."
+        default=False,
+        help="Stop also where load is the folder of save and still empty.",
     )
     accept_new_data: bool = option(
         default=False,

@@ -22,6 +22,8 @@ class DeviceMicrobatch:
     position_ids: torch.Tensor | None
     document_ids: torch.Tensor | None
     index: int
+    counted_tokens: int
+    """Tokens whose loss counts."""
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:
@@ -35,23 +37,18 @@ class DeviceMicrobatch:
                 return tensor
             return tensor.pin_memory().to(device, non_blocking=True)
 
+        mask = batch.loss_mask
         tokens, labels = place(batch.tokens), place(batch.labels)
         assert tokens is not None and labels is not None
         return cls(
             tokens=tokens,
             labels=labels,
-            loss_mask=place(batch.loss_mask),
+            loss_mask=place(mask),
             position_ids=place(batch.position_ids),
             document_ids=place(batch.document_ids),
             index=batch.index,
+            counted_tokens=int(batch.labels.size if mask is None else mask.sum()),
         )
-
-    @property
-    def counted_tokens(self) -> int:
-        """Tokens whose loss counts, on the host."""
-        if self.loss_mask is None:
-            return self.labels.numel()
-        return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from megatron.runtime import Launch
 from megatron.status import Status, read_status
 
 EXIT_UNEXPECTED = 1
+SECONDS_TO_SPEAK = 2.0
 _COLLECTIVE = (
     "gloo", "NCCL", "ProcessGroup", "Connection reset", "Broken pipe", "Application timeout",
     "Timed out waiting", "Socket Timeout",
@@ -69,7 +70,10 @@ class Failures:
         if not isinstance(error, SparsetronError):
             return self._report_unexpected(error)
         if rank and (error.shared or self.run_dir is None):
-            # Every rank knows alike what a flag or an agreement says: rank 0 tells it.
+            # Every rank knows alike what a flag or an agreement says: rank 0 tells it, and before
+            # launchers end everybody with the first rank that leaves.
+            if not error.shared:
+                time.sleep(SECONDS_TO_SPEAK)
             return error.exit_code
         if isinstance(error, RunFolderInUse):
             print(error, file=sys.stderr, flush=True)

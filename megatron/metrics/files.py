@@ -47,22 +47,29 @@ Value = float | int | bool | str | None
 class AppendFile:
     """A file that grows by whole lines: a write that fails leaves nothing of itself behind.
 
-    Lines that could not be written (disk full) stay in memory and go out with the next write.
+    Lines that could not be written (disk full) stay in memory and go out with the next write. The
+    file is opened by the first write, so that what is in it can still be cut before.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-        self._size = os.fstat(self._descriptor).st_size
+        self._path = path
+        self._descriptor = -1
+        self._size = 0
         self._waiting: list[bytes] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written, by this run or one before."""
-        return self._size == 0 and not self._waiting
+        size = self._size
+        if self._descriptor < 0 and self._path.exists():
+            size = self._path.stat().st_size
+        return size == 0 and not self._waiting
 
     def write(self, text: str) -> None:
         """Append `text` and what an earlier failure left over; after an OSError call again."""
         self._waiting.append(text.encode("utf-8", "backslashreplace"))
+        if self._descriptor < 0:
+            self._open()
         data = memoryview(b"".join(self._waiting))
         done = 0
         try:
@@ -75,10 +82,14 @@ class AppendFile:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close; a second call does nothing."""
+        """Close; a second call does nothing, a write opens again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+        self._size = os.fstat(self._descriptor).st_size
 
 
 def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:

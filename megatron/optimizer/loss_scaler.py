@@ -92,6 +92,8 @@ class DynamicScaler:
         }
 
     def load(self, state: dict[str, float]) -> None:
+        if not state:  # the checkpoint comes from a run without a dynamic scale: begin one
+            return
         self.scale = float(state["scale"])
         self._clean_steps = int(state["clean_steps"])
         self._hysteresis_left = int(state["hysteresis_left"])

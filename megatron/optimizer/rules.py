@@ -77,7 +77,7 @@ class AdamW:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(hyper.t), device=weight.device)],
+            [torch.full((), hyper.t, dtype=torch.float32, device=weight.device)],
             lr=hyper.lr,
             beta1=self.beta1,
             beta2=self.beta2,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.metrics import cut_metrics
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_state import locate_checkpoint
 from megatron.runtime import Launch, Runtime
@@ -31,13 +32,14 @@ def make_trainer(groups: ProcessGroups, flags: str, run_dir: Path) -> Trainer:
     )
     runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
 
-    def locate() -> str:
-        return "" if rank else str(locate_checkpoint(config, run_dir, say=lambda text: None) or "")
-
-    found = groups.world.gather_text(groups.world.agreed(locate))[0]
-    checkpoint = Path(found) if found else None
-    metrics = open_metrics(config, runtime, run_dir, checkpoint)
-    return build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
+    # Every rank looks for itself: nobody writes meanwhile.
+    origin = locate_checkpoint(config, run_dir, say=lambda text: None)
+    groups.world.barrier()
+    metrics = open_metrics(config, runtime, run_dir, origin)
+    trainer = build_trainer(config, runtime, groups, run_dir, metrics, origin)
+    if runtime.is_writer:
+        cut_metrics(run_dir, trainer.progress.iteration)
+    return trainer
 
 
 def train(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:

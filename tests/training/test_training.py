@@ -46,6 +46,22 @@ def test_data_parallel_size_changes_rounding_only(ranks: Ranks, tmp_path: Path, 
     ]
     for other in curves[1:]:
         assert other == pytest.approx(curves[0], rel=1e-4, abs=1e-4)
+    norms = [metrics_of(tmp_path / str(world), "grad_norm") for world in (1, 2, 4)]
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_weight_decay_and_evaluation_without_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    plain = f"{TINY} --weight-decay 0 {NO_DROPOUT}"
+    ranks.run(1, train, plain, tmp_path / "a")
+    (decayed,) = ranks.run(1, train, f"{plain} --weight-decay 1.0", tmp_path / "b")
+    assert metrics_of(tmp_path / "b")[-1] != metrics_of(tmp_path / "a")[-1]
+    # Nothing moves at such a rate, so evaluating twice gives one loss, dropout or not.
+    still = f"{TINY} --lr 1e-30 --eval-at-start --eval-interval 4 --train-iters 4"
+    ranks.run(1, train, still, tmp_path / "c")
+    ranks.run(1, train, f"{still} {NO_DROPOUT}", tmp_path / "d")
+    with_dropout = metrics_of(tmp_path / "c", "valid_loss")
+    assert with_dropout == metrics_of(tmp_path / "d", "valid_loss") and len(set(with_dropout)) == 1
 
 
 def test_micro_batch_size_changes_rounding_only(ranks: Ranks, tmp_path: Path) -> None:
@@ -74,7 +90,10 @@ def test_how_a_step_is_run_changes_no_bit(ranks: Ranks, tmp_path: Path, flags: s
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16", "--bf16 --grad-reduce-in-bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["", "--bf16", "--bf16 --grad-reduce-in-bf16", "--fp16 --initial-loss-scale 16777216"],
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_left_and_resumed_equals_uninterrupted(
     ranks: Ranks, tmp_path: Path, precision: str, world: int
@@ -88,7 +107,7 @@ def test_left_and_resumed_equals_uninterrupted(
     for first, second in zip(through, resumed, strict=True):
         assert equal_bits(first["state"], second["state"]) == []
         assert equal_bits(first["params"], second["params"]) == []
-    for key in ("lm_loss", "lr", "grad_norm", "iteration"):
+    for key in ("lm_loss", "lr", "grad_norm", "loss_scale", "iteration"):
         assert metrics_of(tmp_path / "left", key) == metrics_of(tmp_path / "through", key)
 
 
@@ -109,6 +128,10 @@ def test_fp16_overflow_halves_the_scale_and_skips(ranks: Ranks, tmp_path: Path) 
     assert found["scale"] == 16777216 / 2 ** sum(skipped) == scales[-1]
     norms = metrics_of(tmp_path, "grad_norm")
     assert [norm is None for norm in norms] == skipped
+    # The rate waits for applied steps: linear decay has not begun while all are skipped.
+    rates = metrics_of(tmp_path, "lr")
+    applied = [sum(not skip for skip in skipped[:step]) for step in range(24)]
+    assert rates == pytest.approx([3e-3 * (1 - count / 24) for count in applied])
     assert metrics_of(tmp_path)[-1] < metrics_of(tmp_path)[0]
 
 
@@ -201,6 +224,53 @@ def test_load_starts_another_run_and_finetune_starts_at_step_0(
     assert tuned["iteration"] == tuned["applied"] == 4
     assert equal_bits(first["params"], tuned["params"]) != []
     assert metrics_of(tmp_path / "tuned")[0] < metrics_of(tmp_path / "old")[0]
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_a_run_begun_from_another_goes_on_when_started_again(
+    ranks: Ranks, tmp_path: Path, flag: str
+) -> None:
+    ranks.run(1, train, f"{TINY} --train-iters 2", tmp_path / "old")
+    flags = f"{TINY} --load {tmp_path / 'old'} {flag} --train-iters 6"
+    (through,) = ranks.run(1, train, flags, tmp_path / "through")
+    ranks.run(1, train, f"{flags} --exit-interval 3", tmp_path / "left")
+    (again,) = ranks.run(1, train, flags, tmp_path / "left")
+    assert again["applied"] == through["applied"] == (6 if flag == "--finetune" else 4)
+    assert equal_bits(through["state"], again["state"]) == []
+    assert metrics_of(tmp_path / "left") == metrics_of(tmp_path / "through")
+
+
+def test_precision_may_change_on_resume(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, f"{TINY} --bf16 --exit-interval 4", tmp_path)
+    (found,) = ranks.run(1, train, f"{TINY} --fp16 --initial-loss-scale 256", tmp_path)
+    assert found["iteration"] == 8 and found["scale"] == 256
+
+
+def test_going_back_in_a_run_needs_a_folder_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, f"{TINY} --save-interval 2", tmp_path)
+    (text,) = ranks.run(1, on_rank_refused, f"{TINY} --ckpt-step 4", tmp_path)
+    assert "--load" in text and "--run-dir" in text
+    other = f"{TINY} --load {tmp_path} --ckpt-step 4"
+    (branched,) = ranks.run(1, train, other, tmp_path / "branch")
+    assert branched["iteration"] == 8
+
+
+def test_skip_train_evaluates_and_saves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, TINY, tmp_path)
+    flags = TINY.replace("--train-iters 8 --lr 3e-3", "--skip-train")
+    (found,) = ranks.run(1, train, flags, tmp_path)
+    assert found["outcome"] == (0, None)
+    valid, test = (metrics_of(tmp_path, f"{kind}_loss") for kind in ("valid", "test"))
+    assert len(valid) == len(test) == 2 and valid[0] == valid[1] and test[0] == test[1]
+
+
+@pytest.mark.parametrize("window", ["0 3", "7 12", "4 100"])
+def test_a_profile_window_may_lie_anywhere(ranks: Ranks, tmp_path: Path, window: str) -> None:
+    start, end = window.split()
+    flags = f"{TINY} --profile --profile-step-start {start} --profile-step-end {end}"
+    ranks.run(1, train, f"{flags} --exit-interval 5", tmp_path)
+    ranks.run(1, train, flags, tmp_path)
+    assert (tmp_path / "profile" / "rank_0.json").stat().st_size > 0
 
 
 def on_rank_out_of_vocabulary(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
