@@ -230,14 +230,14 @@ def test_4_each_bucket_is_committed_or_aborted_once_a_step(
             assert sent <= dense
 
 
-def on_rank_stop(groups: ProcessGroups, case: PathCase) -> list[bool]:
+def on_rank_request(groups: ProcessGroups, case: PathCase) -> list[int]:
     toy = Toy(groups, case)
     answers = []
     for wanting in (-1, groups.dp.size - 1):
         toy.backward([gradients(0)])
-        step = toy.engine.finish(tag=1, stop=groups.dp.rank == wanting)
+        step = toy.engine.finish(tag=1, request=2 if groups.dp.rank == wanting else 0)
         toy.apply(step)
-        answers.append(step.stop)
+        answers.append(step.request)
     return answers
 
 
@@ -246,7 +246,7 @@ def on_rank_stop(groups: ProcessGroups, case: PathCase) -> list[bool]:
 def test_4_one_rank_that_wants_to_leave_is_heard_by_all(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
-    assert ranks.run(world, on_rank_stop, case) == [[False, True]] * world
+    assert ranks.run(world, on_rank_request, case) == [[0, 2]] * world
 
 
 # ---- 4: a bad step changes nothing anywhere -----------------------------------------------------
