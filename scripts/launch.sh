@@ -179,15 +179,11 @@ while kill -0 "$child" 2>/dev/null; do
   wait "$child" || code=$?
 done
 
-# torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one.
-status=$RUN_DIR/status.json
-if [[ $status -nt $began ]]; then
-  recorded=$("$PYTHON" -c 'import json, sys
-status = json.load(open(sys.argv[1], encoding="utf-8"))
-code = 6 if status.get("state") == "running" else status.get("exit_code")
-print(code if type(code) is int else "")' "$status" 2>/dev/null) || recorded=
-  # A run that never said how it ended was cut short, whatever code its processes left with.
-  if ((code == 0)) && [[ $recorded == 6 ]]; then say "the run ended without a word: exit code 6"; fi
+# torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
+# run that never said there how it ended was cut short, whatever code its processes left with.
+if [[ $RUN_DIR/status.json -nt $began ]]; then
+  recorded=$(PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m megatron.guards.autopsy "$RUN_DIR") ||
+    recorded=
   if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
     code=$recorded
   fi

@@ -47,12 +47,34 @@ def test_a_snapshot_does_not_change_with_the_tensor() -> None:
     assert copy.tolist() == [[0, 3], [1, 4], [2, 5]] and copy.is_contiguous()
 
 
+def saver_of(trainer: Any) -> RunState:
+    assert isinstance(trainer.saver, RunState)
+    return trainer.saver
+
+
+class LateFiles(Files):
+    """A disk on which a save begins when the next step is long under way."""
+
+    def mkdir(self, path: Path, mode: int = 0o750) -> None:
+        time.sleep(0.4)
+        super().mkdir(path, mode)
+
+
+def on_rank_late(groups: ProcessGroups, run_dir: Path) -> None:
+    trainer = make_trainer(groups, f"{FLAGS} --async-save", run_dir)
+    saver_of(trainer).files = LateFiles()
+    trainer.train()
+    trainer.engine.detach()
+    trainer.metrics.close()
+    groups.world.barrier()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_same_bytes_as_a_save_that_is_waited_for(
     ranks: Ranks, tmp_path: Path, world: int
 ) -> None:
-    for name, flags in (("sync", FLAGS), ("async", f"{FLAGS} --async-save")):
-        ranks.run(world, train, flags, tmp_path / name)
+    ranks.run(world, train, FLAGS, tmp_path / "sync")
+    ranks.run(world, on_rank_late, tmp_path / "async")
     folders = [tree(tmp_path / name / "checkpoints") for name in ("sync", "async")]
     assert folders[0] == folders[1]
     assert len(folders[0]) == 1 + 3 * (world + 1)
@@ -72,11 +94,6 @@ class SlowFiles(Files):
         self.most = max(self.most, self.waiting)
         time.sleep(0.1)
         self.waiting -= 1
-
-
-def saver_of(trainer: Any) -> RunState:
-    assert isinstance(trainer.saver, RunState)
-    return trainer.saver
 
 
 def on_rank_slowly(groups: ProcessGroups, run_dir: Path) -> dict[str, Any]:

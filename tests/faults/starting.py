@@ -141,9 +141,13 @@ def start_ranks(
     return Started(run_dir, processes)
 
 
-def start_launcher(world: int, run_dir: Path, flags: str, *, fault: str | None = None) -> Started:
-    """Start `scripts/launch.sh`, which takes torchrun for more than one rank."""
-    env = environment(fault, PYTHON=sys.executable, RUN_DIR=str(run_dir), RANKS_PER_NODE=str(world))
+def start_launcher(
+    world: int, run_dir: Path, flags: str, *, fault: str | None = None, **more: str
+) -> Started:
+    """Start `scripts/launch.sh`, which takes torchrun for more than one rank; `more`: variables
+    for it."""
+    more |= {"PYTHON": sys.executable, "RUN_DIR": str(run_dir), "RANKS_PER_NODE": str(world)}
+    env = environment(fault, **more)
     command = [str(REPO / "scripts" / "launch.sh"), "--", *FLAGS.split(), *flags.split()]
     return Started(run_dir, [_popen(command, env)])
 

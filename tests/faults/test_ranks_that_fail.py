@@ -3,6 +3,7 @@ cause is told once. The rows marked `matrix` are run by tools/faults.sh."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,3 +182,46 @@ def test_a_single_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
     flags = FLAGS.replace("--global-batch-size 8", "--global-batch-size 2")
     run = start_launcher(1, tmp_path / "run", f"{flags} --train-iters 4", fault="exit0:0:2:data")
     assert run.finish().codes == [6]
+
+
+def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
+    """Nobody waits for it but its own watchdog, which shows where it hangs."""
+    flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.03"
+    ended = start_ranks(1, tmp_path, flags, fault="hang:0:2:forward").finish()
+    assert ended.codes == [6], ended.all_stderr
+    assert "hangs: in this phase" in ended.status["reason"]
+    assert "faults.py" in ended.stderr[0] and ended.status["phase"] == "forward"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+@pytest.mark.parametrize("kind", ["kill", "raise", "exit0", "stop", "hang"])
+def test_matrix_of_launchers(
+    launcher: str,
+    kind: str,
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """`scripts/launch.sh` ends with the first cause's code and leaves no process behind."""
+    if launcher == "mpiexec":
+        pytest.importorskip("mpi4py", reason="needs the extra mpi")
+    record_property("fault", f"{kind} under {launcher}")
+    row = pick(kind, "1:6:forward")
+    began = time.monotonic()
+    run = start_launcher(
+        2,
+        tmp_path,
+        f"--train-iters {STEPS} {TIMEOUT}",
+        fault=row.fault,
+        LAUNCHER=launcher,
+        # torchrun gives ranks that it ends this long, then kills them.
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5",
+    )
+    ended = run.finish(limit=90)
+    assert ended.codes == [row.code], ended.all_stderr
+    assert ended.status["rank"] == 1 and ended.status["iteration"] == 6
+    record_property("seconds", time.monotonic() - began)
+    record_property("detected", 1)
+    check_recovery(tmp_path, unbroken)
+    record_property("recovered", 1)

@@ -18,29 +18,24 @@ from tests.ranks import Ranks
 THREE = "--micro-batch-size 1 --global-batch-size 6"
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    began = time.time()
-    run = start_ranks(
-        3, tmp_path / "run", f"{THREE} --train-iters 2 {TIMEOUT}", ranks=range(0, 3, 2)
-    )
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    """One of three missing; rank 0 missing; rank 0's port taken by another program."""
+    began, port = time.time(), free_port()
+    flags = f"--train-iters 2 {TIMEOUT}"
+    incomplete = start_ranks(3, tmp_path / "a", f"{THREE} {flags}", ranks=range(0, 3, 2))
+    alone = start_ranks(2, tmp_path / "b", flags, ranks=range(1, 2), port=port)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        busy = start_ranks(2, tmp_path / "busy", "--train-iters 2", ranks=range(1), port=port)
-        ended = busy.finish()
-    assert ended.codes == [2], ended.all_stderr
-    assert f"MASTER_PORT={port}: in use" in ended.stderr[0]
-    ended = run.finish()
+        number = taken.getsockname()[1]
+        busy = start_ranks(2, tmp_path / "c", flags, ranks=range(1), port=number).finish()
+    assert busy.codes == [2] and f"MASTER_PORT={number}: in use" in busy.stderr[0], busy.stderr
+    ended = incomplete.finish()
     assert ended.codes == [6, 6], ended.all_stderr
     assert "2 of 3 ranks joined" in ended.stderr[0] and "missing: rank 1" in ended.stderr[0]
-    assert max(ended.ended.values()) - began < TIMEOUT_SECONDS + 20
-
-
-def test_nobody_at_the_address(tmp_path: Path) -> None:
-    port = free_port()
-    run = start_ranks(2, tmp_path, f"--train-iters 2 {TIMEOUT}", ranks=range(1, 2), port=port)
-    ended = run.finish()
-    assert ended.codes == [6], ended.all_stderr
-    assert f"127.0.0.1:{port}" in ended.stderr[0] and "MASTER_ADDR" in ended.stderr[0]
+    other = alone.finish()
+    assert other.codes == [6], other.all_stderr
+    assert f"127.0.0.1:{port}" in other.stderr[0] and "MASTER_ADDR" in other.stderr[0]
+    waited = max(*ended.ended.values(), *other.ended.values()) - began
+    assert waited < TIMEOUT_SECONDS + 20
 
 
 def test_an_address_that_is_none_is_told_at_once() -> None:

@@ -1,0 +1,77 @@
+"""Table of a run of tests/faults: what was injected, how often, and what came of it.
+
+    python tools/faults_table.py RESULTS.xml
+
+RESULTS.xml is pytest's. A test may record the properties `fault` (its row; by default its own
+name), `trials` (by default 1), `detected`, `recovered` (by default trials, if it passed) and
+`seconds` (from the fault to the end of the other ranks). A column that a row never recorded and
+that its tests do not measure shows what passed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_COLUMNS = ("fault", "trials", "detected", "recovered", "longest s")
+
+
+@dataclass
+class Row:
+    """Sums over the tests of one fault; `seconds` is the longest, None where not measured."""
+
+    trials: int = 0
+    detected: int = 0
+    recovered: int = 0
+    seconds: float | None = None
+
+
+def read_rows(path: str) -> dict[str, Row]:
+    """Rows by fault, in the order of the tests; skipped tests do not count."""
+    rows: dict[str, Row] = {}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
+        passed = case.find("failure") is None and case.find("error") is None
+        found = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+        name = re.sub(r"\[.*", "", case.get("name", "")).removeprefix("test_").replace("_", " ")
+        row = rows.setdefault(found.get("fault", name), Row())
+        trials = int(found.get("trials", 1))
+        row.trials += trials
+        row.detected += int(found.get("detected", trials if passed else 0))
+        row.recovered += int(found.get("recovered", trials if passed else 0))
+        if "seconds" in found:
+            row.seconds = max(row.seconds or 0.0, float(found["seconds"]))
+    return rows
+
+
+def format_table(rows: dict[str, Row]) -> str:
+    """The rows under their headings, and a last line with the sums."""
+    lines: list[Sequence[str]] = [_COLUMNS]
+    for name, row in rows.items():
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
+        lines.append((name, str(row.trials), str(row.detected), str(row.recovered), seconds))
+    sums = [sum(getattr(row, key) for row in rows.values()) for key in _COLUMNS[1:4]]
+    lines.append(("all", *map(str, sums), ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        line[0].ljust(widths[0])
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 2 without exactly one file."""
+    if len(argv) != 1:
+        print("faults_table.py: give one RESULTS.xml", file=sys.stderr)
+        return 2
+    print(format_table(read_rows(argv[0])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
