@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data.build import check_tokenizer  # noqa: E402
-from megatron.data.index_file import bin_path, idx_path  # noqa: E402
+from megatron.data.index_file import bin_path, idx_path, without_suffix  # noqa: E402
 from megatron.data.indexed import IndexedDataset  # noqa: E402
 from megatron.data.sidecar import read_sidecar  # noqa: E402
 from megatron.errors import EXIT_DONE, DataError  # noqa: E402
@@ -31,7 +31,7 @@ _CHUNK = 1 << 22
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns its exit status."""
     options = _parse(argv)
-    prefix = options.prefix.removesuffix(".bin").removesuffix(".idx")
+    prefix = without_suffix(options.prefix)
     try:
         _report(prefix, options)
     except DataError as error:

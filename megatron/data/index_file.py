@@ -57,6 +57,11 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
+def without_suffix(path: str) -> str:
+    """The prefix of a pair, also where one of its two files was named instead."""
+    return path.removesuffix(".bin").removesuffix(".idx")
+
+
 def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
     """Sizes in bytes of `.bin` and `.idx`; DataError unless both are regular files."""
     paths = (bin_path(prefix), idx_path(prefix))
@@ -74,6 +79,11 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
             raise DataError(f"{path}: is not a regular file; copy the data into one")
         sizes.append(found.st_size)
     if missing:
+        if os.path.isdir(prefix):
+            raise DataError(
+                f"{os.fspath(prefix)}: is a folder; name the pair in it, its path up to .bin and "
+                ".idx"
+            )
         raise DataError(
             f"{os.fspath(prefix)}: {' and '.join(missing)} not found; a data path is the common "
             f"prefix of {paths[0].name} and {paths[1].name}"

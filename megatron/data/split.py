@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron.data.index_file import without_suffix
 from megatron.errors import ConfigError, DataError
 
 SPLITS = ("train", "valid", "test")
@@ -116,6 +117,7 @@ def documents_of(fractions: tuple[float, float], num_documents: int) -> range:
 
 def parse_blend(items: Sequence[str], *, name: str) -> Blend:
     """Read "PREFIX", "PREFIX PREFIX ..." or "WEIGHT PREFIX WEIGHT PREFIX ..."; `name` is the flag.
+    A `.bin` or `.idx` at a prefix's end is left out.
 
     DataError for weights without a prefix, negative, not finite, or all zero. A prefix of weight 0
     is dropped: Megatron would read a sample of it where the others are even.
@@ -125,7 +127,7 @@ def parse_blend(items: Sequence[str], *, name: str) -> Blend:
     if not items:
         raise DataError(f"{name}: names no data")
     if given == 0:
-        return Blend(prefixes=tuple(item.strip() for item in items), weights=None)
+        return Blend(prefixes=tuple(_prefix(item) for item in items), weights=None)
     paired = len(items) % 2 == 0 and all(
         (number is not None) == (place % 2 == 0) for place, number in enumerate(numbers)
     )
@@ -135,7 +137,7 @@ def parse_blend(items: Sequence[str], *, name: str) -> Blend:
             "or prefixes alone (a prefix that reads as a number is written ./NUMBER)"
         )
     weights = [number for number in numbers[::2] if number is not None]
-    prefixes = [item.strip() for item in items[1::2]]
+    prefixes = [_prefix(item) for item in items[1::2]]
     for weight, prefix in zip(weights, prefixes, strict=True):
         if not (math.isfinite(weight) and weight >= 0):
             raise DataError(f"{name}: weight {weight} of {prefix}: wanted a number >= 0")
@@ -152,6 +154,10 @@ def normalized(weights: Sequence[float]) -> list[float]:
     """Weights over their sum, in float64 as Megatron computes it."""
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
+
+
+def _prefix(item: str) -> str:
+    return without_suffix(item.strip())
 
 
 def _number(item: str) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.data.index_file import pair_sizes
 from megatron.data.sidecar import read_sidecar
 from megatron.data.split import DataOptions, split_sources
 from megatron.data.tokenizer import build_tokenizer
@@ -46,7 +47,10 @@ class Vocabulary:
 
 def find_vocabulary(options: VocabularyOptions, prefixes: list[str]) -> Vocabulary:
     """The vocabulary of a run: of the tokenizer named, else of the first data set that says,
-    else `--vocab-size`. Raises `ConfigError` where nobody knows."""
+    else `--vocab-size`. Raises `DataError` where a pair is missing, `ConfigError` where nobody
+    knows."""
+    for prefix in prefixes:
+        pair_sizes(prefix)  # before its silent sidecar is blamed
     if options.tokenizer_type is not None:
         tokenizer = build_tokenizer(
             options.tokenizer_type,
