@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The one launcher: starts pretrain_gpt.py on as many ranks as asked for, here or in an allocation.
 #   scripts/launch.sh [--dry-run] [-- FLAGS OF pretrain_gpt.py]
-# --dry-run prints the job script on stdout and starts nothing.
+# --dry-run checks the flags, prints the job script on stdout and starts nothing.
 #   LAUNCHER        local, torchrun, srun, mpiexec    (torchrun for more than one rank, else local)
 #   NODES           machines                                                                    (1)
 #   RANKS_PER_NODE  processes on each                                              (GPUs seen, or 1)
@@ -146,6 +146,11 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then
 fi
 export OMP_NUM_THREADS
 
+# A wrong setting is told here, once, with its own exit code and before any rank is started.
+if [[ -z ${PROGRAM:-} ]]; then
+  RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run >/dev/null || exit
+fi
+
 say "$LAUNCHER, $NODES node(s) x $RANKS_PER_NODE rank(s), $OMP_NUM_THREADS thread(s) each, run folder $RUN_DIR"
 printf -v line '%q ' "${command[@]}"
 if $dry_run; then
@@ -154,11 +159,6 @@ if $dry_run; then
   exit 0
 fi
 say "${line% }"
-
-# A wrong setting is told here, once, with its own exit code and before any rank is started.
-if [[ -z ${PROGRAM:-} ]]; then
-  RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run >/dev/null || exit
-fi
 
 # In the background, so that a signal is handed on at once and not when the run is over; as a job
 # of its own (-m), since a plain background process ignores Ctrl-C.

@@ -218,6 +218,13 @@ def test_dry_run_prints_the_job_script_alone(size: str, tmp_path: Path) -> None:
         assert part in shown.stdout
 
 
+def test_dry_run_checks_the_flags() -> None:
+    script = REPO / "scripts" / "gpt_124m.sh"
+    refused = _shell(script, "--dry-run", "--", "--mock-data", "--num-layer", "3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--num-layers" in refused.stderr and refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
