@@ -440,8 +440,10 @@ def weight_decay(config: Config) -> WeightDecay:
 if __name__ == "__main__":
     faulthandler.enable()
     code = main(sys.argv[1:])
-    if code not in (EXIT_DONE, EXIT_REQUEUE):
-        # Waiting for the peers in an orderly end could take for ever: they may be gone.
+    if code not in (EXIT_DONE, EXIT_REQUEUE) or "mpi4py.MPI" not in sys.modules:
+        # All is written and closed. Peers may be gone, and an orderly end would wait for them; and
+        # torch's own threads sometimes abort an interpreter that takes itself apart. MPI alone
+        # must be left properly.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -77,7 +77,8 @@ class AdamW:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.full((), hyper.t, dtype=torch.float32, device=weight.device)],
+            # Filled on the device: copying a number there would wait for it.
+            [torch.full((), float(hyper.t), device=weight.device)],
             lr=hyper.lr,
             beta1=self.beta1,
             beta2=self.beta2,

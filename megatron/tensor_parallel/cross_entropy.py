@@ -2,12 +2,14 @@
 
 The stock function widens 16-bit logits to fp32 as a whole and keeps a softmax of that size. Here
 the logits are the only tensor of their size: statistics are fp32 over chunks of tokens that stay
-in cache, and backward writes the gradient over the logits.
+in cache, and backward writes the gradient over the logits. On CUDA Triton kernels do the same.
 """
 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,18 +60,12 @@ class _TokenLosses(torch.autograd.Function):
             local_targets = torch.where(owned, targets - vocab_start, 0)
         real = logits[:, :columns]
 
-        # Three statistics per token; each is reduced over the group by itself.
-        maximum = real.amax(dim=1).float()
-        _reduce(maximum, dist.ReduceOp.MAX, group)
+        # Three statistics per token, each reduced over the group.
         target_logit = real.gather(1, local_targets[:, None])[:, 0].float()
         if owned is not None:
             target_logit.masked_fill_(~owned, 0.0)
         _reduce(target_logit, dist.ReduceOp.SUM, group)
-        exp_sum = torch.empty_like(maximum)
-        for rows, scratch in _chunks(real):
-            _exp_below(maximum[rows], real[rows], out=scratch)
-            torch.sum(scratch, dim=1, out=exp_sum[rows])
-        _reduce(exp_sum, dist.ReduceOp.SUM, group)
+        maximum, exp_sum = _maximum_and_exp_sum(real, group)
 
         ctx.save_for_backward(logits, maximum, exp_sum, local_targets, owned)
         ctx.columns = columns
@@ -82,13 +78,46 @@ class _TokenLosses(torch.autograd.Function):
         real = logits[:, : ctx.columns]
         scale = grads[0] / exp_sum
         at_target = -exp_sum if owned is None else -exp_sum * owned
+        if (kernels := _kernels(real)) is not None:
+            kernels.write_gradient(real, maximum, scale, local_targets, at_target)
+        else:
+            for rows, scratch in _chunks(real):
+                _exp_below(maximum[rows], real[rows], out=scratch)
+                scratch.scatter_add_(1, local_targets[rows, None], at_target[rows, None])
+                # Scaled in fp32: fp16 would lose small probabilities before the loss scale lifts
+                # them.
+                real[rows] = scratch.mul_(scale[rows, None])
+        logits[:, ctx.columns :] = 0  # this also tells autograd that the logits are gone
+        return logits, None, None, None, None
+
+
+def _maximum_and_exp_sum(
+    real: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest logit of each token and the sum of exp(logit - largest), over the group; fp32 [n]."""
+    if (kernels := _kernels(real)) is not None:
+        mine, exp_sum = kernels.statistics(real)
+        maximum = mine.clone()
+        _reduce(maximum, dist.ReduceOp.MAX, group)
+        exp_sum.mul_((mine - maximum).exp_())
+    else:
+        maximum = real.amax(dim=1).float()
+        _reduce(maximum, dist.ReduceOp.MAX, group)
+        exp_sum = torch.empty_like(maximum)
         for rows, scratch in _chunks(real):
             _exp_below(maximum[rows], real[rows], out=scratch)
-            scratch.scatter_add_(1, local_targets[rows, None], at_target[rows, None])
-            # Scaled in fp32: fp16 would lose small probabilities before the loss scale lifts them.
-            real[rows] = scratch.mul_(scale[rows, None])
-        logits[:, ctx.columns :] = 0
-        return logits, None, None, None, None
+            torch.sum(scratch, dim=1, out=exp_sum[rows])
+    _reduce(exp_sum, dist.ReduceOp.SUM, group)
+    return maximum, exp_sum
+
+
+def _kernels(logits: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels where they serve: on CUDA, if Triton is installed."""
+    if logits.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from megatron.tensor_parallel import cross_entropy_kernels
+
+    return cross_entropy_kernels
 
 
 def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:

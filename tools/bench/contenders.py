@@ -127,8 +127,8 @@ class HuggingFaceLoop:
             bos_token_id=None,
             eos_token_id=None,
             use_cache=False,
-            attn_implementation="sdpa",
         )
+        config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         model: Any = GPT2LMHeadModel(config)
         self._model = model.to(DTYPES[dtype]).train()
@@ -137,7 +137,7 @@ class HuggingFaceLoop:
         self._batches = batches
 
     def step(self) -> float:
-        tokens, labels = self._batches.next()
+        ((tokens, labels),) = self._batches.next()
         # The model shifts labels by itself, so it is given tokens: one target fewer in a sequence.
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -169,7 +169,7 @@ class DdpLoop:
         self._batches = batches
 
     def step(self) -> float:
-        tokens, labels = self._batches.next()
+        ((tokens, labels),) = self._batches.next()
         loss = self._model(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
@@ -187,11 +187,11 @@ class Batches:
         assert size is not None
         self._size, self._position = size, 0
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels, [b, s] each, of this rank's next microbatch."""
-        (batch,) = self._reader.read(self._position, self._size)
+    def next(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens and labels, [b, s] each, of this rank's microbatches of the next step."""
+        batches = self._reader.read(self._position, self._size)
         self._position += self._size
-        return batch.tokens, batch.labels
+        return [(batch.tokens, batch.labels) for batch in batches]
 
 
 def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:

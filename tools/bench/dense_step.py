@@ -130,8 +130,8 @@ def two_ranks(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Compari
 
 def _serve(rank: int, shape: Shape, dtype: str, rounds: int, folder: Path, answers: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    meeting = (folder / "store").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=2, pp=1), rank=rank)
     extra = ["--grad-reduce-in-bf16"] if dtype == "bf16" else []
     flags = shape.flags(dtype=dtype, ranks=2, extra=extra)

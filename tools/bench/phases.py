@@ -26,7 +26,7 @@ class Phases:
     """Wraps a trainer's verbs; `means` gives seconds of each phase, mean over the steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds: dict[str, float] = {phase: 0.0 for phase in PHASES}
         self._running = [REST]
         self._since = perf_counter()
         self._steps = 0

@@ -1,0 +1,41 @@
+"""The GPU benchmark runs on a CPU, at a size that measures nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import torch
+
+from tools.bench.gpu_step import OURS, SMOKE, measure, table
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_section_writes_what_the_table_reads(tmp_path: Path) -> None:
+    found = measure(
+        "step2b",
+        SMOKE,
+        device=torch.device("cpu"),
+        steps=2,
+        peak_tflops=1.0,
+        out=tmp_path,
+        compiled=False,
+    )
+    assert json.loads((tmp_path / "step2b.json").read_text()) == json.loads(json.dumps(found))
+    ours, plain = found["contenders"][OURS], found["contenders"]["plain PyTorch"]
+    assert set(ours["phases"]) == {"forward", "backward", "agreement and norm", "optimizer"}
+    assert 0 < ours["mfu"] < 1
+    assert abs(ours["losses"][0] - plain["losses"][0]) < 0.2
+    assert "| step2b | ours |" in table(tmp_path)
+
+
+def test_script_refuses_an_unknown_section(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [REPO / "tools" / "bench" / "gpu.sh", "nonsense"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "one of tests" in done.stderr
