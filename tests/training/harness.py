@@ -10,7 +10,7 @@ import torch
 
 from megatron.metrics import cut_metrics
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_state import locate_checkpoint
+from megatron.run_state import Origin, locate_checkpoint
 from megatron.runtime import Launch, Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
@@ -32,9 +32,13 @@ def make_trainer(groups: ProcessGroups, flags: str, run_dir: Path) -> Trainer:
     )
     runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
 
-    # Every rank looks for itself: nobody writes meanwhile.
-    origin = locate_checkpoint(config, run_dir, say=lambda text: None)
-    groups.world.barrier()
+    def locate() -> str:
+        # One rank for all: it renames what is damaged.
+        found = None if rank else locate_checkpoint(config, run_dir, say=lambda text: None)
+        return json.dumps([str(found.path), found.own] if found else None)
+
+    found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
+    origin = Origin(Path(found[0]), own=found[1]) if found else None
     metrics = open_metrics(config, runtime, run_dir, origin)
     trainer = build_trainer(config, runtime, groups, run_dir, metrics, origin)
     if runtime.is_writer:
