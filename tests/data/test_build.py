@@ -129,7 +129,7 @@ def test_sharing_a_file_is_warned_of(pairs: list[str]) -> None:
 def test_an_empty_split_shows_the_arithmetic(pairs: list[str]) -> None:
     with pytest.raises(
         DataError,
-        match=r"test: .*round\(0.999 x 40\) = 40 to round\(1 x 40\) = 40.*example --split 969,31,0$",
+        match=r"test: .*round\(0.999 x 40\) = 40 to round\(1 x 40\) = 40.*split 969,31,0$",
     ):
         _build(Options(data_path=(pairs[0],)))
 
