@@ -182,10 +182,21 @@ done
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
 # run that never said there how it ended was cut short, whatever code its processes left with.
 if [[ $RUN_DIR/status.json -nt $began ]]; then
-  recorded=$(PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m megatron.guards.autopsy "$RUN_DIR") ||
-    recorded=
+  export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+  recorded=$("$PYTHON" -m megatron.guards.autopsy "$RUN_DIR" 2>/dev/null) || recorded=
   if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
     code=$recorded
+  fi
+  # Last of all, since torchrun buries it under its own traceback.
+  if ((code)) && [[ $LAUNCHER != local || $recorded == 6 ]]; then
+    "$PYTHON" - "$RUN_DIR" >&2 <<'PY' || true
+import sys
+from megatron.status import read_status
+
+status = read_status(sys.argv[1])
+if status is not None and status.state == "failed":
+    print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
+PY
   fi
 fi
 exit "$code"

@@ -176,7 +176,8 @@ rank = os.environ.get("RANK", "0")
 (folder / f"rank{rank}.json").write_text(json.dumps(sys.argv[1:]))
 code = int(os.environ.get("CODE", "0"))
 if rank == "0" and code:
-    (folder / "status.json").write_text(json.dumps({"exit_code": code}))
+    status = {"exit_code": code, "state": "failed", "rank": 0, "reason": "the cause\\nof it"}
+    (folder / "status.json").write_text(json.dumps(status))
 sys.exit(code)
 """
 
@@ -198,11 +199,14 @@ def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {"PROGRAM": str(program), "RANKS_PER_NODE": "2", "RUN_DIR": str(tmp_path / "run")}
-    assert _shell(LAUNCH, CODE="75", **environment).returncode == 75
+    failed = _shell(LAUNCH, CODE="75", **environment)
+    assert failed.returncode == 75
+    assert failed.stderr.splitlines()[-1] == "launch.sh: rank 0: the cause of it"
     assert (tmp_path / "run" / "rank1.json").is_file()
     # A file of an earlier start says nothing about this one.
     program.write_text("import sys; sys.exit(3)")
-    assert _shell(LAUNCH, **environment).returncode == 1
+    failed = _shell(LAUNCH, **environment)
+    assert failed.returncode == 1 and "the cause" not in failed.stderr
 
 
 @pytest.mark.parametrize("size", ["124m", "355m", "2.0b"])

@@ -43,8 +43,12 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check a .bin/.idx pair and say what it holds.")
     parser.add_argument("prefix", metavar="PREFIX", help="path of the pair; a suffix is ignored")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must lie in [0, N)")
-    parser.add_argument("--eod", type=int, metavar="ID", help="default: as the sidecar says")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="ids must lie in [0, N); implies --full"
+    )
+    parser.add_argument(
+        "--eod", type=int, metavar="ID", help="default: as the sidecar says; implies --full"
+    )
     parser.add_argument("--full", action="store_true", help="read every token (also on its own)")
     parser.add_argument("--sha256", action="store_true", help="print the hash of both files")
     options = parser.parse_args(argv)
@@ -78,7 +82,7 @@ def _report(prefix: str, options: argparse.Namespace) -> None:
             f"eod         {ended} of {filled} documents end with {eod} "
             f"({100 * ended / filled:.1f} %); {data.num_documents - filled} are empty"
         )
-    if options.full:
+    if options.full or options.vocab_size is not None or options.eod is not None:
         low, high = _scan(data, vocab_size)
         print(f"ids         min {low}, max {high}")
     if options.sha256:

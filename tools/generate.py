@@ -4,9 +4,9 @@
         [--temperature 0.8] [--top-k 40] [--greedy] [--seed 0] [--num-samples 1]
         [--checkpoint-step N]
 
-Reads RUN/config.yaml, the newest checkpoint that verifies, and the tokenizer that the run names
-or that its data describes. Exit code 2 for wrong usage, 3 where no tokenizer can be had, 4 for a
-missing or damaged checkpoint.
+Reads RUN/config.yaml, the newest checkpoint that verifies, and the tokenizer that the flags or the
+run name or that its data describes. Exit code 2 for wrong usage, 3 where no tokenizer can be had,
+4 for a missing or damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import Config, parse  # noqa: E402
+from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, DataError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 
@@ -57,6 +58,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i")
     add("--num-samples", type=int, default=1, help="continuations to print")
     add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
+    named = parser.add_argument_group("tokenizer, where neither the run nor its data names it")
+    add = named.add_argument
+    add(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
+    )
+    add("--tokenizer-model", metavar="PATH", help="file or name of its model")
+    add("--vocab-file", metavar="PATH", help="of GPT2BPETokenizer")
+    add("--merge-file", metavar="PATH", help="of GPT2BPETokenizer")
     return parser.parse_args(arguments)
 
 
@@ -71,6 +80,11 @@ def _check(options: argparse.Namespace) -> None:
     for flag, value, good, rule in rules:
         if not good:
             raise ConfigError(f"{flag}: {value}; must be {rule}")
+    if options.tokenizer_type is None:
+        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+            if getattr(options, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag}: given without --tokenizer-type; give both")
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run}: no config.yaml there; give the folder of a run")
 
@@ -78,7 +92,7 @@ def _check(options: argparse.Namespace) -> None:
 def _samples(options: argparse.Namespace) -> list[str]:
     """The prompt with each of its continuations."""
     config = parse(["--config", str(options.run / "config.yaml")], paths=GRADIENT_PATHS)
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, options)
 
     import torch
 
@@ -106,27 +120,32 @@ def _samples(options: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _tokenizer(config: Config) -> Tokenizer:
-    """The one the run names, else the one that made its data."""
+def _tokenizer(config: Config, options: argparse.Namespace) -> Tokenizer:
+    """The one the flags name, else the run, else the one that made its data."""
     from megatron.data.sidecar import read_sidecar
     from megatron.data.tokenizer import build_tokenizer, tokenizer_from_sidecar
     from megatron.data.vocabulary import data_prefixes
 
-    data = config.data
+    data = config.data if options.tokenizer_type is None else options
     if data.tokenizer_type is not None:
         return build_tokenizer(
             data.tokenizer_type,
             vocab_file=data.vocab_file,
             merge_file=data.merge_file,
             model=data.tokenizer_model,
-            vocab_size=data.vocab_size,
+            vocab_size=config.data.vocab_size,
         )
-    prefixes = data_prefixes(data)
+    prefixes = data_prefixes(config.data)
     for prefix in prefixes:
         if (described := read_sidecar(prefix)) is not None:
             return tokenizer_from_sidecar(described, folder=Path(prefix).parent)
-    where = f"no {prefixes[0]}.json" if prefixes else "mock data has none"
-    raise DataError(f"tokenizer: not named by the run, and {where}; no text can be read or written")
+    where = "mock data has none"
+    if prefixes:
+        where = f"no {prefixes[0]}.json"
+        where += "" if Path(prefixes[0]).is_absolute() else f" (looked from {Path.cwd()})"
+    raise DataError(
+        f"tokenizer: not named by the run, and {where}; give --tokenizer-type and its files"
+    )
 
 
 def _load_model(config: Config, run: Path, step: int | None) -> GPT:

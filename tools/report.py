@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.errors import ConfigError, SparsetronError
-from megatron.report import compare, read_run, write_comparison, write_report
+from megatron.metrics.files import JSONL
+from megatron.report import Run, compare, read_run, write_comparison, write_report
 
 EXIT_DIFFERENT = 1
 
@@ -39,18 +40,47 @@ def _report(options: argparse.Namespace) -> int:
     if options.assert_equal and len(options.runs) < 2:
         raise ConfigError("--assert-equal: compares runs; give two or more run folders")
     runs = [read_run(folder) for folder in options.runs]
-    for folder in options.runs:
-        print(write_report(folder, say=lambda text: print(text, file=sys.stderr)))
-    if len(runs) > 1:
-        folder = Path(options.output or options.runs[0])
-        folder.mkdir(parents=True, exist_ok=True)
-        print(write_comparison(runs, folder))
+    for run in runs:
+        _tell_unreadable(run)
+    try:
+        _write(runs, options.output)
+    except OSError as error:
+        where = options.output or error.filename
+        raise ConfigError(
+            f"{where}: cannot be written ({error.strerror}); name a folder that can: --output"
+        ) from error
     all_equal = True
     for run in runs[1:]:
         found = compare(runs[0], run, tolerance=options.tolerance)
         all_equal = all_equal and found.equal
         print(f"{runs[0].folder} and {run.folder}: {found.describe()}")
     return 0 if all_equal or not options.assert_equal else EXIT_DIFFERENT
+
+
+def _tell_unreadable(run: Run) -> None:
+    count, path = run.unreadable_lines, run.folder / JSONL
+    if count and not (run.iterations or any(run.evaluations.values())):
+        raise ConfigError(
+            f"{path}: none of its {count} lines can be read; it is no record of a run"
+        )
+    if count:
+        _say(f"{path}: {count} unreadable lines are left out")
+
+
+def _write(runs: Sequence[Run], output: str | None) -> None:
+    """The reports and, of several runs, the comparison; with `output`, which holds one of them, the
+    comparison alone."""
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+    if output is None or len(runs) == 1:
+        for run in runs:
+            print(write_report(run.folder, output=output, say=_say))
+    if len(runs) > 1:
+        print(write_comparison(runs, output or runs[0].folder))
+
+
+def _say(text: str) -> None:
+    print(f"report.py: {text}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         help="largest difference of losses that counts as equal (0 = every last bit)",
     )
     parser.add_argument(
-        "--output", help="folder of comparison.html and .png (none = the first run)"
+        "--output",
+        help="folder of what is written: of several runs the comparison alone (none = the reports "
+        "go into their runs, the comparison into the first)",
     )
     return parser
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.config.folders import output_folders_are_safe, run_is_well_named
 from megatron.config.options import specs_of
 from megatron.config.refused_pairs import check_pairs
+from megatron.config.shares import split_shares
 from megatron.config.values import Given, check_range, origin_of
 from megatron.errors import ConfigError
 
@@ -185,6 +186,17 @@ def _loss_scales_ordered(c: Config) -> Complaint:
     )
 
 
+# ------------------------------------------------------------------------------------ data
+
+
+def _split_is_three_shares(c: Config) -> Complaint:
+    try:
+        split_shares(c.data.split)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 # ------------------------------------------------------------------- recompute and profile
 
 
@@ -217,6 +229,7 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
     _schedule_fits,
     _weight_decay_grows,
     _loss_scales_ordered,
+    _split_is_three_shares,
     _recomputes_existing_layers,
     _profile_ends_after_start,
     output_folders_are_safe,

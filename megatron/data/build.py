@@ -28,6 +28,7 @@ from megatron.data.split import (
     DataOptions,
     Source,
     documents_of,
+    filled_split,
     normalized,
     split_sources,
 )
@@ -204,7 +205,8 @@ class _Builder:
                 f"{prefix}: {split}: split {self.data_config.split!r} takes documents "
                 f"round({start:.6g} x {len(indexed)}) = {found.start} to round({stop:.6g} x "
                 f"{len(indexed)}) = {found.stop}: none; give {split} a larger share or a path of "
-                f"its own, or 0 to go without"
+                f"its own, or 0 to go without, for example --split "
+                f"{filled_split(self.data_config.split, len(indexed))}"
             )
         return found
 

@@ -26,7 +26,8 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 class IndexCache:
     """Finds or builds index arrays; `folder` None keeps them in `cache/` beside the data.
 
-    A folder that cannot be written is announced once; arrays then stay in memory.
+    `cache/` is announced when it is made. A folder that cannot be written is announced once; arrays
+    then stay in memory.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, say: Say) -> None:
@@ -65,7 +66,10 @@ class IndexCache:
         for name, (shape, dtype) in layout.items():
             assert arrays[name].shape == shape and arrays[name].dtype == dtype, name
         try:
+            beside_data = self._folder is None and not folder.parent.exists()
             folder.mkdir(parents=True, exist_ok=True)
+            if beside_data:
+                self._say(f"index cache: made {folder.parent} (elsewhere: --data-cache-path)")
             entry.store(arrays)
         except OSError as error:
             if not self._announced:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron.config.shares import split_shares
 from megatron.data.index_file import without_suffix
 from megatron.errors import ConfigError, DataError
 
@@ -86,23 +87,11 @@ def split_sources(options: DataOptions) -> list[Source | None]:
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Start and end of train, valid and test as fractions; None where the share is 0.
-
-    Three numbers >= 0 of which one is positive, separated by commas, in any scale; DataError
-    otherwise (Megatron reads "-1,1,1" as "1,1,1" and fills "900,50" up with a zero).
-    """
-    rule = "--split wants three numbers >= 0, not all 0, for train, valid and test, as in 969,30,1"
-    try:
-        shares = [float(item) for item in text.split(",")]
-    except ValueError:
-        raise DataError(f"split {text!r}: not numbers; {rule}") from None
-    if len(shares) != len(SPLITS):
-        raise DataError(f"split {text!r}: {len(shares)} numbers; {rule}")
-    if not all(math.isfinite(share) and share >= 0 for share in shares) or sum(shares) == 0:
-        raise DataError(f"split {text!r}: {rule}")
+    """Start and end of train, valid and test as fractions; None where the share is 0. Raises as
+    `split_shares` does."""
     ranges: list[tuple[float, float] | None] = []
     start = 0.0
-    for share in normalized(shares):
+    for share in normalized(split_shares(text)):
         stop = start + share
         ranges.append((start, stop) if stop > start else None)
         start = stop
@@ -113,6 +102,17 @@ def documents_of(fractions: tuple[float, float], num_documents: int) -> range:
     """Documents of a split; both ends rounded as Megatron does, so that splits never overlap."""
     start, stop = (int(round(fraction * float(num_documents))) for fraction in fractions)
     return range(start, stop)
+
+
+def filled_split(text: str, num_documents: int) -> str:
+    """`text`, with shares of validation and test that hold no document joined to the one before."""
+    shares = split_shares(text)
+    for place in (2, 1):
+        part = parse_split(",".join(map(str, shares)))[place]
+        if part is not None and not documents_of(part, num_documents):
+            shares[place - 1] += shares[place]
+            shares[place] = 0.0
+    return ",".join(f"{share:.6g}" for share in shares)
 
 
 def parse_blend(items: Sequence[str], *, name: str) -> Blend:

@@ -171,6 +171,7 @@ KEPT = set(SMALL) | {
     *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     *("lr_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),
+    "split",
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("train_data_path", "valid_data_path", "test_data_path"),
 }

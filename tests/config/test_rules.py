@@ -44,6 +44,8 @@ def test_ranges_read_well() -> None:
 RAMP = ("--train-iters", "none", "--train-samples", "100", "--global-batch-size", "8")
 
 REFUSALS = {
+    ("--split", "a,b,c"): "split 'a,b,c': not numbers; --split wants three numbers >= 0, not all "
+    "0, for train, valid and test, as in 969,30,1",
     ("--hidden-size", "100", "--num-attention-heads", "12"): "hidden_size 100 is not a multiple of "
     "num_attention_heads 12; nearest hidden_size: 96, 108 (or give --kv-channels)",
     (

@@ -47,12 +47,14 @@ def test_the_sidecar_fills_in_what_was_not_given(
     out = capsys.readouterr().out
     assert "ByteTokenizer" in out and "end with 9" in out
     assert main([prefix, "--full"]) == 3
-    error = capsys.readouterr().err
+    assert main([prefix, "--eod", "9"]) == 3
+    error, *again = capsys.readouterr().err.splitlines()
+    assert again == [error]
     assert "token id 9 in document 0 (sequence 1) at offset 1" in error
 
 
 def test_bad_pairs_exit_3_with_one_line(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([prefix, "--vocab-size", "5", "--full"]) == 3
+    assert main([prefix, "--vocab-size", "5"]) == 3
     assert main([prefix, "--vocab-size", "100000"]) == 3
     os.truncate(f"{prefix}.idx", 50)
     assert main([prefix]) == 3

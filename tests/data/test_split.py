@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data.split import documents_of, parse_blend, parse_split, split_sources
+from megatron.data.split import documents_of, filled_split, parse_blend, parse_split, split_sources
 from megatron.errors import ConfigError, DataError
 from tests.data.pairs import Options
 
@@ -27,8 +27,14 @@ def test_ends_are_rounded() -> None:
 
 @pytest.mark.parametrize("text", ["900,50", "-1,1,1", "0,0,0", "a,b,c", "", "1,2,3,4", "nan,1,1"])
 def test_a_wrong_split_is_refused_with_the_rule(text: str) -> None:
-    with pytest.raises(DataError, match="--split wants three numbers"):
+    with pytest.raises(ConfigError, match="--split wants three numbers"):
         parse_split(text)
+
+
+def test_a_split_is_filled_for_few_documents() -> None:
+    assert filled_split("969, 30, 1", 460) == "969,31,0"
+    assert filled_split("969, 30, 1", 4) == "1000,0,0"
+    assert filled_split("969, 30, 1", 1000) == "969,30,1"
 
 
 def test_the_three_forms_of_a_data_path() -> None:

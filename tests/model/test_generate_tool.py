@@ -89,7 +89,17 @@ def test_folders_that_will_not_do(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "config.yaml" in capsys.readouterr().err
     silent = make_run(tmp_path / "mock", "--vocab-size 257")
     assert main([str(silent)]) == 3
-    assert "tokenizer" in capsys.readouterr().err
+    assert "give --tokenizer-type and its files" in capsys.readouterr().err
+    named = ["--tokenizer-type", "ByteTokenizer", "--prompt", "Hello"]
+    assert texts(capsys, str(silent), *named).startswith("Hello")
+    assert main([str(silent), "--vocab-file", "x"]) == 2
+    assert "--vocab-file: given without --tokenizer-type" in capsys.readouterr().err
+    config = (silent / "config.yaml").read_text()
+    config = config.replace("mock_data: true", "mock_data: false")
+    config = config.replace("data_path: null", "data_path: [data/p]", 1)
+    (silent / "config.yaml").write_text(config)
+    assert main([str(silent)]) == 3
+    assert f"no data/p.json (looked from {Path.cwd()})" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     named = make_run(tmp_path / "named", "--tokenizer-type ByteTokenizer")
     (tmp_path / "empty" / "config.yaml").write_text((named / "config.yaml").read_text())

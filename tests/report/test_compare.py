@@ -90,3 +90,30 @@ def test_tool_runs_from_anywhere_without_torch(first: Path, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(first / "report.html")
+
+
+def test_tool_tells_lines_it_cannot_read(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = first / "metrics.jsonl"
+    with open(lines, "a", encoding="utf-8") as file:
+        file.write("garbage\n{}\n")
+    assert main([str(first)]) == 0
+    assert capsys.readouterr().err == f"report.py: {lines}: 2 unreadable lines are left out\n"
+    lines.write_text("garbage\nmore\n")
+    assert main([str(first)]) == 2
+    assert "none of its 2 lines can be read" in capsys.readouterr().err
+
+
+def test_tool_writes_elsewhere(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(first.iterdir())
+    elsewhere = tmp_path / "new" / "folder"
+    assert main([str(first), "--output", str(elsewhere)]) == 0
+    assert main([str(first), str(first), "--output", str(elsewhere)]) == 0
+    assert sorted(first.iterdir()) == before
+    assert {"report.html", "comparison.html"} <= {path.name for path in elsewhere.iterdir()}
+    (first / ".report.html.tmp").mkdir()
+    capsys.readouterr()
+    assert main([str(first)]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be written (" in error and "--output" in error and error.count("\n") == 1
