@@ -10,6 +10,12 @@
 #   PROMPT   what the sample begins with                         ("def main(")
 #   PYTHON, VENV: see setup_env.sh
 set -euo pipefail
+for flag in "$@"; do
+  if [[ $flag == -h || $flag == --help ]]; then
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+  fi
+done
 # shellcheck source=setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 

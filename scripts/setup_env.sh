@@ -45,6 +45,8 @@ find_python() {
 # make_environment EXTRAS: after it, "$venv/bin/python" has the package with these extras.
 make_environment() {
   local extras=$1 python wanted stamp constraints=()
+  # Told also where an environment is there already and it would not be used.
+  [[ -z ${PYTHON:-} ]] || find_python >/dev/null
   if ! { [[ -x $venv/bin/pip ]] && is_new_enough "$venv/bin/python"; }; then
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||

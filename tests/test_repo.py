@@ -167,6 +167,21 @@ def test_hooks_fetch_nothing() -> None:
     assert {hook["language"] for hook in hooks["repos"][0]["hooks"]} == {"system"}
 
 
+def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) -> None:
+    script = REPO / "scripts" / "quickstart.sh"
+    shown = _shell(script, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "scripts/quickstart.sh [FLAGS OF pretrain_gpt.py]" in shown.stdout
+    assert "set -euo" not in shown.stdout
+    (tmp_path / "bin").mkdir()  # an environment that is there already
+    for name in ("python", "pip"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    refused = _shell("env", "PYTHON=nope", script, VENV=str(tmp_path), DATA=str(tmp_path / "data"))
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == "quickstart.sh: PYTHON=nope: not found\n"
+
+
 LAUNCH = REPO / "scripts" / "launch.sh"
 PROGRAM = """
 import json, os, pathlib, sys

@@ -23,6 +23,7 @@ from megatron.config.values import Given, Scalar, nearest, show, show_plain
 from megatron.errors import ConfigError
 
 _NEGATIVE = re.compile(r"-\.?[0-9]|-inf|-nan")
+_PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 
 @dataclass(kw_only=True)
@@ -39,18 +40,22 @@ def read_flags(argv: Sequence[str], specs: Mapping[str, Sequence[Spec]]) -> Comm
     after `--help` and `--help-compat`."""
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
     line = CommandLine()
-    _, unknown = parser.parse_known_args(_attach_numbers(argv), _Namespace(line))
+    _, unknown = parser.parse_known_args(_attach_numbers(argv, specs), _Namespace(line))
     if unknown:
         fields = (spec.flag for group in specs.values() for spec in group)
         raise _unknown(unknown, [*fields, "--config", *(name.flag for name in OLD_NAMES)])
     return line
 
 
-def _attach_numbers(argv: Sequence[str]) -> list[str]:
-    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it."""
+def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[Spec]]) -> list[str]:
+    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it. In
+    front of a list it would then be the only value, so a number that argparse knows stays."""
+    lists = {spec.flag for group in specs.values() for spec in group if spec.many}
     joined: list[str] = []
     for text in argv:
-        if joined and _NEGATIVE.match(text) and re.fullmatch(r"--[^=]+", joined[-1]):
+        if joined and joined[-1] in lists and _PLAIN_NEGATIVE.fullmatch(text):
+            joined.append(text)
+        elif joined and _NEGATIVE.match(text) and re.fullmatch(r"--[^=]+", joined[-1]):
             joined[-1] += f"={text}"
         else:
             joined.append(text)

@@ -105,6 +105,8 @@ def _given(path: str, entry: Entry, fields: _Fields) -> tuple[str, Given]:
         section = show_plain(entry.section)
         close = nearest(entry.section, fields.sections)
         raise ConfigError(f"{where}: {section}: no such section{close}")
+    if entry.section is None and entry.key in fields.sections - fields.homes.keys():
+        raise ConfigError(f"{where}: {key} is a section; write its keys below it, further right")
     if entry.key not in fields.homes:
         raise ConfigError(f"{where}: {key}: no such key{_hint(entry.key, fields)}")
     if entry.section is not None and entry.section not in fields.homes[entry.key]:

@@ -108,7 +108,8 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
             problem = " ".join((error.problem or "cannot be read").split())
-            raise ConfigError(f"{self._path}{line}: not YAML: {problem}") from None
+            hint = "; use spaces" if r"'\t'" in problem else ""
+            raise ConfigError(f"{self._path}{line}: not YAML: {problem}{hint}") from None
         except yaml.YAMLError as error:
             problem = getattr(error, "reason", "cannot be read")
             raise ConfigError(

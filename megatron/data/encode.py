@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +105,7 @@ def extract_texts(payload: Payload, kind: str, keys: Sequence[str]) -> list[str]
     texts: list[str] = []
     for key in keys:
         if key not in values:
-            raise DataError(f"no key {key!r}; it has {', '.join(map(repr, values)) or 'none'}")
+            raise DataError(_missing(key, values))
         value = values[key]
         if not isinstance(value, str):
             shown = "null" if value is None else type(value).__name__
@@ -116,11 +116,18 @@ def extract_texts(payload: Payload, kind: str, keys: Sequence[str]) -> list[str]
     return texts
 
 
+def _missing(key: str, values: Mapping[str, object]) -> str:
+    texts = [other for other, value in values.items() if isinstance(value, str)]
+    hint = f"; give --json-keys {texts[0]}" if len(texts) == 1 else ""
+    return f"no key {key!r}; it has {', '.join(map(repr, values)) or 'none'}{hint}"
+
+
 def _parse(line: str) -> dict[str, object]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from error
+        what = error.msg.removesuffix(" at")
+        raise DataError(f"not JSON: {what} at column {error.colno}") from error
     except (RecursionError, ValueError) as error:
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(value, dict):

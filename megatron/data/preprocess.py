@@ -80,6 +80,9 @@ def preprocess(
             counts.tokens = sum(tokens)
             counts.position = batch.position
             watch(counts)
+        if not counts.documents:
+            bad = f" but {counts.bad} bad lines" if counts.bad else ""
+            raise DataError(f"--input: holds no documents{bad}; nothing was written")
         for key, total in zip(options.keys, tokens, strict=True):
             if total == 0:
                 raise DataError(

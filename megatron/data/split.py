@@ -123,6 +123,9 @@ def parse_blend(items: Sequence[str], *, name: str) -> Blend:
     is dropped: Megatron would read a sample of it where the others are even.
     """
     numbers = [_number(item) for item in items]
+    for number, prefix in zip(numbers, items[1:], strict=False):
+        if number is not None and number < 0:
+            raise DataError(f"{name}: weight {number} of {prefix}: wanted a number >= 0")
     given = sum(number is not None for number in numbers)
     if not items:
         raise DataError(f"{name}: names no data")

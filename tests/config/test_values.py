@@ -147,6 +147,8 @@ def test_none_unsets_optional_values(tmp_path: Path) -> None:
 
 
 def test_negative_numbers_are_values() -> None:
+    weighted = read("--data-path", "-1", "a", "-0.5", "b").data.data_path
+    assert weighted == ("-1", "a", "-0.5", "b")
     assert refused("--lr", "-1e-3") == "--lr: -0.001 is out of range; must be more than 0"
     assert refused("--lr", "-.5").startswith("--lr: -0.5 is out of range")
     assert refused("--profile-ranks", "0", "-1") == (

@@ -43,6 +43,10 @@ def test_unknown_keys(tmp_path: Path) -> None:
         given("hiden_size: 1\n") == "a.yaml:8: hiden_size: no such key; did you mean hidden_size?"
     )
     assert given("log-interval: 1\n").endswith("did you mean log_interval?")
+    assert given("model: 3\n") == (
+        "a.yaml:8: model is a section; write its keys below it, further right"
+    )
+    assert given("logging:\n\tlog_interval: 1\n").endswith("; use spaces")
     assert given("qqqq: 1\n") == "a.yaml:8: qqqq: no such key"
     assert given("logging:\n  lgo_interval: 1\n").startswith("a.yaml:9: lgo_interval: no such key")
     assert given("loging:\n  log_interval: 1\n") == (

@@ -53,6 +53,7 @@ def test_the_three_forms_of_a_data_path() -> None:
         (["0.3", "a", "b", "0.7"], "2 weights for 2 prefixes"),
         (["0.3", "a", "b", "c"], "1 weights for 3 prefixes"),
         (["-1", "a", "2", "b"], "weight -1.0 of a"),
+        (["-1", "a", "b"], "weight -1.0 of a"),
         (["nan", "a", "2", "b"], "weight nan of a"),
         (["inf", "a", "2", "b"], "weight inf of a"),
         (["0", "a", "0.0", "b"], "sum to 0.0"),
