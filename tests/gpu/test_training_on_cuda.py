@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.locate import find_checkpoint
+from megatron.data.loader import BatchReader
 from megatron.data_parallel.interface import StepContext
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from megatron.run_state import Origin
 from megatron.runtime import Launch, Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer
@@ -30,12 +32,18 @@ FLAGS = (
 def make_trainer(
     device: torch.device, run_dir: Path, more: str = "", checkpoint: Path | None = None
 ) -> Trainer:
+    origin = Origin(checkpoint, own=True) if checkpoint is not None else None
     config = parse(f"{FLAGS} {more}".split(), paths=GRADIENT_PATHS).resolve(1)
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     runtime = Runtime(launch=launch, device=device, backend="gloo")
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    metrics = open_metrics(config, runtime, run_dir, checkpoint)
-    return build_trainer(config, runtime, groups, run_dir, metrics, checkpoint)
+    metrics = open_metrics(config, runtime, run_dir, origin)
+    return build_trainer(config, runtime, groups, run_dir, metrics, origin)
+
+
+def train_reader(trainer: Trainer) -> BatchReader:
+    assert trainer.readers.train is not None
+    return trainer.readers.train
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
@@ -94,7 +102,7 @@ def test_recomputation_repeats_the_dropout(device: torch.device, tmp_path: Path)
 def test_nothing_waits_for_the_device_before_finish(device: torch.device, tmp_path: Path) -> None:
     trainer = make_trainer(device, tmp_path, "--bf16")
     losses(trainer, 2)
-    batches = list(trainer.readers.train.read(0, 8))
+    batches = list(train_reader(trainer).read(0, 8))
     trainer.engine.begin(StepContext(t=3))
     with no_host_sync(device):
         for batch in batches:
@@ -113,7 +121,7 @@ def test_non_finite_gradient_changes_nothing(device: torch.device, tmp_path: Pat
     trainer = make_trainer(device, tmp_path, "--bf16")
     losses(trainer, 2)
     before = states(trainer)
-    (batch, *_) = trainer.readers.train.read(0, 8)
+    (batch, *_) = train_reader(trainer).read(0, 8)
     trainer.engine.begin(StepContext(t=3))
     trainer.stage.forward(3, batch)
     trainer.engine.expect_last_backward()

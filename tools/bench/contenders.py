@@ -182,9 +182,9 @@ class Batches:
     """The microbatches that our trainer reads, for the others to read too."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._reader = trainer.readers.train
-        size = trainer.config.training.global_batch_size
-        assert size is not None
+        reader, size = trainer.readers.train, trainer.config.training.global_batch_size
+        assert reader is not None and size is not None
+        self._reader = reader
         self._size, self._position = size, 0
 
     def next(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
