@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --mock-data "
     "--vocab-size 2048 --micro-batch-size 4 --global-batch-size 8 --train-iters 100000 --lr 1e-4 "
