@@ -212,9 +212,7 @@ class GradientEngine:
                 # Its other copy lives on another stage. Last of all buckets, and after every
                 # backward of this stage, so that no stage waits in it for a microbatch.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
-            # A sum is not finite if an entry is not, and is far cheaper than isfinite().all().
-            sums = [piece.sum() for piece in _widened(bucket.grad)]
-            self._sums.append(torch.stack(sums).sum())
+            self._sums.append(_finite_if_all_are(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))
 
     def _agree(self, tag: int, request: int) -> tuple[bool, int]:
@@ -249,6 +247,17 @@ class GradientEngine:
         for group in (self.groups.tp, self.groups.pp):
             group.all_reduce(value, dist.ReduceOp.SUM)
         return value.item()
+
+
+def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:
+    """A sum, which is not finite if an entry is not and is far cheaper than `isfinite().all()`.
+
+    torch adds bf16 up in fp32 and rounds once, to a type of the same range; an fp16 result would
+    overflow where no entry does.
+    """
+    if values.dtype != torch.float16:
+        return values.sum().float()
+    return torch.stack([piece.sum() for piece in _widened(values)]).sum()
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,7 @@ class BucketOptimizer:
             hyper = Hyper(
                 t=self.applied, lr=lr, weight_decay=weight_decay if bucket.weight_decay else 0.0
             )
-            self._update(self.states[bucket.index], reduced, step.factor, hyper)
-        self._scatter()
+            self._update(bucket, reduced, step.factor, hyper)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Every state as (kind, logical name, stored entries): kind is "param" for the master
@@ -77,7 +76,8 @@ class BucketOptimizer:
 
     def loaded(self) -> None:
         """Master weights were written to: bring the 16-bit parameters up to date."""
-        self._scatter()
+        for info, bucket, where in self.engine.slices():
+            self._bring_up(info.name, where.of(self.states[bucket.index].master))
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:
@@ -85,9 +85,11 @@ class BucketOptimizer:
 
         return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
 
-    def _update(self, state: BucketState, reduced: Reduced, factor: float, hyper: Hyper) -> None:
+    def _update(self, bucket: GradBucket, reduced: Reduced, factor: float, hyper: Hyper) -> None:
         assert reduced.index is None, "this optimizer reads dense reduced buckets"
         keep = self.engine.wants_update
+        state = self.states[bucket.index]
+        waiting = list(bucket.slices.items())
         for start in range(0, reduced.values.numel(), self._chunk):
             cut = slice(start, start + self._chunk)
             values, weight = reduced.values[cut], state.master[cut]
@@ -96,6 +98,10 @@ class BucketOptimizer:
             self.rule.apply(weight, self._scaled(values, factor), moments, hyper)
             if keep:
                 values.copy_(self.rule.direction(old_weight, moments, hyper))
+            # Parameters are brought up to date while their master weights are still in cache.
+            while waiting and waiting[0][1].start + waiting[0][1].numel <= cut.stop:
+                name, where = waiting.pop(0)
+                self._bring_up(name, where.of(state.master))
 
     def _scaled(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         """The chunk in fp32 times factor; the chunk itself where that is the same."""
@@ -106,7 +112,6 @@ class BucketOptimizer:
             return torch.mul(values, factor, out=out)
         return out.copy_(values).mul_(factor)
 
-    def _scatter(self) -> None:
-        for info, bucket, where in self.engine.slices():
-            master = where.of(self.states[bucket.index].master)
-            self.engine.layout.scatter(info.name, master, info.param.detach())
+    def _bring_up(self, name: str, master: torch.Tensor) -> None:
+        """Put updated master weights into the parameter that the model reads."""
+        self.engine.layout.scatter(name, master, self.engine.infos[name].param.detach())
