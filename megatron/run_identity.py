@@ -23,6 +23,9 @@ _FREE_TO_CHANGE = {
     "data": {"data_cache_path", "no_mmap_bin_files", "dataloader_type"},
 }
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
+_PATH = "gradient.grad_path"
+_SECTIONS = ("model", "data", "training")
+"""Everything else in an identity belongs to the gradient path."""
 MAX_DIFFERENCES = 5
 """Differing keys an error names before it counts the rest."""
 
@@ -37,7 +40,7 @@ def identity(config: Config, vocabulary: Vocabulary) -> dict[str, Any]:
     for name in _OF_THE_DATA:
         found[f"training.{name}"] = getattr(config.training, name)
     found["model.vocab_size"] = vocabulary.size
-    found["gradient.grad_path"] = config.gradient.grad_path
+    found[_PATH] = config.gradient.grad_path
     for section, options in config.extensions.items():
         for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
             found[f"{section}.{name}"] = value
@@ -63,16 +66,42 @@ def check_identity(
     """Raise `CheckpointError` naming the settings that differ, those of the model alone where
     training starts anew on its weights."""
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
-    differing = [
-        f"{key}: {was.get(key)!r} there, {now[key]!r} here"
-        for key in sorted(now)
-        if was.get(key) != now[key] and (key in weights or not model_only)
-    ]
+    checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
+    differing = _differences(was, now, checked)
     if differing:
         raise CheckpointError(
             f"{where}: belongs to another run: {_few(differing)}; use another --run-dir, or give "
             "the same settings"
         )
+
+
+def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where the gradient path and its options differ, as an error names it."""
+    return _differences(was, now, {key for key in {*was, *now} if _section(key) not in _SECTIONS})
+
+
+def check_path(
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: Path,
+    own: bool,
+    reset: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Raise `CheckpointError` where the gradient path differs: a run (`own`) keeps the one it began
+    with, another may start from a dense one's checkpoint; with `reset` any may start from any,
+    without what the old one had not sent yet."""
+    differing = path_differences(was, now)
+    path, new = was.get(_PATH), now.get(_PATH)
+    if not differing:
+        return
+    if not reset and (own or path != "dense"):
+        raise CheckpointError(
+            f"{where}: was saved on another gradient path: {_few(differing)}; give the same "
+            "settings, or --reset-grad-state to leave behind what that path had not sent yet"
+        )
+    say(f"gradient path {new} starts here; the checkpoint is of {path}")
 
 
 def check_data(
@@ -92,6 +121,18 @@ def check_data(
         )
     if found:
         say(f"data changed since {where.name}, going on with it: {_few(found)}")
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:
+    return [
+        f"{key}: {was.get(key)!r} there, {now.get(key)!r} here"
+        for key in sorted(keys)
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _section(key: str) -> str:
+    return key.split(".", 1)[0]
 
 
 def _few(differences: list[str]) -> str:

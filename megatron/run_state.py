@@ -39,8 +39,18 @@ from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_identity import check_data, check_identity, schedule
+from megatron.run_identity import (
+    check_data,
+    check_identity,
+    check_path,
+    path_differences,
+    schedule,
+)
 from megatron.training import Progress
+
+PATH, RESIDUAL = "path/", "residual/"
+"""Where checkpoints keep a gradient path's state: what all data-parallel ranks share, and what each
+has of its own."""
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
@@ -224,12 +234,13 @@ class RunState:
     def _shards(self) -> Iterator[Shard]:
         rank, size = self.groups.dp.rank, self.groups.dp.size
         shared = {name: tensor for name, tensor, _ in self._shared()}
+        shared |= {f"{PATH}{name}": t for name, t in self.engine.reducer.shared_tensors()}
         owners = owner({name: tensor.nbytes for name, tensor in shared.items()}, size)
         for name, tensor in shared.items():
             if owners[name] == rank:
                 yield whole(name, tensor)
         for name, tensor in self.engine.reducer.state_tensors():
-            own = whole(f"residual/{name}", tensor)
+            own = whole(f"{RESIDUAL}{name}", tensor)
             yield of_rank(own, data_parallel_rank=rank, data_parallel_size=size)
 
     def _shared(self) -> Iterator[tuple[str, torch.Tensor, str]]:
@@ -254,18 +265,29 @@ class RunState:
         weights_only = asked.finetune and not origin.own
         fresh_moments = (asked.finetune or asked.no_load_optim) and not origin.own
         with Checkpoint.open(origin.path, verify=False) as saved:
-            self.groups.world.agreed(lambda: self._check(saved, weights_only))
+            self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
             self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
+            if not weights_only and self._goes_on(saved, origin.own):
+                self._take_path(saved)
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
         progress = Progress() if weights_only else Progress(**saved.state["progress"])
         self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
         return progress
 
-    def _check(self, saved: Checkpoint, weights_only: bool) -> None:
+    def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:
         asked = self.config.checkpoint
         was = saved.state.get("identity", {})
         check_identity(was, self.identity, where=saved.path, model_only=weights_only)
+        if not weights_only:
+            check_path(
+                was,
+                self.identity,
+                where=saved.path,
+                own=own,
+                reset=asked.reset_grad_state,
+                say=self.metrics.say,
+            )
         if not weights_only and self.groups.world.rank == 0:
             check_data(
                 saved.state.get("data_files", {}),
@@ -296,21 +318,30 @@ class RunState:
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
             self.scaler.load(saved.state["loss_scaler"])
-        self.engine.reducer.load_state_tensors(dict(self._own(saved)))
+
+    def _take_path(self, saved: Checkpoint) -> None:
+        shared = {name.removeprefix(PATH): saved.read(name) for name in saved.names(PATH)}
+        own = self.groups.world.agreed(lambda: dict(self._own(saved)))
+        self.engine.reducer.load_state_tensors(own, shared)
+
+    def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
+        """Whether the gradient path continues from the checkpoint, rather than starting there."""
+        same = not path_differences(saved.state.get("identity", {}), self.identity)
+        # A run that is started again and again by one command leaves its path once.
+        return same and (own or not self.config.checkpoint.reset_grad_state)
 
     def _own(self, saved: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's share of per-rank state; for another number of ranks the mean of the old
         ones, which keeps the update that is pending in them."""
         rank, size = self.groups.dp.rank, self.groups.dp.size
-        prefix = "residual/"
-        for name in saved.names(prefix):
+        for name in saved.names(RESIDUAL):
             ranks, *rest = saved.shape(name)
             if ranks == size:
                 whole_box = [rank] + [0] * len(rest), [rank + 1, *rest]
                 value = saved.read(name, *whole_box)[0]
             else:
                 value = saved.read(name).mean(0)
-            yield name.removeprefix(prefix), value
+            yield name.removeprefix(RESIDUAL), value
 
 
 def _logical(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:

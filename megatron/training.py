@@ -252,7 +252,9 @@ class Trainer:
             self.scaler.update(overflow=not step.ok)
         progress.consumed_samples += batch_size
 
-        stats = self.engine.stats()
+        stats = self.engine.stats(full=self._is_logged())
+        for note in stats.notes:
+            self.metrics.say(note)
         record = StepRecord(
             iteration=progress.iteration,
             train_iters=self.total_iterations,
@@ -274,6 +276,7 @@ class Trainer:
             params_norm=self._params_norm(),
             timers=self._timings(),
             wait_seconds=stats.wait_seconds,
+            path=stats.extra,
         )
         return record, Request(step.request)
 

@@ -107,6 +107,12 @@ class CheckpointConfig:
         default=False,
         help="Stop also where load is the folder of save and still empty.",
     )
+    reset_grad_state: bool = option(
+        default=False,
+        help="Leave behind what the gradient path of the loaded checkpoint had not sent yet "
+        "(residuals, index) and start this run's path anew; needed to leave a path with state.",
+        saved=False,
+    )
     accept_new_data: bool = option(
         default=False,
         help="Go on though data files changed since the checkpoint (ours).",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,9 @@ class _AllReduceWork:
             self.reducer.wait_seconds += time.perf_counter() - began
         return Reduced(values=self.values)
 
+    def drop(self) -> None:
+        self.wait()
+
 
 @dataclass
 class AllReduceReducer:
@@ -45,8 +48,12 @@ class AllReduceReducer:
     state, so that commit and abort have nothing to do."""
 
     group: Group
+    carries: bool = field(default=False, init=False)
     bytes_sent: int = field(default=0, init=False)
     wait_seconds: float = field(default=0.0, init=False)
+
+    def attach(self, buckets: Sequence[GradBucket]) -> None:
+        pass
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> _AllReduceWork:
         ranks = self.group.size
@@ -73,13 +80,18 @@ class AllReduceReducer:
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         pass
 
-    def stats(self) -> ReducerStats:
+    def stats(self, *, full: bool = False) -> ReducerStats:
         stats = ReducerStats(bytes_sent=self.bytes_sent, wait_seconds=self.wait_seconds)
         self.bytes_sent, self.wait_seconds = 0, 0.0
         return stats
 
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
-    def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        assert not state, "the dense path has no state of its own"
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        assert not own and not shared, "the dense path has no state of its own"

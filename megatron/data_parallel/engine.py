@@ -79,6 +79,7 @@ class GradientEngine:
         self.buckets = [
             _allocate(index, plan, grad_dtype, device) for index, plan in enumerate(plans)
         ]
+        self.reducer.attach(self.buckets)
         self._slots = {
             name: _Slot(bucket.index, where.of(bucket.grad), len(self.infos[name].leaves))
             for bucket in self.buckets
@@ -132,13 +133,18 @@ class GradientEngine:
         self._finishing = True
         self._launch_full()
         finite, request = self._agree(tag, request)
+        if not finite:
+            for work in self._work:
+                work.drop()
+            return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=[])
         reduced = [work.wait() for work in self._work]
         norm = self._norm([r.values for r in reduced]) / self._context.loss_scale
-        ok = finite and math.isfinite(norm)
         factor = 1.0 / self._context.loss_scale
         if clip_norm > 0.0 and norm > clip_norm:
             factor *= clip_norm / (norm + CLIP_EPSILON)
-        return Step(ok=ok, norm=norm, factor=factor, request=request, reduced=reduced)
+        return Step(
+            ok=math.isfinite(norm), norm=norm, factor=factor, request=request, reduced=reduced
+        )
 
     def commit(self, step: Step) -> None:
         """The optimizer has applied the step: let the reducer keep what it did not send."""
@@ -156,7 +162,8 @@ class GradientEngine:
 
     @property
     def wants_update(self) -> bool:
-        """Whether the optimizer is to leave its corrected update in place of the gradient."""
+        """Whether the optimizer is to leave its corrected update in place of the gradient, of
+        sparse buckets in the runs of their index."""
         return self.reducer.wants_update(self._context)
 
     # ---- what others ask -----------------------------------------------------------------------
@@ -170,18 +177,22 @@ class GradientEngine:
     def count_zeros(self, step: Step) -> int:
         """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
         vocabulary padding, which lies at a slice's end, does not count."""
-        zeros = []
-        for info, bucket, where in self.slices():
+        stored = 0
+        nonzero = []
+        for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             if self._counts(bucket):
-                entries = min(where.numel, math.prod(info.logical_shape))
-                values = where.of(step.reduced[bucket.index].values)[:entries]
-                zeros.append((values == 0).sum())
-        total = torch.stack(zeros).sum().double().view(1)
+                # Padding takes no gradient, so that what is not zero is always an entry.
+                nonzero.append(torch.count_nonzero(reduced.values))
+                stored += sum(
+                    min(where.numel, math.prod(self.infos[name].logical_shape))
+                    for name, where in bucket.slices.items()
+                )
+        total = stored - torch.stack(nonzero).sum().double().view(1)
         return int(self._sum_over_model(total))
 
-    def stats(self) -> ReducerStats:
-        """Counters of the reducer since the last call."""
-        return self.reducer.stats()
+    def stats(self, *, full: bool = False) -> ReducerStats:
+        """Counters of the reducer since the last call; `full`: also what takes a pass to find."""
+        return self.reducer.stats(full=full)
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
@@ -193,7 +204,7 @@ class GradientEngine:
     def _start_over(self) -> None:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
-            slot.fresh = True
+            slot.fresh = not self.reducer.carries
         self._last = self._finishing = False
         self._pending: list[int] = []
         self._work: list[Work] = []

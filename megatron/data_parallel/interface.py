@@ -10,12 +10,13 @@ Nothing here imports torch when it runs, so that flags can be checked before tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron.optimizer.rules import Hyper, UpdateRule
     from megatron.parallel.groups import ProcessGroups
 
 ALIGNMENT = 64
@@ -92,6 +93,57 @@ class StepContext:
     loss_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Run:
+    """Positions `[start, stop)` of a bucket, all of which are sent; their values begin at `at`."""
+
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def values(self) -> slice:
+        """Where its values lie in `Reduced.values`."""
+        return slice(self.at, self.at + self.stop - self.start)
+
+
+class SparseIndex(Protocol):
+    """Which positions of a flat bucket, in ascending order, a compact vector of values is for.
+
+    How positions are kept is the index's own affair, so it also is what brings values, weights and
+    moments together: int32 positions serve a CPU, a bitmap serves a GPU.
+    """
+
+    @property
+    def numel(self) -> int:
+        """Number of positions."""
+        ...
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """Ranges of which every position is sent in this step and whose corrected update the
+        reducer may want; empty where it wants none."""
+        ...
+
+    def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the entries of a bucket-sized tensor at the positions to `out`, of its dtype."""
+        ...
+
+    def apply(
+        self,
+        rule: UpdateRule,
+        reduced: Reduced,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        *,
+        factor: float,
+    ) -> None:
+        """Take the optimizer's step on bucket-sized weight and moments: `reduced.values` times
+        `factor` are the gradient at the positions, `reduced.rest` says what the others get."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
     """The mean gradient of a bucket over data-parallel ranks. Norm, clipping and optimizer read
@@ -100,34 +152,39 @@ class Reduced:
     `values`: 1-D, in units of the scaled loss. `index`: positions of the values in the bucket, or
     None for all of them. `rest` tells what the positions outside `index` mean to the optimizer: a
     zero gradient ("zero"), or nothing at all, weight decay included ("frozen"). `gathered`: number
-    of steps whose gradients each value sums up, None for one.
+    of steps whose gradients each value sums up (fp32, as long as the values), None for one.
     """
 
     values: torch.Tensor
-    index: torch.Tensor | None = None
-    rest: str = "zero"
+    index: SparseIndex | None = None
+    rest: Literal["zero", "frozen"] = "zero"
     gathered: torch.Tensor | None = None
 
 
 class Work(Protocol):
-    """A reduction under way."""
+    """A reduction under way. Either of its methods is called, once every rank has told whether
+    its gradients are finite."""
 
     def wait(self) -> Reduced:
         """Block until the mean is there; the values belong to the bucket until zeroing."""
+        ...
+
+    def drop(self) -> None:
+        """The gradients were not finite: let what is on its way end, there is no mean to take."""
         ...
 
 
 @dataclass(frozen=True)
 class BucketUpdate:
     """The optimizer's corrected update of a bucket, for reducers that asked for it: it lies where
-    the reduced gradient lay that the optimizer consumed."""
+    the reduced gradient lay that the optimizer consumed; of a sparse one, in the index's runs."""
 
     slices: dict[str, Slice]
     values: torch.Tensor
 
     def update(self, name: str) -> torch.Tensor:
         """View of m^ / (sqrt(v^) + eps) + lambda w over the parameter's slice (SGD: momentum +
-        lambda w)."""
+        lambda w), where the bucket was reduced whole."""
         return self.slices[name].of(self.values)
 
 
@@ -166,11 +223,15 @@ class BucketLayout(Protocol):
 class ReducerStats:
     """Counters of one step on this rank. `bytes_sent` follows the ring model: an all-reduce of b
     bytes over n ranks sends 2 (n - 1) / n b, an all-gather (n - 1) times the rank's own bytes.
-    `density`: entries sent over entries stored. `wait_seconds`: time blocked in `Work.wait`."""
+    `density`: entries sent over entries stored. `wait_seconds`: time blocked in `Work.wait`.
+    `extra`: numbers of the path's own for log line and metrics file, under names that read well in
+    both (`residual_norm`). `notes`: sentences for the log, each told once."""
 
     bytes_sent: int = 0
     density: float = 1.0
     wait_seconds: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict[str, float])
+    notes: tuple[str, ...] = ()
 
 
 class GradientReducer(Protocol):
@@ -178,7 +239,20 @@ class GradientReducer(Protocol):
 
     `reduce` changes no state that is saved; `commit` does, once every rank agrees that the step
     is good, else `abort` is called. Buckets are reduced in index order on every rank.
+
+    State that is equal on all data-parallel ranks is saved once, each rank's own for each of them;
+    both go by logical name and say nothing of buckets.
     """
+
+    @property
+    def carries(self) -> bool:
+        """Whether what is left in a bucket after a step is part of the next step's gradient: such a
+        reducer empties buckets itself."""
+        ...
+
+    def attach(self, buckets: Sequence[GradBucket]) -> None:
+        """These are the buckets; called once, before anything else."""
+        ...
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         """Start finding the mean of `bucket.grad`; returns without waiting for any collective."""
@@ -201,16 +275,24 @@ class GradientReducer(Protocol):
         gone) of `new_numel`; entries that are new start from nothing."""
         ...
 
-    def stats(self) -> ReducerStats:
-        """Counters since the last call, which they are reset by."""
+    def stats(self, *, full: bool = False) -> ReducerStats:
+        """Counters since the last call, which they are reset by; `full` adds to `extra` what takes
+        a pass over the state to find."""
+        ...
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """State equal on all data-parallel ranks for the checkpoint, by name."""
         ...
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """State of this data-parallel rank for the checkpoint, by logical name."""
+        """State of this data-parallel rank alone for the checkpoint, by logical name: what was not
+        sent yet. Of one shape on all ranks; ranks that are more or fewer get the mean."""
         ...
 
-    def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_tensors` gave."""
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take back what `state_tensors` and `shared_tensors` gave."""
         ...
 
 
@@ -258,7 +340,8 @@ class Step:
     """What the engine found out about a step. `norm`: global L2 norm of the mean gradient in
     unscaled units, not finite where the step is not ok. `factor`: what the optimizer multiplies
     each reduced value by (loss scale and clipping). `reduced`: one for each bucket, in index
-    order. `request`: the largest of what the ranks asked for after this step, 0 for nothing."""
+    order; none where a gradient was not finite. `request`: the largest of what the ranks asked for
+    after this step, 0 for nothing."""
 
     ok: bool
     norm: float

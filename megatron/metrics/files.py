@@ -93,7 +93,7 @@ class AppendFile:
 
 
 def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
-    """The line of a step as a dictionary whose keys are `COLUMNS`."""
+    """The line of a step as a dictionary: `COLUMNS`, then what the gradient path tells of it."""
     values = (
         record.iteration,
         record.lm_loss,
@@ -114,7 +114,7 @@ def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
         record.params_norm,
         round(time, 3),
     )
-    return dict(zip(COLUMNS, values, strict=True))
+    return {**dict(zip(COLUMNS, values, strict=True)), **record.path}
 
 
 def json_line(values: dict[str, Value]) -> str:
@@ -123,7 +123,8 @@ def json_line(values: dict[str, Value]) -> str:
 
 
 def csv_line(values: dict[str, Value]) -> str:
-    """One line of metrics.csv: empty where there is no value, 0 or 1 for yes and no."""
+    """One line of metrics.csv, `COLUMNS` alone: empty where there is no value, 0 or 1 for yes and
+    no."""
     return ",".join(_cell(values[name]) for name in COLUMNS) + "\n"
 
 

@@ -79,6 +79,7 @@ def _own_fields(
     fields.append(f"sent per step: {byte_size(interval.bytes_per_step)}")
     if last.density < 1:
         fields.append(f"density: {last.density:.4g}")
+    fields += [f"{name.replace('_', ' ')}: {value:.4g}" for name, value in last.path.items()]
     if interval.wait_seconds is not None:
         fields.append(f"waited for gradients (ms): {1000 * interval.wait_seconds:.1f}")
     fields.append(f"peak memory: {memory_size(interval.peak_memory_bytes)}")

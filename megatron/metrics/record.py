@@ -19,7 +19,8 @@ class StepRecord:
     `lm_loss` is the mean over the tokens of the global batch and may be NaN or infinite.
     `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
     saving. `bytes_sent` is this rank's payload on the data-parallel group; `flops` are model FLOPs
-    over all ranks. `timers` are seconds gained since the record before, over ranks.
+    over all ranks. `timers` are seconds gained since the record before, over ranks. `path` are
+    numbers of the gradient path's own, by name, where a step has any.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class StepRecord:
     params_norm: float | None = None
     timers: Mapping[str, Spread] = field(default_factory=dict)
     wait_seconds: float | None = None
+    path: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

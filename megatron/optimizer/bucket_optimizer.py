@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, Step
+from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, SparseIndex, Step
 from megatron.optimizer.rules import Hyper, UpdateRule
 
 CPU_CHUNK = 256 * 1024
@@ -86,7 +86,9 @@ class BucketOptimizer:
         return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
 
     def _update(self, bucket: GradBucket, reduced: Reduced, factor: float, hyper: Hyper) -> None:
-        assert reduced.index is None, "this optimizer reads dense reduced buckets"
+        if reduced.index is not None:
+            self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
+            return
         keep = self.engine.wants_update
         state = self.states[bucket.index]
         waiting = list(bucket.slices.items())
@@ -102,6 +104,24 @@ class BucketOptimizer:
             while waiting and waiting[0][1].start + waiting[0][1].numel <= cut.stop:
                 name, where = waiting.pop(0)
                 self._bring_up(name, where.of(state.master))
+
+    def _update_sparse(
+        self,
+        bucket: GradBucket,
+        index: SparseIndex,
+        reduced: Reduced,
+        factor: float,
+        hyper: Hyper,
+    ) -> None:
+        state = self.states[bucket.index]
+        runs = index.runs if self.engine.wants_update else ()
+        old_weights = [state.master[run.start : run.stop].clone() for run in runs]
+        index.apply(self.rule, reduced, state.master, state.moments, hyper, factor=factor)
+        for run, old_weight in zip(runs, old_weights, strict=True):
+            moments = [moment[run.start : run.stop] for moment in state.moments]
+            reduced.values[run.values].copy_(self.rule.direction(old_weight, moments, hyper))
+        for name, where in bucket.slices.items():
+            self._bring_up(name, where.of(state.master))
 
     def _scaled(self, values: torch.Tensor, factor: float) -> torch.Tensor:
         """The chunk in fp32 times factor; the chunk itself where that is the same."""

@@ -39,8 +39,14 @@ class UpdateRule(Protocol):
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> None:
-        """Update weight and moments from the gradient, which may be used as scratch."""
+        """Update weight and moments from the gradient, which may be used as scratch.
+
+        `gathered`: number of steps whose gradients each entry sums up, None for one. A second
+        moment takes the square of such a sum over c steps as g^2 / c, which is what c separate
+        noisy gradients would have brought to it.
+        """
         ...
 
     def direction(
@@ -69,8 +75,10 @@ class AdamW:
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         exp_avg, exp_avg_sq = moments
+        grad = self._for_both_moments(exp_avg, grad, gathered)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [weight],
             [grad],
@@ -87,6 +95,19 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
+
+    def _for_both_moments(
+        self, exp_avg: torch.Tensor, grad: torch.Tensor, gathered: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient to give a fused kernel so that the first moment gets g and the second
+        g^2 / c: g / sqrt(c), with what the first would then lack added to it beforehand. Where c
+        is 1 no bit changes."""
+        if gathered is None:
+            return grad
+        assert self.beta1 > 0, "a first moment that forgets at once cannot be prepared"
+        root = gathered.rsqrt()
+        exp_avg.addcmul_(grad, 1 - root, value=(1 - self.beta1) / self.beta1)
+        return grad.mul_(root)
 
     def direction(
         self,
@@ -117,12 +138,14 @@ class ApexAdamW(AdamW):
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         import amp_C  # pyright: ignore[reportMissingImports]
         from apex.multi_tensor_apply import (  # pyright: ignore[reportMissingImports]
             multi_tensor_applier,
         )
 
+        grad = self._for_both_moments(moments[0], grad, gathered)
         adam_w_mode, bias_correction = 1, 1
         multi_tensor_applier(
             amp_C.multi_tensor_adam,
@@ -152,6 +175,7 @@ class SGD:
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         (velocity,) = moments
         velocity.mul_(self.momentum).add_(grad)

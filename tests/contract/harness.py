@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.data_parallel.engine import GradientEngine
@@ -28,6 +29,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "second.bias": (30,),
 }
 TIED = "embedding.weight"
+TOTAL_ITERATIONS = 100
+"""Of the run that a path is told it is in."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ class Toy:
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
-        config = SimpleNamespace(extensions={case.name: SimpleNamespace(**case.options)})
-        parts = GRADIENT_PATHS[case.name].build(config, self.infos, groups)
+        parts = GRADIENT_PATHS[case.name].build(_config(case), self.infos, groups)
         self.engine = GradientEngine(
             self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
         )
@@ -117,15 +119,25 @@ class Toy:
             reduced = step.reduced[bucket.index]
             dense = reduced.values
             if reduced.index is not None:
-                dense = torch.zeros(bucket.numel).index_copy(0, reduced.index, reduced.values)
+                positions = torch.empty(reduced.index.numel, dtype=torch.int64)
+                reduced.index.gather(torch.arange(bucket.numel), positions)
+                dense = torch.zeros(bucket.numel, dtype=dense.dtype)
+                dense.index_copy_(0, positions, reduced.values)
             found[info.name] = where.of(dense).float().clone()
         return found
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """This rank's residual by name, flat; zeros for a path that keeps none."""
-        zeros = {info.name: torch.zeros(info.param.numel()) for info in self.infos}
-        kept = dict(self.engine.reducer.state_tensors())
-        return zeros | {name: tensor.clone() for name, tensor in kept.items()}
+        """This rank's residual by name, flat; zeros for a path that keeps none. Where a path has
+        an index, what it keeps are the entries outside it."""
+        found = {info.name: torch.zeros(info.param.numel()) for info in self.infos}
+        shared = dict(self.engine.reducer.shared_tensors())
+        for name, kept in self.engine.reducer.state_tensors():
+            bits = shared.get(f"index/{name}", torch.zeros(0, dtype=torch.uint8)).numpy()
+            inside = torch.from_numpy(np.unpackbits(bits)).bool()
+            outside = torch.ones(found[name].numel(), dtype=torch.bool)
+            outside[: inside.numel()] &= ~inside[: outside.numel()]
+            found[name][outside] = kept
+        return found
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything a skipped step must leave alone."""
@@ -134,6 +146,8 @@ class Toy:
             found[f"{kind}/{name}"] = tensor.clone()
         for name, tensor in self.engine.reducer.state_tensors():
             found[f"reducer/{name}"] = tensor.clone()
+        for name, tensor in self.engine.reducer.shared_tensors():
+            found[f"shared/{name}"] = tensor.clone()
         return found
 
 
@@ -147,6 +161,19 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> lis
     """Names whose tensors differ in any bit."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def _config(case: PathCase) -> Any:
+    """What a path looks at in a run's configuration, with the case's options for its own."""
+    path = GRADIENT_PATHS[case.name]
+    extensions = {}
+    if path.section is not None and path.config_class is not None:
+        extensions[path.section] = path.config_class(**case.options)
+    return SimpleNamespace(
+        extensions=extensions,
+        training=SimpleNamespace(seed=1),
+        total_iterations=lambda: TOTAL_ITERATIONS,
+    )
 
 
 def _info(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ParamInfo:

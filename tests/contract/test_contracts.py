@@ -461,12 +461,13 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
         first.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     saved = {(k, n): t.clone() for k, n, t in first.optimizer.tensors()}
     carried = {n: t.clone() for n, t in first.engine.reducer.state_tensors()}
+    shared = {n: t.clone() for n, t in first.engine.reducer.shared_tensors()}
     second = Toy(groups, case)
     for kind, name, tensor in second.optimizer.tensors():
         tensor.copy_(saved[kind, name])
     second.optimizer.applied = first.optimizer.applied
     second.optimizer.loaded()
-    second.engine.reducer.load_state_tensors(carried)
+    second.engine.reducer.load_state_tensors(carried, shared)
     for number in range(left_at, 12):
         second.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     return same(through.state(), second.state())
