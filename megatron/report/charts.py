@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megatron.report.axes import TickFormat, counted, plain, traffic
 from megatron.report.runs import Run
@@ -37,6 +38,7 @@ def run_charts(run: Run) -> list[str]:
         charts.append(_plain(run, "Loss scale", "loss_scale", log=True, tick_format=counted))
     if any(density < 1 for density in run.steps["density"]):
         charts.append(_smoothed(run, "Density of the gradient exchange", "density"))
+    charts += [_path_chart(name, points) for name, points in run.path.items()]
     if any(wait > 0 for wait in run.steps["wait_seconds"]):
         charts.append(_waiting_chart(run))
     return charts
@@ -75,7 +77,20 @@ def comparison_charts(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
         after = longest[len(longest) // 5 - 1]
         shortened = [s.after(after) for s in series]
         charts.append(chart(f"Loss after iteration {after:,}", shortened))
+    if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
+        charts.append(_sent_chart(runs, labels))
     return charts
+
+
+def _sent_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """What each run has sent up to each step, which is what loss is bought with."""
+    series = []
+    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        totals = list(accumulate(run.steps["bytes_sent"]))
+        color = PALETTE[i % len(PALETTE)]
+        series.append(Series(label=label, x=run.iterations, y=totals, color=color, width=2))
+    title = "Bytes sent so far, one rank"
+    return chart(title, series, from_zero=True, tick_format=traffic)
 
 
 def difference_chart(first: Run, other: Run, label: str) -> str:
@@ -129,6 +144,13 @@ def _plain(
 ) -> str:
     series = [Series(label="", x=run.iterations, y=run.steps[key], color=TEAL, width=2)]
     return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
+
+
+def _path_chart(name: str, points: Sequence[tuple[int, float]]) -> str:
+    xs, ys = [i for i, _ in points], [value for _, value in points]
+    few = len(points) <= 100
+    series = [Series(label="", x=xs, y=ys, color=TEAL, width=2, markers=few)]
+    return chart(name.replace("_", " ").capitalize(), series, from_zero=True)
 
 
 def _waiting_chart(run: Run) -> str:

@@ -42,6 +42,8 @@ class Run:
     config: Mapping[str, Any]
     environment: Mapping[str, str]
     status: Status | None
+    path: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Numbers of the gradient path's own: for each name the steps that have one, and its value."""
     checkpoints: list[str] = field(default_factory=list)
     sample: str = ""
 
@@ -69,6 +71,10 @@ def read_run(run_dir: str | Path) -> Run:
         iterations=iterations,
         steps={key: [_number(steps[i].get(key)) for i in iterations] for key in COLUMNS},
         evaluations={kind: sorted(losses.items()) for kind, losses in evaluations.items()},
+        path={
+            key: [(i, _number(steps[i][key])) for i in iterations if key in steps[i]]
+            for key in sorted({key for step in steps.values() for key in step} - {*COLUMNS})
+        },
         unreadable_lines=unreadable,
         restarts=len(list(folder.glob(f"{JSONL}.cut-*"))),
         config_text=config_text,

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.report import read_run, write_report
+from megatron.report.charts import comparison_charts
 from megatron.status import Status, write_status
 from tests.metrics.helpers import make_metrics, record
 
@@ -133,3 +134,27 @@ def test_without_matplotlib_the_picture_is_left_out(
     assert write_report(make_run(tmp_path, [3.0, 2.0]), say=said.append).exists()
     assert not (tmp_path / "loss.png").exists()
     assert len(said) == 1 and "matplotlib" in said[0] and "sparsetron[log]" in said[0]
+
+
+def test_what_a_gradient_path_tells_is_drawn_where_it_tells_it(tmp_path: Path) -> None:
+    metrics, _ = make_metrics(tmp_path / "run", log_interval=10, train_iters=4)
+    for i in range(1, 5):
+        metrics.step(record(i, train_iters=4, path={"index_kept": 0.8} if i % 2 else {}))
+    metrics.close()
+    run = read_run(tmp_path / "run")
+    assert run.path == {"index_kept": [(1, 0.8), (3, 0.8)]}
+    titles = [c.attrib["aria-label"] for c in _svgs(write_report(tmp_path / "run").read_text())]
+    assert "Index kept" in titles
+
+
+def test_a_comparison_shows_what_each_run_sent_only_where_that_differs(tmp_path: Path) -> None:
+    for name, sent in (("first", 100), ("same", 100), ("other", 40)):
+        metrics, _ = make_metrics(tmp_path / name, log_interval=10, train_iters=2)
+        for i in (1, 2):
+            metrics.step(record(i, train_iters=2, bytes_sent=sent))
+        metrics.close()
+    first, same, other = (read_run(tmp_path / name) for name in ("first", "same", "other"))
+    assert not any("Bytes" in text for text in comparison_charts([first, same], ["a", "b"]))
+    assert any(
+        "Bytes sent so far" in text for text in comparison_charts([first, other], ["a", "b"])
+    )
