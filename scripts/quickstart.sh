@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained GPT, its report and a sample of what it writes, in a few minutes.
 #   scripts/quickstart.sh [FLAGS OF pretrain_gpt.py]
-# Makes .venv, a data set from the Python standard library's sources, and a run folder. Run again, it
-# reuses what is there. Settings by environment:
-#   RUN_DIR  run folder                                          (runs/quickstart)
-#   STEPS    iterations                                          (as configs/gpt_tiny.yaml says)
+# Makes .venv, a data set from the Python standard library's sources, and two runs of it: one with
+# dense gradients, one with Radius. Run again, it reuses what is there. Settings by environment:
+#   RUN_DIR  folder of the two run folders                       (runs/quickstart)
+#   STEPS    iterations of each                                  (as configs/gpt_tiny.yaml says)
 #   RANKS    processes: gloo on CPU, one GPU each with NCCL      (2; 1 where there is one GPU)
 #   DATA     folder of the data set                              (data/stdlib)
 #   PROMPT   what the sample begins with                         ("def main(")
@@ -57,32 +57,50 @@ flags=(--data-path "$prefix")
 if has_bf16 "$gpus"; then flags+=(--bf16); fi
 [[ -z ${STEPS:-} ]] || flags+=(--train-iters "$STEPS")
 ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
+# The paper resamples every 200 of 300,000 steps; a run of minutes has room for less.
+# Longer ones keep to it, since a run that goes on keeps its gradient path.
+steps=${STEPS:-1200}
+radius=(--radius-interval "$((steps >= 50 ? 50 : steps >= 4 ? steps / 4 : 1))")
 
-say "training"
-PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$RUN_DIR RANKS_PER_NODE=$ranks NODES=1 \
-  scripts/launch.sh -- "${flags[@]}" "$@"
+train() {
+  local path=$1
+  shift
+  say "training with --grad-path $path"
+  PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$RUN_DIR/$path GRAD_PATH=$path \
+    RANKS_PER_NODE=$ranks NODES=1 scripts/launch.sh -- "${flags[@]}" "$@"
+}
+train dense "$@"
+train radius "${radius[@]}" "$@"
 
 say "a sample"
-"$python" tools/generate.py "$RUN_DIR" --prompt "$PROMPT"
+"$python" tools/generate.py "$RUN_DIR/dense" --prompt "$PROMPT"
 
-"$python" - "$RUN_DIR/metrics.jsonl" <<'PY'
+say "comparing the two"
+"$python" tools/report.py "$RUN_DIR/dense" "$RUN_DIR/radius" --output "$RUN_DIR" >/dev/null
+"$python" - "$RUN_DIR" dense radius <<'PY'
 import json, sys
 
-lines = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
-losses = [(line["iteration"], line["valid_loss"]) for line in lines if "valid_loss" in line]
-(first, before), (last, after) = losses[0], losses[-1]
-print(f"\nvalidation loss {before:.3f} at step {first}, {after:.3f} at step {last}: "
-      f"{after / before:.0%} of the first")
+folder, *paths = sys.argv[1:]
+print()
+for path in paths:
+    with open(f"{folder}/{path}/metrics.jsonl", encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    losses = [line["valid_loss"] for line in lines if "valid_loss" in line]
+    sent = [line["bytes_sent"] for line in lines if "bytes_sent" in line]
+    print(f"{path:6}  validation loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
+          f"{losses[-1] / losses[0]:.0%} of the first; each rank sent {sum(sent) / 1e9:.2f} GB, "
+          f"{sent[-1] / max(1, sent[0]):.0%} of the first step's bytes in the last")
 PY
 cat <<END
-report        $RUN_DIR/report.html
-loss curve    $RUN_DIR/loss.png
-every step    $RUN_DIR/metrics.jsonl  $RUN_DIR/metrics.csv
-log           $RUN_DIR/log.txt
-checkpoints   $RUN_DIR/checkpoints
-settings      $RUN_DIR/config.yaml
-Next, write more with it:
-  $(printf '%q ' "$python" tools/generate.py "$RUN_DIR" --prompt "class Reader:")
-or train it for longer, from where it stands:
+
+both runs     $RUN_DIR/comparison.html
+each of them  $RUN_DIR/dense/report.html  $RUN_DIR/radius/report.html
+every step    $RUN_DIR/{dense,radius}/metrics.jsonl, .csv
+logs          $RUN_DIR/{dense,radius}/log.txt
+checkpoints   $RUN_DIR/{dense,radius}/checkpoints
+settings      $RUN_DIR/{dense,radius}/config.yaml
+Next, write more with one of them:
+  $(printf '%q ' "$python" tools/generate.py "$RUN_DIR/radius" --prompt "class Reader:")
+or train both for longer, from where they stand:
   $(printf 'RUN_DIR=%q STEPS=2000 scripts/quickstart.sh' "$RUN_DIR")
 END
