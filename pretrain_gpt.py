@@ -44,6 +44,7 @@ from megatron.runtime import (
     stop,
     wait_for_all,
 )
+from radius.baselines.paths import PowerSGDPath, TopKPath
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
@@ -55,7 +56,9 @@ if TYPE_CHECKING:
     from megatron.run_state import Origin
     from megatron.training import Readers, Trainer
 
-GRADIENT_PATHS: dict[str, GradientPath] = {path.name: path for path in (DensePath(),)}
+GRADIENT_PATHS: dict[str, GradientPath] = {
+    path.name: path for path in (DensePath(), TopKPath(), PowerSGDPath())
+}
 """What `--grad-path` may name. A new path is one folder and one entry here."""
 
 LEAST_BUCKET_ELEMENTS = 40_000_000

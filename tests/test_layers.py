@@ -21,7 +21,7 @@ LAYERS = (
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
-FOR_EXTENSIONS = ("megatron.data_parallel", "megatron.errors")
+FOR_EXTENSIONS = ("megatron.config", "megatron.data_parallel", "megatron.errors")
 WITHOUT_TORCH = (
     "megatron.errors",
     "megatron.status",

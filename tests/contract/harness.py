@@ -36,14 +36,22 @@ TOTAL_ITERATIONS = 100
 @dataclass(frozen=True)
 class PathCase:
     """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
-    the reduced gradient is the whole mean; else residuals make up for the rest."""
+    the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
+    sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     lossless: bool = True
+    linear: bool = True
 
 
-PATHS = [PathCase("dense")]
+PATHS = [
+    PathCase("dense"),
+    # Each rank selects from its own share of the batch, so other shares select other entries.
+    PathCase("topk", {"topk_density": 0.1}, lossless=False, linear=False),
+    # The best factors of a sum are not the sum of the best factors.
+    PathCase("powersgd", {"powersgd_rank": 2}, lossless=False, linear=False),
+]
 WORLDS = [1, 2, 4]
 
 

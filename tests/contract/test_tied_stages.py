@@ -13,7 +13,9 @@ from tests.contract.harness import PATHS, TIED, PathCase, Toy, case_id, gradient
 from tests.ranks import Ranks
 
 
-def on_stage(groups: ProcessGroups, case: PathCase) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def on_stage(
+    groups: ProcessGroups, case: PathCase
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     # The same two processes, now as the two stages of one pipeline.
     alone = Group((groups.world.rank,), 0)
     stages = dataclasses.replace(
@@ -30,15 +32,17 @@ def on_stage(groups: ProcessGroups, case: PathCase) -> tuple[torch.Tensor, torch
     reduced = toy.reduced(step)[TIED]
     toy.apply(step)
     weight = next(info.param for info in toy.infos if info.name == TIED)
-    return reduced, weight.detach().clone(), waited
+    return reduced, toy.residual()[TIED], weight.detach().clone(), waited
 
 
 @pytest.mark.parametrize("case", PATHS, ids=case_id)
 def test_5_tied_copies_are_summed_over_their_stages_after_the_last_backward(
     ranks: Ranks, case: PathCase
 ) -> None:
-    (first, first_weight, waited), (second, second_weight, _) = ranks.run(2, on_stage, case)
-    assert waited, "the sum must not start while other stages still run backwards"
+    stages = ranks.run(2, on_stage, case)
+    assert all(waited for *_, waited in stages), "no sum while other stages still run backwards"
+    (first, kept, first_weight, _), (second, also_kept, second_weight, _) = stages
     assert torch.equal(first, second) and torch.equal(first_weight, second_weight)
+    assert torch.equal(kept, also_kept)
     wanted = (gradients(0, 0)[TIED] + gradients(0, 1)[TIED]).reshape(-1)
-    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first + kept, wanted, rtol=1e-5, atol=1e-6)

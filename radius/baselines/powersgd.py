@@ -1,0 +1,217 @@
+"""`--grad-path powersgd`: low-rank gradients with error feedback (Vogels et al. 2020).
+
+For each matrix M = residual + gradient, a x b, and the Q, b x r, that the last step ended with:
+
+    P = M orth(Q)  --all-reduce-->  P^ = orth(P),  Q = M' P^  --all-reduce-->  M^ = P^ Q'
+         (1)           (2)                 (3)                    (4)            (5)
+
+(1) and (2) when the bucket is full, from inside backward; (3) and (4) for all buckets once the
+backwards are over, so that the second sums overlap each other; (5) bucket by bucket. torch's hook
+for DistributedDataParallel starts (4) in a callback of (2), which lets ranks issue the sums of
+several buckets in different orders; here there is one order, that of the buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.data_parallel.dense import ring_all_reduce_bytes
+from megatron.data_parallel.engine import PIECE
+from megatron.data_parallel.interface import GradBucket, ParamInfo, Reduced, StepContext
+from radius.baselines.feedback import CompressedWork, FeedbackReducer, local_shape
+from radius.baselines.sizes import is_smaller
+
+if TYPE_CHECKING:
+    from megatron.parallel.groups import Group
+
+WARM_START = "warm_start/"
+"""Before a logical name: its Q of the last step, equal on all data-parallel ranks."""
+
+
+def first_q(seed: int, name: str, columns: int, rank: int) -> torch.Tensor:
+    """The Q that a parameter starts from, [columns, rank]: normal, a function of these alone."""
+    digest = hashlib.sha256(f"powersgd {seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(columns, rank, generator=generator)
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the column space. Householder's QR gives one of full rank even where
+    the columns depend on each other or are 0; Gram-Schmidt would divide by 0 there, and a Q that
+    became 0 would stay it."""
+    return torch.linalg.qr(matrix).Q
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A compressed parameter, and where its factors lie among those of its bucket."""
+
+    name: str
+    rows: int
+    columns: int
+    p: slice
+    q: slice
+
+
+@dataclass
+class _Plan:
+    """What one bucket sends: P of each matrix, then the parameters too small to compress, as they
+    are (`whole`, by name); then Q of each matrix."""
+
+    matrices: list[_Matrix] = field(default_factory=list)
+    whole: dict[str, slice] = field(default_factory=dict)
+    first_round: int = 0
+    second_round: int = 0
+
+
+class _PowerSGDWork(CompressedWork):
+    """The two rounds of one bucket: [P | whole], then [Q]."""
+
+    def __init__(
+        self, bucket: GradBucket, plan: _Plan, step: StepContext, reducer: PowerSGDReducer
+    ) -> None:
+        self._bucket, self._plan, self._reducer = bucket, plan, reducer
+        self._scale = step.loss_scale
+        self._first = torch.empty(plan.first_round, dtype=torch.float32, device=bucket.grad.device)
+        self._second = self._first.new_empty(plan.second_round)
+        self._bases: list[torch.Tensor] = []
+        for matrix in plan.matrices:  # (1)
+            basis = orthonormal(reducer.q[matrix.name])
+            reducer.offer(bucket, matrix.name, step)
+            torch.mm(self._offered(matrix), basis, out=self._p(matrix))
+        for name, place in plan.whole.items():
+            gradient = bucket.slices[name].of(bucket.grad)
+            self._first[place].copy_(gradient).mul_(1.0 / self._scale)
+        self._pending = reducer.mean(self._first)  # (2)
+
+    def start_second_round(self) -> None:
+        """Wait for P and send Q. Every rank calls it for its buckets in index order."""
+        self._end_round()
+        for matrix in self._plan.matrices:  # (3)
+            basis = orthonormal(self._p(matrix))
+            torch.mm(self._offered(matrix).T, basis, out=self._q(matrix))
+            self._bases.append(basis)
+        self._pending = self._reducer.mean(self._second)  # (4)
+
+    def wait(self) -> Reduced:
+        self._reducer.start_second_rounds()
+        self._end_round()
+        for matrix, basis in zip(self._plan.matrices, self._bases, strict=True):  # (5)
+            self._decompress(matrix, basis)
+        for name, place in self._plan.whole.items():
+            gradient = self._bucket.slices[name].of(self._bucket.grad)
+            gradient.copy_(self._first[place].mul_(self._scale))
+        return Reduced(values=self._bucket.grad)
+
+    def drop(self) -> None:
+        self._reducer.first_rounds.clear()
+        self._end_round()
+
+    def commit(self) -> None:
+        for matrix in self._plan.matrices:
+            self._reducer.q[matrix.name].copy_(self._q(matrix))
+
+    def _decompress(self, matrix: _Matrix, basis: torch.Tensor) -> None:
+        """M^ in place of the gradient, and out of what was offered as it was rounded there."""
+        grad = self._bucket.slices[matrix.name].of(self._bucket.grad)
+        mean = grad[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+        offered = self._offered(matrix)
+        q = (self._q(matrix) * self._scale).T
+        at_once = max(1, PIECE[grad.device.type] // matrix.columns)
+        for rows in (slice(i, i + at_once) for i in range(0, matrix.rows, at_once)):
+            mean[rows].copy_(basis[rows] @ q)
+            offered[rows].sub_(mean[rows], alpha=1.0 / self._scale)
+
+    def _end_round(self) -> None:
+        if self._pending is not None:
+            with self._reducer.waiting():
+                self._pending.wait()
+            self._pending = None
+
+    def _offered(self, matrix: _Matrix) -> torch.Tensor:
+        return self._reducer.offered[matrix.name].view(matrix.rows, matrix.columns)
+
+    def _p(self, matrix: _Matrix) -> torch.Tensor:
+        return self._first[matrix.p].view(matrix.rows, -1)
+
+    def _q(self, matrix: _Matrix) -> torch.Tensor:
+        return self._second[matrix.q].view(matrix.columns, -1)
+
+
+class PowerSGDReducer(FeedbackReducer):
+    """Sends each matrix as the product of two factors of rank `rank`.
+
+    Factors are computed and sent in fp32. A matrix that they would not make smaller goes as it is,
+    with the first of them. Ranks take what all of them sent, M^, off their own residual + gradient,
+    as torch's hook does: the mean of what they keep is the mean of what was not sent. Parts of a
+    tensor-parallel parameter are matrices of their own.
+    """
+
+    name = "powersgd"
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        group: Group,
+        *,
+        rank: int,
+        seed: int,
+        start_iter: int = 0,
+    ) -> None:
+        super().__init__(infos, group, start_iter=start_iter)
+        self.rank, self.seed = rank, seed
+        self.q: dict[str, torch.Tensor] = {}
+        self.first_rounds: list[_PowerSGDWork] = []
+        self._plans: dict[int, _Plan] = {}
+
+    def plan(self, bucket: GradBucket) -> Sequence[str]:
+        self._plans[bucket.index] = plan = _Plan()
+        for name, where in bucket.slices.items():
+            rows, *others = local_shape(self.infos[name])
+            columns = math.prod(others)
+            p, q = self.rank * rows, self.rank * columns
+            if not is_smaller(rows, columns, self.rank):
+                plan.whole[name] = slice(plan.first_round, plan.first_round + where.numel)
+                plan.first_round += where.numel
+                continue
+            p_place = slice(plan.first_round, plan.first_round + p)
+            q_place = slice(plan.second_round, plan.second_round + q)
+            plan.matrices.append(_Matrix(name, rows, columns, p_place, q_place))
+            plan.first_round, plan.second_round = p_place.stop, q_place.stop
+            self.q[name] = first_q(self.seed, name, columns, self.rank).to(bucket.grad.device)
+        return [matrix.name for matrix in plan.matrices]
+
+    def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
+        plan = self._plans[bucket.index]
+        work = _PowerSGDWork(bucket, plan, step, self)
+        self.first_rounds.append(work)
+        self.entries_sent += plan.first_round + plan.second_round
+        return work
+
+    def start_second_rounds(self) -> None:
+        """Of every bucket whose first is under way: all at a step's first call, then none."""
+        while self.first_rounds:
+            self.first_rounds.pop(0).start_second_round()
+
+    def mean(self, factors: torch.Tensor) -> dist.Work | None:
+        """Start replacing a buffer by its mean over the group; None where there is no wait."""
+        self.bytes_sent += ring_all_reduce_bytes(factors.nbytes, self.group.size)
+        return self.group.all_reduce(factors, dist.ReduceOp.AVG, async_op=True)
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.began:
+            yield from ((f"{WARM_START}{name}", q) for name, q in self.q.items())
+
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().load_state_tensors(own, shared)
+        for name, q in shared.items():
+            self.q[name.removeprefix(WARM_START)].copy_(q)
