@@ -1,0 +1,184 @@
+"""The baselines from the command line: options, refusals, planned bytes, whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import Config, parse
+from megatron.errors import ConfigError
+from megatron.parallel.groups import Group, ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
+from radius.baselines.paths import PowerSGDConfig, TopKConfig
+from radius.baselines.powersgd import WARM_START, PowerSGDReducer
+from radius.baselines.topk import TopKReducer
+from tests.contract.harness import PathCase
+from tests.contract.test_contracts import on_rank_resume
+from tests.radius.by_hand import bucket_of, infos_of
+from tests.ranks import Ranks
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
+from tests.training.test_resume import differing
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+
+
+def read(flags: str) -> Config:
+    return parse(f"{SMALL} {flags}".split(), paths=GRADIENT_PATHS)
+
+
+def refused(flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(flags)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+def test_options_and_their_defaults() -> None:
+    assert read("--grad-path topk").extensions == {
+        "topk": TopKConfig(topk_density=0.01, topk_start_iter=0)
+    }
+    assert read("--grad-path powersgd").extensions == {
+        "powersgd": PowerSGDConfig(powersgd_rank=4, powersgd_start_iter=0)
+    }
+    given = read("--grad-path topk --topk-density 1 --topk-start-iter 10").extensions
+    assert given == {"topk": TopKConfig(topk_density=1.0, topk_start_iter=10)}
+
+
+@pytest.mark.parametrize("density", ["0", "-0.1", "1.5"])
+def test_densities_are_above_0_and_at_most_1(density: str) -> None:
+    message = refused(f"--grad-path topk --topk-density {density}")
+    assert message.startswith(f"--topk-density: {float(density)} ")
+    assert message.endswith("must be in (0, 1]")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("topk --topk-density nan", ["--topk-density", "nan"]),
+        ("topk --topk-density inf", ["--topk-density", "inf"]),
+        ("topk --topk-density 10%", ["--topk-density: 10%", "10% is 0.1"]),
+        ("topk --topk-start-iter -1", ["--topk-start-iter: -1", "at least 0"]),
+        (
+            "topk --topk-start-iter 11",
+            ["topk_start_iter: 11", "last step, 10", "--grad-path dense"],
+        ),
+        ("powersgd --powersgd-rank 0", ["--powersgd-rank: 0", "at least 1"]),
+        ("powersgd --powersgd-rank 2.5", ["--powersgd-rank: 2.5"]),
+        ("powersgd --powersgd-start-iter -1", ["--powersgd-start-iter: -1", "at least 0"]),
+        ("powersgd --powersgd-start-iter 11", ["powersgd_start_iter: 11", "last step, 10"]),
+        ("dense --topk-density 0.1", ["--topk-density", "--grad-path topk"]),
+        ("powersgd --topk-density 0.1", ["--topk-density", "--grad-path topk"]),
+        ("topk2", ["topk2", "did you mean topk?"]),
+        ("power-sgd", ["power-sgd", "did you mean powersgd?"]),
+    ],
+)
+def test_refusals_name_option_value_and_way_out(flags: str, words: list[str]) -> None:
+    message = refused(f"--grad-path {flags}")
+    assert all(word in message for word in words), message
+
+
+def test_an_unknown_path_is_told_what_there_is() -> None:
+    message = refused("--grad-path nothing-like-it")
+    assert all(name in message for name in GRADIENT_PATHS)
+
+
+# ---- planned bytes ------------------------------------------------------------------------------
+
+SHAPES = {"wide": (6, 50), "small": (3, 4), "tall": (40, 9)}
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16 --grad-reduce-in-bf16"])
+def test_planned_bytes_are_those_allocated(precision: str) -> None:
+    infos = infos_of(SHAPES)
+    alone = Group((0,), 0)
+    for flags, reducer in (
+        ("topk --topk-density 0.1", TopKReducer(infos, alone, density=0.1)),
+        ("topk --topk-density 1", TopKReducer(infos, alone, density=1.0)),
+        ("powersgd --powersgd-rank 2", PowerSGDReducer(infos, alone, rank=2, seed=0)),
+    ):
+        config = read(f"--grad-path {flags} {precision}")
+        bucket = bucket_of(infos, dtype=getattr(torch, config.precision.grad_dtype))
+        reducer.attach([bucket])
+        planned = GRADIENT_PATHS[reducer.name].plan_bytes(config, SHAPES)
+        entries = sum(where.numel for where in bucket.slices.values())
+        assert planned["gradients"] == entries * bucket.grad.itemsize
+        residuals = (reducer._residual, reducer.offered)
+        assert planned["residual"] == sum(t.nbytes for held in residuals for t in held.values())
+
+
+# ---- whole runs ---------------------------------------------------------------------------------
+
+STARTING_LATE = [
+    PathCase("topk", {"topk_density": 0.1, "topk_start_iter": 5}),
+    PathCase("powersgd", {"powersgd_rank": 2, "powersgd_start_iter": 5}),
+]
+
+
+@pytest.mark.parametrize("case", STARTING_LATE, ids=lambda case: case.name)
+@pytest.mark.parametrize("left_at", [3, 4, 5])
+def test_resumed_around_the_first_compressed_step(
+    ranks: Ranks, case: PathCase, left_at: int
+) -> None:
+    assert ranks.run(2, on_rank_resume, case, left_at) == [[], []]
+
+
+FLAGS = {
+    "topk": "--grad-path topk --topk-density 0.05 --topk-start-iter 3",
+    "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 3",
+}
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16 --grad-reduce-in-bf16", "--fp16"])
+@pytest.mark.parametrize("path", FLAGS)
+def test_a_run_that_is_left_and_resumed_is_the_one_that_was_not(
+    ranks: Ranks, path: str, precision: str, tmp_path: Path
+) -> None:
+    scale = "--initial-loss-scale 64" if precision == "--fp16" else ""
+    flags = f"{TINY} {NO_DROPOUT} {FLAGS[path]} {precision} {scale}"
+    through = ranks.run(2, train, flags, tmp_path / "through")
+    for step in (2, 5):
+        ranks.run(2, train, f"{flags} --exit-interval {step}", tmp_path / "left")
+    resumed = ranks.run(2, train, flags, tmp_path / "left")
+    for first, second in zip(through, resumed, strict=True):
+        assert differing(first, second) == []
+    for key in ("lm_loss", "grad_norm", "bytes_sent", "density"):
+        assert metrics_of(tmp_path / "left", key) == metrics_of(tmp_path / "through", key), key
+    density = metrics_of(tmp_path / "through", "density")
+    assert density[:2] == [1.0, 1.0] and max(density[2:]) < 0.6
+    losses = metrics_of(tmp_path / "through")
+    assert losses[-1] < losses[0]
+    log = (tmp_path / "through" / "log.txt").read_text(encoding="utf-8")
+    assert log.count(f"{path}: gradients of matrices are compressed from here on") == 1
+
+
+def on_rank_load(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(groups, flags, run_dir)
+    trainer.metrics.close()
+    trainer.engine.detach()
+    reducer = trainer.engine.reducer
+    found = {f"own/{name}": tensor.clone() for name, tensor in reducer.state_tensors()}
+    return found | {name: tensor.clone() for name, tensor in reducer.shared_tensors()}
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_other_ranks_take_over_the_mean_of_what_was_not_sent(
+    ranks: Ranks, path: str, tmp_path: Path
+) -> None:
+    flags = f"{TINY} {NO_DROPOUT} {FLAGS[path]}"
+    ranks.run(2, train, f"{flags} --exit-interval 5", tmp_path)
+    first, second = ranks.run(2, on_rank_load, flags, tmp_path)
+    (alone,) = ranks.run(1, on_rank_load, flags, tmp_path)
+    assert first.keys() == second.keys() == alone.keys()
+    for name, mean in alone.items():
+        torch.testing.assert_close(mean, (first[name] + second[name]) / 2)
+        assert torch.equal(first[name], second[name]) == name.startswith(WARM_START)
+    (went_on,) = ranks.run(1, train, flags, tmp_path)
+    assert went_on["iteration"] == 8 and len(metrics_of(tmp_path)) == 8
