@@ -266,6 +266,11 @@ def test_a_dropped_step_sends_no_second_round_and_changes_nothing() -> None:
     assert events[2:] == ["wait 8", "wait 16"]
     assert all(torch.equal(q[name], tensor) for name, tensor in reducer.q.items())
     assert not list(reducer.state_tensors()) and not list(reducer.shared_tensors())
+    # The next step sends its own second round and no other.
+    events.clear()
+    for index, info in enumerate(reducer.infos.values()):
+        reducer.reduce(bucket_of([info], index=index), StepContext(t=1)).wait()
+    assert events == [f"{what} {n}" for n in (8, 20, 16, 24) for what in ("send", "wait")]
 
 
 # ---- limits -------------------------------------------------------------------------------------
