@@ -162,7 +162,7 @@ class FeedbackReducer(ABC):
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
-        self.began = bool(own)
+        self.began = self._told = bool(own)
         for name, residual in own.items():
             self._residual[name].copy_(residual.view(-1))
 
