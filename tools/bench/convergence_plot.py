@@ -1,0 +1,99 @@
+"""convergence.png: losses less the dense run's along the run, and the gaps at the end."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.report.charts import PALETTE
+from megatron.report.series import smooth
+from tools.bench.convergence_rows import Row
+
+if TYPE_CHECKING:
+    from tools.bench.convergence_report import Group
+
+DENSITIES = ("0.1", "0.4")
+SMOOTHED = 5
+"""Points of a curve that are averaged."""
+
+
+def write_plot(path: Path, rows: Sequence[Row], groups: Sequence[Group]) -> bool:
+    """Draw the study; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    shown = [group for group in groups if group.gap is not None]
+    figure = Figure(figsize=(11, 5 + 0.24 * len(shown)), dpi=130, layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=[4, 0.5 + 0.24 * len(shown)])
+    for column, density in enumerate(DENSITIES):
+        _curves(figure.add_subplot(grid[0, column]), density, rows)
+    _gaps(figure.add_subplot(grid[1, :]), shown)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+    return True
+
+
+def difference(row: Row, dense: Row) -> list[tuple[int, float]]:
+    """The row's loss curve less the dense one's, where both have a point."""
+    reference = {step: loss for step, loss in dense["curve"]}
+    return [(step, loss - reference[step]) for step, loss in row["curve"] if step in reference]
+
+
+def mean_difference(group: str, rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """`difference` averaged over the seeds of a group."""
+    dense = {(row["seed"], row["beta2"]): row for row in rows if row["start"] is None}
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        reference = dense.get((row["seed"], row["beta2"]))
+        if row["group"] == group and reference is not None:
+            for step, value in difference(row, reference):
+                found.setdefault(step, []).append(value)
+    return [(step, statistics.fmean(found[step])) for step in sorted(found)]
+
+
+def _curves(axes: Any, density: str, rows: Sequence[Row]) -> None:
+    names = [f"radius_{density}", f"rolling_{density}-update", f"rolling_{density}-seeded"]
+    for name, color in zip(names, PALETTE, strict=False):
+        points = mean_difference(name, rows)
+        if points:
+            steps, values = zip(*points, strict=True)
+            label = name.replace("_", " ").replace("-", ", ")
+            axes.plot(steps, smooth(values, SMOOTHED), color=color, linewidth=1.6, label=label)
+    axes.axhline(0, color="#6b7280", linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_title(f"density {density}: training loss less dense", loc="left", fontsize=11)
+    _plain(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _gaps(axes: Any, groups: Sequence[Group]) -> None:
+    colors: Mapping[str, str] = {"radius": PALETTE[0], "rolling": PALETTE[1]}
+    for place, group in enumerate(groups):
+        axes.errorbar(
+            group.gap,
+            place,
+            xerr=group.error or 0.0,
+            color=colors.get(group.variant.split("_")[0], PALETTE[3]),
+            fmt="o",
+            markerfacecolor=None if group.error_is_own else "white",
+            markersize=5,
+            capsize=2,
+            linewidth=1.2,
+        )
+    axes.axvline(0, color="#6b7280", linewidth=0.8)
+    axes.set_yticks(range(len(groups)), [f"{g.title} ({len(g.gaps)})" for g in groups], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss less dense (nats a token), standard error; hollow: one seed")
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
