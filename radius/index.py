@@ -1,0 +1,110 @@
+"""What an index of sent entries can do, and which kind serves a device. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.data_parallel.interface import SparseIndex
+
+if TYPE_CHECKING:
+    import torch
+
+    from radius.selection import Selection
+
+
+def quota(density: Fraction, entries: int) -> int:
+    """How many of so many entries are sent: k = ceil(d n), so that no tensor is left out."""
+    return -(-density.numerator * entries // density.denominator)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries `[start, start + length)` of a bucket, of which `chosen` are sent between resamples:
+    a parameter, or one of the T parts that a rolling schedule cuts it into."""
+
+    name: str
+    start: int
+    length: int
+    chosen: int
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + self.length
+
+    @property
+    def rest(self) -> int:
+        """How many are not chosen."""
+        return self.length - self.chosen
+
+    def cut(self, number: int, parts: int, density: Fraction) -> Part:
+        """The `number`-th of about equal `parts`, which together choose as many as the whole."""
+        if parts == 1:
+            return self
+        lo = self.length * number // parts
+        hi = self.length * (number + 1) // parts
+        chosen = quota(density, hi) - quota(density, lo)
+        return Part(f"{self.name} {number}/{parts}", self.start + lo, hi - lo, chosen)
+
+
+class BucketIndex(SparseIndex, Protocol):
+    """The entries chosen in one bucket, none to begin with. Ranges are positions in the bucket."""
+
+    def choose(self, start: int, selection: Selection) -> None:
+        """Replace what is chosen in `[start, start + selection.n)`."""
+        ...
+
+    def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
+        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
+        places among the values are its `runs`. A later `choose` does not change it."""
+        ...
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Gather finite entries times `scale` and leave zeros where they were."""
+        ...
+
+    def clear(self, flat: torch.Tensor) -> None:
+        """Set the entries at the positions to 0, whatever they are."""
+        ...
+
+    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
+        """The same within `[start, start + length)`."""
+        ...
+
+    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
+        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order."""
+        ...
+
+    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
+        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        ...
+
+    def packed(self, start: int, length: int) -> torch.Tensor:
+        """What is chosen in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
+        ...
+
+    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
+        """Take back what `packed` gave."""
+        ...
+
+
+def new_index(length: int, device: torch.device) -> BucketIndex:
+    """The kind that serves the device best, for a bucket of this length."""
+    if device.type == "cpu":
+        from radius.chunk_index import ChunkIndex
+
+        return ChunkIndex(length)
+    from radius.bitmap import BitmapIndex
+
+    return BitmapIndex(length, device)
+
+
+def index_bytes(length: int, chosen: int, device: str) -> int:
+    """What such an index keeps for `chosen` of `length` entries, on "cpu" or "cuda"."""
+    if device == "cpu":
+        return 4 * chosen
+    # A bit each, and for each block of 1024 its count and the number before it.
+    return length // 8 + 16 * -(-length // 1024)
