@@ -45,6 +45,7 @@ from megatron.runtime import (
     wait_for_all,
 )
 from radius.baselines.paths import PowerSGDPath, TopKPath
+from radius.path import RadiusPath
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from megatron.training import Readers, Trainer
 
 GRADIENT_PATHS: dict[str, GradientPath] = {
-    path.name: path for path in (DensePath(), TopKPath(), PowerSGDPath())
+    path.name: path for path in (DensePath(), RadiusPath(), TopKPath(), PowerSGDPath())
 }
 """What `--grad-path` may name. A new path is one folder and one entry here."""
 

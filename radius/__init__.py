@@ -1,8 +1,20 @@
-"""Radius, range-based gradient sparsity (Zheng and Song 2025), as a gradient path.
+"""Radius, range-based gradient sparsity (Zheng and Zhang 2025), as a gradient path.
 
-Gradients of matrices travel as one fixed set of entries, the same on every data-parallel rank, so
-that they can be added up by an ordinary all-reduce; what is not sent stays in a residual and the
-set is chosen anew, from the optimizer's own update, every so many steps. `baselines` holds the
-methods that the paper compares with. Imports of `megatron` are limited to its gradient interface
-and stock reducer, and nothing here is loaded with torch until a path is built.
+Between two resamples the data-parallel ranks send the same entries of each matrix, so a plain
+all-reduce of one short vector adds them up; what is not sent waits in a residual until the next
+resample, which also chooses the entries anew.
+
+=======================  ==========================================================================
+`path`, `memory`         `--grad-path radius`: options, refusals, bytes for the planner (no torch)
+`reducer`                what is sent when; what all ranks share
+`bucket`                 one bucket: what is chosen in it, what waits, what a checkpoint holds
+`residual`               what was not sent: in its own buffer, in the gradient buffer, or lost
+`index`, `chunk_index`   which entries are sent; on a CPU int32 offsets within chunks,
+`bitmap`, `kernels`      on a GPU a bit for each entry, compacted without asking the host
+`selection`              exactly the k largest entries, or a draw from a seed
+`baselines`              the methods that the paper compares with
+=======================  ==========================================================================
+
+Imports of `megatron` are limited to its gradient interface, the stock layout and reducer, and, for
+the paths, the options; nothing here is loaded with torch until a path is built.
 """

@@ -37,16 +37,38 @@ TOTAL_ITERATIONS = 100
 class PathCase:
     """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
     the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
-    sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other."""
+    sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
+
+    Where a path promises less it says why: `fp32_only`, its gradients are never 16 bit nor scaled;
+    `keeps_skipped`, what a skipped step had added to its residual stays there, and nothing else."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     lossless: bool = True
     linear: bool = True
+    fp32_only: str = ""
+    keeps_skipped: str = ""
 
 
+SHORT = {"radius_interval": 4, "radius_start_iter": 2}
+"""Dense up to step 4, which is the first resample; 8 and 12 are the next."""
 PATHS = [
     PathCase("dense"),
+    PathCase("radius", SHORT, lossless=False),
+    PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
+    PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
+    PathCase(
+        "radius",
+        SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
+        lossless=False,
+    ),
+    PathCase(
+        "radius",
+        SHORT | {"radius_residual": "in-place"},
+        lossless=False,
+        fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
+        keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
+    ),
     # Each rank selects from its own share of the batch, so other shares select other entries.
     PathCase("topk", {"topk_density": 0.1}, lossless=False, linear=False),
     # The best factors of a sum are not the sum of the best factors.

@@ -1,0 +1,154 @@
+"""One gradient bucket under Radius: what is chosen in it, what waits, and what a step sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import torch
+
+from megatron.data_parallel.interface import ALIGNMENT, GradBucket, SparseIndex
+from radius.index import BucketIndex, Part, new_index
+from radius.residual import Residual
+from radius.selection import CHUNK, Selection
+
+INDEX = "index/"
+"""What a checkpoint calls the chosen entries of a parameter, with its name behind it."""
+
+
+class Phase(Enum):
+    """What a bucket sends in a step."""
+
+    WHOLE = "its gradient"
+    RESAMPLE = "gradient and residual"
+    CHOSEN = "the chosen entries of its gradient"
+    ROLLING = "these, and a part of each matrix with its residual"
+
+
+@dataclass
+class RadiusBucket:
+    """`parts`: its matrices, none where it is always sent whole. Of the step under way: `phase`;
+    `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, one for each run of `sent`;
+    `mean`, a copy of the mean gradient where that is selected from."""
+
+    bucket: GradBucket
+    parts: Sequence[Part]
+    residual: Residual
+    index: BucketIndex | None = None
+    phase: Phase = Phase.WHOLE
+    flushed: Sequence[Part] = ()
+    sent: SparseIndex | None = None
+    gathered: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    _kept: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def gather_chosen(self) -> torch.Tensor:
+        """The chosen entries of the gradient."""
+        assert self.index is not None, "a sparse step comes after a resample"
+        self.sent = self.index
+        values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
+        self.residual.gather(self.index, values)
+        return values
+
+    def gather_rolling(self, flushed: Sequence[Part], loss_scale: float) -> torch.Tensor:
+        """The chosen entries, and all of some parts with what waits there."""
+        index, grad = self.index, self.bucket.grad
+        assert index is not None, "a rolling step comes after a resample"
+        for part in flushed:
+            self.residual.join_part(index, part, loss_scale)
+        self.flushed = flushed
+        self.sent = index.flushed([(part.start, part.stop) for part in flushed])
+        values = self._compact("values", self.sent.numel, grad.dtype)
+        self.sent.gather(grad, values)
+        return values
+
+    def count_steps(self, steps: int) -> None:
+        """Fill `gathered` for the values of `gather_rolling`: `steps` where only the flush sends an
+        entry. The flushed part of the gradient, which was read already, serves as scratch."""
+        index, sent, grad = self.index, self.sent, self.bucket.grad
+        assert index is not None and sent is not None
+        gathered = self._compact("gathered", sent.numel, torch.float32).fill_(1.0)
+        for part, run in zip(self.flushed, sent.runs, strict=True):
+            not_chosen = grad[part.start : part.stop].fill_(1.0)
+            index.clear_part(grad, part.start, part.length)
+            gathered[run.values].add_(not_chosen, alpha=steps - 1)
+        self.gathered = gathered
+
+    def forget_step(self) -> None:
+        """The step is over."""
+        self.flushed, self.sent, self.gathered, self.mean = (), None, None, None
+
+    def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A vector for what is sent. A CPU's is kept for the next step: to get its pages anew from
+        the system takes as long as to fill it."""
+        grad = self.bucket.grad
+        if grad.device.type != "cpu":
+            return grad.new_empty(numel, dtype=dtype)
+        if kind not in self._kept or self._kept[kind].numel() < numel:
+            self._kept[kind] = grad.new_empty(numel, dtype=dtype)
+        return self._kept[kind][:numel]
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def choose(self, part: Part, selection: Selection, *, compare: bool) -> int:
+        """Choose anew in a part; with `compare`, how many of the old choice are in the new one."""
+        if self.index is None:
+            self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        if not compare:
+            self.index.choose(part.start, selection)
+            return 0
+        start = part.start // 8 * 8  # of a byte, which may begin in another part
+        before = self.index.packed(start, part.stop - start)
+        self.index.choose(part.start, selection)
+        both = before & self.index.packed(start, part.stop - start)
+        outside = _ones(before) - part.chosen
+        return _ones(both) - outside
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def squared_norm(self) -> float:
+        """Of what waits."""
+        pending = self.residual.pending
+        if pending is None or self.index is None:
+            return 0.0
+        self.index.clear(pending)
+        rows = torch.linalg.vector_norm(pending.view(-1, ALIGNMENT), dim=1)
+        return float(rows.double().square().sum())
+
+    def chosen_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Which entries are chosen, packed, by name."""
+        if self.index is not None:
+            for part in self.parts:
+                yield f"{INDEX}{part.name}", self.index.packed(part.start, part.length)
+
+    def waiting_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What waits, in order of position, by name; nothing where nothing can be waiting."""
+        pending = self.residual.pending
+        if pending is not None and self.index is not None:
+            for part in self.parts:
+                rest = pending.new_empty(part.rest)
+                self.index.gather_rest(pending, rest, part.start, part.length)
+                yield part.name, rest
+
+    def load(self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> None:
+        """Take back both."""
+        if not self.parts:
+            return
+        index = self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        for part in self.parts:
+            index.load(part.start, part.length, shared[f"{INDEX}{part.name}"])
+        self.residual.empty()
+        for part in self.parts:
+            if part.name in own:
+                pending = self.residual.open()
+                index.place_rest(
+                    own[part.name].to(pending.device), pending, part.start, part.length
+                )
+
+
+def _ones(bits: torch.Tensor) -> int:
+    return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in bits.split(CHUNK))

@@ -1,0 +1,183 @@
+"""`--grad-path radius`, as the composition root sees it. Imports torch only to build."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+from megatron.config.options import Interval, at_least, between, option, section
+from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.data_parallel.path import BYTES
+from megatron.errors import ConfigError
+from radius.memory import radius_bytes
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.parallel.groups import ProcessGroups
+
+START_FRACTION = 0.2
+"""Of the run: from there on the paper finds that large gradients keep their places."""
+
+
+@section
+class RadiusConfig:
+    """Range-based gradient sparsity."""
+
+    radius_density: float = option(
+        default=0.4,
+        help="Share of each matrix's gradient that is sent between resamples (1 = all, as dense).",
+        within=Interval(low=0, low_open=True, high=1),
+    )
+    radius_interval: int = option(
+        default=200,
+        help="T: in steps divisible by it all is sent, with what was left out before, and the "
+        "entries to send are chosen anew.",
+        within=at_least(1),
+    )
+    radius_start_iter: int | None = option(
+        default=None,
+        help="Applied step from which the first resample may come (none = by the fraction).",
+        within=at_least(0),
+    )
+    radius_start_fraction: float | None = option(
+        default=None,
+        help=f"The same as a share of the run, rounded up (none = {START_FRACTION}, unless "
+        "radius_start_iter is given).",
+        within=between(0, 1),
+    )
+    radius_schedule: Literal["paper", "rolling"] = option(
+        default="paper",
+        help="paper: everything every T steps; rolling: one of T parts of each matrix in every "
+        "step, while weights and moments of what is not sent stand still (ours).",
+    )
+    radius_select: Literal["update", "seeded", "gradient"] = option(
+        default="update",
+        help="What entries are chosen by: the largest update of the optimizer (the paper), a "
+        "random draw, or the largest mean gradient (ours).",
+    )
+    radius_residual: Literal["separate", "in-place", "none"] = option(
+        default="separate",
+        help="Where gradients wait that were not sent: in a buffer of their own (the paper), "
+        "nowhere, so that they are lost, or in the gradient buffer, which saves 4 bytes a "
+        "parameter, sends nothing during the backward of a resample, and leaves pending what a "
+        "step had added that is then skipped (ours).",
+    )
+
+    @property
+    def density(self) -> Fraction:
+        """Exactly as it was written."""
+        return Fraction(str(self.radius_density))
+
+    def start(self, total: int) -> int:
+        """The step from which a run of `total` may resample."""
+        if self.radius_start_iter is not None:
+            return self.radius_start_iter
+        fraction = self.radius_start_fraction
+        return math.ceil(Fraction(str(START_FRACTION if fraction is None else fraction)) * total)
+
+
+class RadiusPath:
+    """A fixed set of entries of each matrix, chosen anew every T steps, with error feedback."""
+
+    name = "radius"
+    section = "radius"
+    config_class = RadiusConfig
+
+    def check(self, config: Config) -> None:
+        options = self._options(config)
+        if options.radius_start_iter is not None and options.radius_start_fraction is not None:
+            raise ConfigError(
+                f"radius_start_iter {options.radius_start_iter} and radius_start_fraction "
+                f"{options.radius_start_fraction} are both given; give one of them"
+            )
+        if options.radius_schedule == "rolling":
+            _check_rolling(config)
+        if options.radius_residual == "in-place":
+            _check_in_place(config, options)
+        training = config.training
+        if not training.skip_train and (training.train_iters or training.global_batch_size):
+            _check_length(options, config.total_iterations())
+
+    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+        from megatron.data_parallel.buckets import DenseLayout
+        from radius.reducer import RadiusReducer, RadiusSettings
+
+        options = self._options(config)
+        settings = RadiusSettings(
+            density=options.density,
+            interval=options.radius_interval,
+            start=options.start(config.total_iterations()),
+            schedule=options.radius_schedule,
+            select=options.radius_select,
+            residual=options.radius_residual,
+            seed=config.training.seed,
+        )
+        matrices = {
+            info.name: math.prod(info.logical_shape) for info in infos if info.param.dim() > 1
+        }
+        return PathParts(layout=DenseLayout(), reducer=RadiusReducer(groups.dp, matrices, settings))
+
+    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        options = self._options(config)
+        each = BYTES[config.precision.grad_dtype]
+        rolling = options.radius_schedule == "rolling"
+        own = radius_bytes(
+            [math.prod(shape) for shape in shapes.values() if len(shape) > 1],
+            density=options.density,
+            residual=options.radius_residual,
+            rolling_interval=options.radius_interval if rolling else None,
+            value_bytes=each,
+            device=config.run.device or "cpu",
+        )
+        return {"gradients": each * sum(math.prod(shape) for shape in shapes.values()), **own}
+
+    def _options(self, config: Config) -> RadiusConfig:
+        options = config.extensions[self.section]
+        assert isinstance(options, RadiusConfig)
+        return options
+
+
+def _check_rolling(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.optimizer == "adam" and optimizer.adam_beta1 == 0:
+        raise ConfigError(
+            "radius_schedule rolling with adam_beta1 0.0: sums of several steps enter the two "
+            "moments apart, and the first has to last for that; raise adam_beta1 or give "
+            "--radius-schedule paper"
+        )
+
+
+def _check_in_place(config: Config, options: RadiusConfig) -> None:
+    precision = config.precision
+    reason = ""
+    if options.radius_schedule == "rolling":
+        reason = "radius_schedule rolling: it sends residuals in every step; give paper"
+    elif precision.fp16:
+        reason = "fp16: the loss scale changes what lies in the gradient buffer"
+    elif precision.grad_dtype != "float32":
+        reason = f"{precision.grad_dtype} gradients: 16 bit cannot sum up many steps"
+    if reason:
+        raise ConfigError(
+            f"radius_residual in-place with {reason}, or leave radius_residual at separate"
+        )
+
+
+def _check_length(options: RadiusConfig, total: int) -> None:
+    """Refuse a run of `total` steps in which Radius would never begin."""
+    start, interval = options.start(total), options.radius_interval
+    if options.density == 1:
+        return
+    if start > total:
+        raise ConfigError(
+            f"radius_start_iter {start} is past the last of {total} steps; give a lower one, or "
+            "--radius-start-fraction"
+        )
+    first = max(start, 1)
+    if -(-first // interval) * interval > total:
+        fitting = next(t for t in range(min(interval, total), 0, -1) if total // t * t >= first)
+        raise ConfigError(
+            f"radius_interval {interval}: no step from {first}, where Radius starts, to {total}, "
+            f"the last, is a multiple of it; --radius-interval {fitting} would do"
+        )

@@ -1,0 +1,302 @@
+"""When Radius sends what, and what it remembers: Algorithm 1 of the paper, and a rolling variant.
+
+Steps are counted by t, the update that a step becomes. With the paper's schedule, interval T:
+
+    t          1 ... t0-1     t0       t0+1 ... t0+T-1     t0+T     ...
+    sends      gradient     gradient   chosen entries    gradient   chosen entries
+                                       of the gradient  + residual
+    chooses                   k of n                      k of n
+
+t0 is the first multiple of T from the start on. A step that is skipped does not advance t, so a
+resample that fails is tried again. `rolling` cuts each matrix into T parts; after t0 every step
+sends part t % T whole, with its residual, and chooses anew in it, beside what is chosen elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.interface import (
+    BucketUpdate,
+    GradBucket,
+    Reduced,
+    ReducerStats,
+    StepContext,
+    Work,
+)
+from radius.bucket import Phase, RadiusBucket
+from radius.index import Part, quota
+from radius.memory import memory_note, radius_bytes
+from radius.residual import RESIDUALS, Residual
+from radius.selection import Selection, draw_seeded, select_largest
+
+if TYPE_CHECKING:
+    from megatron.parallel.groups import Group
+
+STEPS = "radius/steps"
+"""What a checkpoint calls the start, the first resample and the latest one, in t."""
+CHOOSING = (Phase.RESAMPLE, Phase.ROLLING)
+"""Steps that choose entries anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RadiusSettings:
+    """What `RadiusReducer` does. `density`: share of each matrix that is sent between resamples;
+    `start`: the t from which a resample may come; the words are those of the `--radius-*` flags;
+    `seed` is of the draws of `select="seeded"`."""
+
+    density: Fraction
+    interval: int
+    start: int
+    schedule: str = "paper"
+    select: str = "update"
+    residual: str = "separate"
+    seed: int = 0
+
+
+@dataclass
+class _Work:
+    """A reduction that was launched, or is to be once the ranks agree, and what to make of it."""
+
+    launch: Callable[[], Work]
+    read: Callable[[torch.Tensor], Reduced]
+    under_way: Work | None = None
+
+    def wait(self) -> Reduced:
+        work = self.under_way or self.launch()
+        return self.read(work.wait().values)
+
+    def drop(self) -> None:
+        if self.under_way is not None:
+            self.under_way.drop()
+
+
+class RadiusReducer:
+    """Means over `group`, of whole buckets at resamples and of chosen entries between them.
+
+    `entries`: for each parameter that may be sent in part the number of its logical entries, which
+    come first in its slice; buckets of others are always sent whole. With density 1 everything is,
+    and nothing is kept.
+    """
+
+    def __init__(self, group: Group, entries: Mapping[str, int], settings: RadiusSettings) -> None:
+        self.settings = settings
+        self._entries = entries if settings.density < 1 else {}
+        self._whole = AllReduceReducer(group)
+        self._own: list[RadiusBucket] = []
+        self._step = StepContext(t=0)
+        self._first = self._last = 0
+        self._sent = self._stored = self._chosen = self._kept = 0
+        self._notes: list[str] = []
+
+    @property
+    def carries(self) -> bool:
+        return self.settings.residual == "in-place" and bool(self._entries)
+
+    def attach(self, buckets: Sequence[GradBucket]) -> None:
+        self._own = [self._take_on(bucket) for bucket in buckets]
+        if self._entries:
+            self._notes.append(self._memory())
+
+    def _take_on(self, bucket: GradBucket) -> RadiusBucket:
+        parts: list[Part] = []
+        for name, where in bucket.slices.items():
+            if name in self._entries:
+                length = min(where.numel, self._entries[name])
+                parts.append(Part(name, where.start, length, quota(self.settings.density, length)))
+        kind = RESIDUALS[self.settings.residual] if parts or self.carries else Residual
+        return RadiusBucket(bucket, parts, kind(bucket))
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        own = self._own[bucket.index]
+        self._step = step
+        own.phase = self._phase(step.t) if own.parts else Phase.WHOLE
+        values = self._to_send(own, step)
+        self._stored += bucket.numel
+        self._sent += values.numel()
+        sending = dataclasses.replace(bucket, grad=values)
+        work = _Work(partial(self._whole.reduce, sending, step), partial(self._received, own))
+        # A mean that takes the residual's place cannot be taken back, so that one is launched when
+        # the ranks have agreed that the step is good.
+        if not (self.carries and own.phase is Phase.RESAMPLE):
+            work.under_way = work.launch()
+        return work
+
+    def _phase(self, t: int) -> Phase:
+        settings = self.settings
+        if self._first and settings.schedule == "rolling":
+            return Phase.ROLLING
+        if t >= settings.start and t % settings.interval == 0:
+            return Phase.RESAMPLE
+        return Phase.CHOSEN if self._first else Phase.WHOLE
+
+    def _to_send(self, own: RadiusBucket, step: StepContext) -> torch.Tensor:
+        if own.phase is Phase.CHOSEN:
+            return own.gather_chosen()
+        if own.phase is Phase.ROLLING:
+            settings, interval = self.settings, self.settings.interval
+            number = step.t % interval
+            cuts = [part.cut(number, interval, settings.density) for part in own.parts]
+            values = own.gather_rolling([cut for cut in cuts if cut.length], step.loss_scale)
+            if settings.residual != "none":
+                since = step.t - self._first  # below 1 where updates are counted anew
+                own.count_steps(since if 0 < since < interval else interval)
+            return values
+        if own.phase is Phase.RESAMPLE:
+            own.residual.join(own.index, step.loss_scale)
+        return own.bucket.grad
+
+    def _received(self, own: RadiusBucket, values: torch.Tensor) -> Reduced:
+        if self.settings.select == "gradient" and own.phase in CHOOSING:
+            own.mean = values.clone()
+        rest = "frozen" if own.phase is Phase.ROLLING else "zero"
+        return Reduced(values=values, index=own.sent, rest=rest, gathered=own.gathered)
+
+    def wants_update(self, step: StepContext) -> bool:
+        selects = bool(self._entries) and self.settings.select == "update"
+        return selects and self._phase(step.t) in CHOOSING
+
+    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+        own = self._own[bucket.index]
+        values = own.mean if update is None else update.values
+        drawn = self.settings.select == "seeded"
+        assert own.phase not in CHOOSING or drawn == (values is None), "nothing to select by"
+        if own.phase is Phase.RESAMPLE:
+            # First of all: the update may lie where the residual does.
+            self._resample(own, values)
+        if own.phase in (Phase.WHOLE, Phase.RESAMPLE):
+            own.residual.empty()
+        else:
+            own.residual.keep(self._step.loss_scale)
+        if own.phase is Phase.ROLLING:
+            self._roll(own, values)
+        own.forget_step()
+
+    def abort(self, bucket: GradBucket) -> None:
+        own = self._own[bucket.index]
+        own.residual.undo(own.index)
+        own.forget_step()
+
+    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
+        assert not self._first, "which entries exist is settled before Radius starts"
+
+    # ---- choosing ------------------------------------------------------------------------------
+
+    def _resample(self, own: RadiusBucket, values: torch.Tensor | None) -> None:
+        """Choose anew in the whole bucket."""
+        settings = self.settings
+        compare = own.index is not None
+        pieces = settings.interval if settings.schedule == "rolling" else 1
+        for part in own.parts:
+            for number in range(pieces):
+                cut = part.cut(number, pieces, settings.density)
+                mine = None if values is None else values[cut.start : cut.stop]
+                self._choose(own, cut, mine, compare=compare)
+        if not self._first:
+            self._first = self._step.t
+            self._notes.append(self._switched())
+        self._last = self._step.t
+
+    def _roll(self, own: RadiusBucket, values: torch.Tensor | None) -> None:
+        """Choose anew in the parts that were flushed."""
+        assert own.sent is not None, "a rolling step has an index"
+        for part, run in zip(own.flushed, own.sent.runs, strict=True):
+            own.residual.flush(part)
+            mine = None if values is None else values[run.values]
+            # What is kept is asked of the first part, as often as with the paper's schedule.
+            self._choose(own, part, mine, compare=self._step.t % self.settings.interval == 0)
+        self._last = self._step.t
+
+    def _choose(
+        self, own: RadiusBucket, part: Part, values: torch.Tensor | None, *, compare: bool
+    ) -> None:
+        """The largest of `values`, or a draw; every rank makes the same choice."""
+        if not part.length:
+            return
+        selection: Selection
+        if values is None:
+            seed, step = self.settings.seed, self._step.t
+            selection = draw_seeded(part.length, part.chosen, seed=seed, step=step, name=part.name)
+        else:
+            selection = select_largest(values.float(), part.chosen)
+        kept = own.choose(part, selection, compare=compare)
+        if compare:
+            self._chosen += part.chosen
+            self._kept += kept
+
+    # ---- telling -------------------------------------------------------------------------------
+
+    def _memory(self) -> str:
+        settings, grad = self.settings, self._own[0].bucket.grad
+        matrices = [part.length for own in self._own for part in own.parts]
+        rolling = settings.schedule == "rolling"
+        kinds = radius_bytes(
+            matrices,
+            density=settings.density,
+            residual=settings.residual,
+            rolling_interval=settings.interval if rolling else None,
+            value_bytes=grad.element_size(),
+            device=grad.device.type,
+        )
+        return memory_note(sum(matrices), kinds)
+
+    def _switched(self) -> str:
+        settings = self.settings
+        how = (
+            f"all of it again every {settings.interval} steps"
+            if settings.schedule == "paper"
+            else f"and one of {settings.interval} parts of it whole, in turn"
+        )
+        return (
+            f"radius: on from here, after update {self._step.t}: {float(settings.density):.4g} of "
+            f"each matrix's gradient is sent, {how}"
+        )
+
+    def stats(self, *, full: bool = False) -> ReducerStats:
+        extra: dict[str, float] = {}
+        if full and self._first and self.settings.residual != "none":
+            extra["residual_norm"] = math.sqrt(sum(own.squared_norm() for own in self._own))
+        if self._chosen:
+            extra["index_kept"] = self._kept / self._chosen
+        found = dataclasses.replace(
+            self._whole.stats(),
+            density=self._sent / self._stored if self._stored else 1.0,
+            extra=extra,
+            notes=tuple(self._notes),
+        )
+        self._sent = self._stored = self._chosen = self._kept = 0
+        self._notes = []
+        return found
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._entries:
+            yield STEPS, torch.tensor([self.settings.start, self._first, self._last])
+        for own in self._own:
+            yield from own.chosen_state()
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for own in self._own:
+            yield from own.waiting_state()
+
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        if STEPS not in shared:
+            return
+        start, self._first, self._last = shared[STEPS].tolist()
+        self.settings = dataclasses.replace(self.settings, start=start)
+        for bucket in self._own if self._first else ():
+            bucket.load(own, shared)

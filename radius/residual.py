@@ -1,0 +1,155 @@
+"""Gradients that were not sent yet, bucket by bucket: where they wait, and how they are sent.
+
+Algorithm 1 of the Radius paper adds what is not selected to a residual (line 16) and sends that
+with the gradient at a resample (lines 8 to 10). There are three ways to keep it: not at all, as the
+paper does, and in the gradient buffer itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.data_parallel.interface import GradBucket
+from radius.index import BucketIndex, Part
+from radius.selection import CHUNK
+
+
+class Residual:
+    """No error feedback: what `bucket` does not send is lost. The others build on this."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.bucket = bucket
+
+    @property
+    def pending(self) -> torch.Tensor | None:
+        """What waits, fp32 in unscaled units, as long as the bucket; None where all of it is zero
+        for certain. Entries that the index has chosen mean nothing there."""
+        return None
+
+    def open(self) -> torch.Tensor:
+        """The place of `pending`, to be filled from a checkpoint."""
+        raise AssertionError("nothing waits here")
+
+    def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
+        """Read the part of the gradient that is sent between resamples."""
+        index.gather(self.bucket.grad, out)
+
+    def join(self, index: BucketIndex | None, loss_scale: float) -> None:
+        """Add all that waits to the gradient; saved state does not change."""
+
+    def join_part(self, index: BucketIndex, part: Part, loss_scale: float) -> None:
+        """Add what waits in one part to the gradient; saved state does not change."""
+
+    def keep(self, loss_scale: float) -> None:
+        """The step was applied and sent what is chosen: the rest of the gradient waits from now."""
+
+    def flush(self, part: Part) -> None:
+        """The step was applied and sent all of this part."""
+
+    def empty(self) -> None:
+        """The step was applied and sent everything."""
+
+    def undo(self, index: BucketIndex | None) -> None:
+        """The step was dropped on every rank."""
+
+
+class SeparateResidual(Residual):
+    """A buffer of its own, as in the paper.
+
+    The whole gradient is added to it, chosen entries as well, which is a plain sum of two vectors;
+    these are cleared when it is next sent. The index stays the same until then.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        super().__init__(bucket)
+        self._buffer = torch.zeros_like(bucket.grad, dtype=torch.float32)
+        self._waits = False
+
+    @property
+    def pending(self) -> torch.Tensor | None:
+        return self._buffer if self._waits else None
+
+    def open(self) -> torch.Tensor:
+        self._waits = True
+        return self._buffer
+
+    def join(self, index: BucketIndex | None, loss_scale: float) -> None:
+        if self._waits:
+            assert index is not None, "something waits because something else was chosen"
+            index.clear(self._buffer)
+            _add(self.bucket.grad, self._buffer, loss_scale)
+
+    def join_part(self, index: BucketIndex, part: Part, loss_scale: float) -> None:
+        if self._waits:
+            waiting = self._buffer[part.start : part.stop]
+            index.clear_part(self._buffer, part.start, part.length)
+            _add(self.bucket.grad[part.start : part.stop], waiting, loss_scale)
+
+    def keep(self, loss_scale: float) -> None:
+        self._waits = True
+        _add(self._buffer, self.bucket.grad, 1.0 / loss_scale)
+
+    def flush(self, part: Part) -> None:
+        self._buffer[part.start : part.stop] = 0.0
+
+    def empty(self) -> None:
+        if self._waits:
+            self._buffer.zero_()
+            self._waits = False
+
+
+class InPlaceResidual(Residual):
+    """The gradient buffer itself: sent entries are cleared, the others carry over to the next step.
+
+    What a skipped step had added stays there, but for entries that are not finite. The loss scale
+    is 1. Buckets that are sent whole are emptied after each step.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        super().__init__(bucket)
+        self._waits = False
+
+    @property
+    def pending(self) -> torch.Tensor | None:
+        return self.bucket.grad if self._waits else None
+
+    def open(self) -> torch.Tensor:
+        self._waits = True
+        return self.bucket.grad
+
+    def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
+        index.take(self.bucket.grad, out)
+
+    def keep(self, loss_scale: float) -> None:
+        self._waits = True
+
+    def empty(self) -> None:
+        self.bucket.grad.zero_()
+        self._waits = False
+
+    def undo(self, index: BucketIndex | None) -> None:
+        if index is None:
+            self.empty()
+            return
+        # After a resample's mean was taken it lies here on every rank, so no rank's share is lost.
+        self._waits = True
+        index.clear(self.bucket.grad)
+        self.bucket.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+RESIDUALS: dict[str, type[Residual]] = {
+    "separate": SeparateResidual,
+    "in-place": InPlaceResidual,
+    "none": Residual,
+}
+"""The values of `--radius-residual`."""
+
+
+def _add(total: torch.Tensor, more: torch.Tensor, factor: float) -> None:
+    """`total` += `factor` x `more`, in fp32 whatever their types are. A CPU takes six times as long
+    to add tensors of two types as to widen them in cache first."""
+    if total.dtype == more.dtype or total.device.type != "cpu":
+        total.add_(more, alpha=factor)
+        return
+    for part, addend in zip(total.split(CHUNK), more.split(CHUNK), strict=True):
+        part.copy_(part.float().add_(addend.float(), alpha=factor))

@@ -1,0 +1,182 @@
+"""Memory, counted from the tensors that exist while a step runs, against what is promised."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.data_parallel.interface import BucketUpdate, GradBucket, Slice, StepContext
+from megatron.optimizer.rules import AdamW, Hyper
+from megatron.parallel.groups import Group
+from radius.bitmap import BitmapIndex
+from radius.index import index_bytes
+from radius.memory import memory_note, radius_bytes
+from radius.reducer import RadiusReducer, RadiusSettings
+
+ENTRIES = 3_000_000 // 64 * 64
+"""Of one matrix: a dozen chunks."""
+MIB = 2**20
+SLACK = 64 * 1024
+"""Bytes: a step's small tensors (a boolean, bounds of a search)."""
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor storage alive, by address."""
+    gc.collect()
+    # Not isinstance: it asks some objects of torch for attributes that warn.
+    found = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+
+
+class Bench:
+    """A reducer with one bucket, whose tensors are told from all others."""
+
+    def __init__(self, density: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        where = {"w": Slice(0, ENTRIES)}
+        self.bucket = GradBucket(
+            index=0,
+            slices=where,
+            grad=torch.randn(ENTRIES).to(dtype),
+            weight_decay=True,
+            tied=False,
+            tp_sharded=False,
+        )
+        self.update = BucketUpdate(where, torch.randn(ENTRIES))
+        self.weight = torch.randn(ENTRIES)
+        self.moments = [torch.zeros(ENTRIES), torch.zeros(ENTRIES)]
+        settings = RadiusSettings(density=Fraction(density), interval=4, start=1, **options)
+        self.before = storages()
+        self.reducer = RadiusReducer(Group((0,), 0), {"w": ENTRIES}, settings)
+        self.reducer.attach([self.bucket])
+
+    def step(self, t: int) -> None:
+        """One step through reducer and index, as the optimizer takes it."""
+        context = StepContext(t)
+        reduced = self.reducer.reduce(self.bucket, context).wait()
+        if reduced.index is not None:
+            rule, hyper = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), Hyper(t=t, lr=0, weight_decay=0)
+            reduced.index.apply(rule, reduced, self.weight, self.moments, hyper, factor=0.5)
+        update = BucketUpdate(self.update.slices, reduced.values) if reduced.index else self.update
+        wanted = self.reducer.wants_update(context)
+        self.reducer.commit(self.bucket, update if wanted else None)
+
+    def kept(self) -> tuple[int, int]:
+        """Bytes the reducer holds: state, and vectors for what is sent."""
+        own = self.reducer._own[0]
+        values = sum(tensor.nbytes for tensor in own._kept.values())
+        new = {at: size for at, size in storages().items() if at not in self.before}
+        return sum(new.values()) - values, values
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("density", ["0.4", "0.1"])
+@pytest.mark.parametrize("residual", ["separate", "in-place", "none"])
+@pytest.mark.parametrize("schedule", ["paper", "rolling"])
+def test_what_lasts_is_index_and_residual(density: str, residual: str, schedule: str) -> None:
+    if (residual, schedule) == ("in-place", "rolling"):
+        pytest.skip("refused together")
+    bench = Bench(density, residual=residual, schedule=schedule)
+    for t in range(1, 8):
+        bench.step(t)
+    state, values = bench.kept()
+    planned = radius_bytes(
+        [ENTRIES],
+        density=Fraction(density),
+        residual=residual,
+        rolling_interval=4 if schedule == "rolling" else None,
+        value_bytes=4,
+        device="cpu",
+    )
+    assert planned["index"] <= 4 * float(density) * ENTRIES + 4
+    assert planned["residual"] == (4 * ENTRIES if residual == "separate" else 0)
+    assert 0 <= state - planned["index"] - planned["residual"] < SLACK
+    # Chosen entries lie unevenly in a rolling schedule's parts.
+    assert planned["values"] * 0.95 < values < planned["values"] * 1.05
+
+
+def most_at_once(work: Any) -> int:
+    """Bytes that all tensors made while it runs held at their peak."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    assert watched.profiler is not None and watched.profiler.kineto_results is not None
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+        peak = max(peak, now)
+    return peak
+
+
+def test_the_peak_is_seen() -> None:
+    def work() -> None:
+        first = torch.empty(MIB)
+        second = first * 2
+        del first, second
+        torch.empty(16)
+
+    assert 8 * MIB <= most_at_once(work) < 8 * MIB + 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("density", ["0.4", "0.1"])
+def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
+    density: str, dtype: torch.dtype
+) -> None:
+    bench = Bench(density, dtype)
+    for t in range(1, 5):
+        bench.step(t)
+    compact = dtype.itemsize * float(density) * ENTRIES
+    # 16-bit values are widened as well, a chunk's at a time.
+    scratch = (1 + float(density) * (dtype != torch.float32)) * MIB + SLACK
+    first = most_at_once(lambda: bench.step(5))
+    assert compact < first <= compact + scratch
+    again = most_at_once(lambda: bench.step(6))
+    assert again <= scratch, "the compact vector is kept for the next step"
+    residual = bench.reducer._own[0].residual.pending
+    assert residual is not None and residual.nbytes == 4 * ENTRIES
+
+
+@pytest.mark.parametrize("residual", ["separate", "in-place"])
+def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(residual: str) -> None:
+    """The old one, whose end the profiler does not see, goes chunk by chunk as the new one comes;
+    both are compared as bits."""
+    bench = Bench("0.4", residual=residual)
+    for t in range(1, 8):
+        bench.step(t)
+    index, bits = 4 * 0.4 * ENTRIES, 2 * ENTRIES / 8
+    assert most_at_once(lambda: bench.step(8)) <= index + bits + 5 * MIB
+
+
+def test_a_bitmap_is_as_large_as_planned() -> None:
+    index = BitmapIndex(ENTRIES // 1024 * 1024, torch.device("cpu"))
+    planned = index_bytes(index.length, index.length // 3, "cuda")
+    assert planned <= index.nbytes < 1.01 * planned < 0.2 * index.length
+
+
+def test_the_log_tells_it_beside_the_papers() -> None:
+    kinds = radius_bytes(
+        [10_000_000, 500],
+        density=Fraction("0.4"),
+        residual="separate",
+        rolling_interval=None,
+        value_bytes=4,
+        device="cpu",
+    )
+    assert memory_note(10_000_500, kinds) == (
+        "radius: keeps 16 MB of index and 40 MB of residual for 10,000,500 entries, and 16 MB of "
+        "values while they are sent (the paper: 50 MB of booleans and residual)"
+    )
+    assert "9.02 kB of index" in memory_note(1, kinds | {"index": 9020})

@@ -1,0 +1,184 @@
+"""`--radius-*`: defaults, refusals with their way out, what the path builds and plans."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, parse, to_yaml
+from megatron.errors import ConfigError
+from pretrain_gpt import GRADIENT_PATHS
+from radius.index import Part, quota
+from radius.path import RadiusConfig, RadiusPath
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 1000 --lr 1e-3 --grad-path radius"
+)
+
+
+def read(flags: str = "", base: str = BASE) -> Config:
+    return parse([*base.split(), *flags.split()], paths=GRADIENT_PATHS)
+
+
+def refused(flags: str, base: str = BASE) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(flags, base)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def options(flags: str = "") -> RadiusConfig:
+    found = read(flags).extensions["radius"]
+    assert isinstance(found, RadiusConfig)
+    return found
+
+
+def test_the_defaults_are_the_papers() -> None:
+    found = options()
+    assert (found.radius_density, found.radius_interval) == (0.4, 200)
+    chosen = (found.radius_schedule, found.radius_select, found.radius_residual)
+    assert chosen == ("paper", "update", "separate")
+    assert found.start(1000) == 200 and found.start(1001) == 201
+
+
+@pytest.mark.parametrize(
+    ("flags", "total", "start"),
+    [
+        ("--radius-start-iter 7", 1000, 7),
+        ("--radius-start-fraction 0.07", 100, 7),
+        ("--radius-start-fraction 0", 1000, 0),
+        ("--radius-start-fraction 0.05", 1001, 51),
+    ],
+)
+def test_the_start_is_a_step_or_a_share_of_the_run(flags: str, total: int, start: int) -> None:
+    assert options(flags).start(total) == start
+
+
+def test_what_is_saved_reads_back_the_same(tmp_path: Path) -> None:
+    config = read("--radius-density 0.1 --radius-schedule rolling --radius-select seeded")
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse(["--config", str(file)], paths=GRADIENT_PATHS) == config
+
+
+@pytest.mark.parametrize("density", ["0", "-0.1", "1.5"])
+def test_a_density_outside_its_range_is_refused(density: str) -> None:
+    said = refused(f"--radius-density {density}")
+    assert said == (f"--radius-density: {float(density)} is out of range; must be in (0, 1]")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--radius-density 10%", "10% is 0.1"),
+        ("--radius-density nan", "must be a finite number"),
+        ("--radius-interval 0", "--radius-interval: 0 is out of range; must be at least 1"),
+        ("--radius-interval 1.5", "is not an integer"),
+        ("--radius-start-iter -1", "must be at least 0"),
+        ("--radius-start-fraction 1.2", "must be in [0, 1]"),
+        ("--radius-schedule papers", "did you mean paper?"),
+        ("--radius-select largest", "must be one of update, seeded, gradient"),
+        ("--radius-residual inplace", "did you mean in-place?"),
+        ("--radius-densty 0.4", "did you mean --radius-density?"),
+        (
+            "--radius-start-iter 5 --radius-start-fraction 0.1",
+            "radius_start_iter 5 and radius_start_fraction 0.1 are both given; give one of them",
+        ),
+        ("--radius-start-iter 1001", "radius_start_iter 1001 is past the last of 1000 steps"),
+        ("--radius-interval 2000", "--radius-interval 1000 would do"),
+        ("--radius-interval 300 --radius-start-iter 950", "--radius-interval 250 would do"),
+        ("--radius-interval 999 --radius-start-iter 1000", "--radius-interval 500 would do"),
+        (
+            "--radius-schedule rolling --adam-beta1 0",
+            "radius_schedule rolling with adam_beta1 0.0",
+        ),
+        ("--radius-residual in-place --radius-schedule rolling", "give paper"),
+        ("--radius-residual in-place --fp16", "fp16: the loss scale"),
+        (
+            "--radius-residual in-place --fp16 --accumulate-allreduce-grads-in-fp32",
+            "fp16: the loss scale",
+        ),
+        ("--radius-residual in-place --bf16 --grad-reduce-in-bf16", "bfloat16 gradients"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> None:
+    assert said in refused(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--radius-interval 1000",
+        "--radius-interval 2000 --radius-density 1",
+        "--radius-residual in-place --bf16",
+        "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
+        "--radius-start-iter 0 --radius-interval 1",
+    ],
+)
+def test_what_can_be_is_accepted(flags: str) -> None:
+    read(flags)
+
+
+def test_a_run_counted_in_samples_is_as_long_as_its_steps() -> None:
+    base = BASE.replace("--train-iters 1000", "--train-samples 1000")
+    read("--global-batch-size 4", base)
+    said = refused("--global-batch-size 8 --radius-start-iter 1", base)
+    assert "from 1, where Radius starts, to 125" in said
+    read("--radius-interval 9999", base)  # the batch follows from the number of ranks
+
+
+def test_a_run_that_only_evaluates_needs_no_resample() -> None:
+    base = BASE.replace("--train-iters 1000 --lr 1e-3", "--skip-train")
+    config = read("", base)
+    assert config.total_iterations() == 0
+
+
+def test_its_flags_are_refused_with_a_path_that_has_none() -> None:
+    base = BASE.replace("radius", "dense")
+    assert "the gradient path dense does not take it" in refused("--radius-density 0.1", base)
+
+
+@pytest.mark.parametrize("density", ["0.4", "0.1", "0.07", "1e-9", "0.999"])
+@pytest.mark.parametrize("length", [1, 7, 100, 1776, 99_999])
+@pytest.mark.parametrize("parts", [1, 4, 200])
+def test_parts_of_a_tensor_choose_together_what_the_whole_does(
+    density: str, length: int, parts: int
+) -> None:
+    share = Fraction(density)
+    whole = Part("w", 64, length, quota(share, length))
+    assert whole.chosen == math.ceil(share * length) >= 1
+    cuts = [whole.cut(number, parts, share) for number in range(parts)]
+    assert sum(cut.chosen for cut in cuts) == whole.chosen
+    assert cuts[0].start == whole.start and cuts[-1].stop == whole.stop
+    assert all(a.stop == b.start for a, b in zip(cuts, cuts[1:], strict=False))
+    assert all(0 <= cut.chosen <= cut.length for cut in cuts)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (100, 10), "b": (7, 3), "bias": (100,)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"index": 4 * 409, "residual": 4 * 1021, "values": 4 * 409}),
+        ("--radius-residual in-place", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
+        ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * 1021, "values": 2 * 409}),
+        ("--radius-density 1", {"index": 0, "residual": 0, "values": 0}),
+        (
+            "--radius-schedule rolling --radius-interval 100",
+            {"index": 4 * 409, "residual": 4 * 1021, "values": 8 * (409 + 7)},
+        ),
+        ("--device cuda", {"index": 1021 // 8 + 16, "residual": 4 * 1021}),
+    ],
+)
+def test_planned_bytes(flags: str, expected: dict[str, int]) -> None:
+    config = read(flags)
+    found = RadiusPath().plan_bytes(config, SHAPES)
+    size: Any = 2 if "bf16" in flags else 4
+    assert found["gradients"] == size * 1121
+    assert {kind: found[kind] for kind in expected} == expected

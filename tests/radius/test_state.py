@@ -1,0 +1,136 @@
+"""What Radius saves, and that a run goes on from it, on the same or other ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.parallel.groups import ProcessGroups
+from tests.contract.harness import SHAPES, PathCase, Toy, gradients, same
+from tests.radius.toys import (
+    MATRICES,
+    STEPS,
+    alone,
+    densities,
+    every_case,
+    moved,
+    params_of,
+    radius,
+    reducer_of,
+)
+from tests.ranks import Ranks
+
+
+def on_rank_resumed(groups: ProcessGroups, case: PathCase) -> list[list[str]]:
+    """For every position: what differs at the end when left and resumed there."""
+    through = Toy(groups, case)
+    found = []
+    lefts = []
+    for number in range(STEPS):
+        through.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
+        second = Toy(groups, case)
+        own = {name: t.clone() for name, t in reducer_of(through).state_tensors()}
+        moved(through, second, own)
+        lefts.append((number, second))
+    for number, second in lefts:
+        for rest in range(number + 1, STEPS):
+            second.step([gradients(rest, groups.dp.rank)], clip_norm=1.0)
+        found.append(same(through.state(), second.state()))
+    return found
+
+
+@every_case
+def test_resumed_at_every_position_of_an_interval_is_uninterrupted(
+    ranks: Ranks, case: PathCase
+) -> None:
+    assert ranks.run(2, on_rank_resumed, case) == [[[]] * STEPS] * 2
+
+
+def on_rank_handed_over(groups: ProcessGroups, case: PathCase, left_at: int) -> tuple:
+    toy = Toy(groups, case, lr=1e-3)
+    size, rank = groups.dp.size, groups.dp.rank
+    for number in range(left_at):
+        mine = [gradients(number, share, scale=size / 4) for share in range(rank, 4, size)]
+        toy.step(mine, clip_norm=1.0)
+    optimizer = {(kind, name): t.clone() for kind, name, t in toy.optimizer.tensors()}
+    shared = dict(reducer_of(toy).shared_tensors())
+    return optimizer, {n: t.clone() for n, t in reducer_of(toy).state_tensors()}, shared
+
+
+def on_rank_taken_over(
+    groups: ProcessGroups, case: PathCase, left_at: int, states: list[tuple], steps: int
+) -> dict:
+    toy = Toy(groups, case, lr=1e-3)
+    size, rank = groups.dp.size, groups.dp.rank
+    optimizer, own, shared = states[0]
+    if len(states) == size:
+        own = states[rank][1]
+    else:  # as `run_state` does for another number of ranks
+        own = {name: torch.stack([s[1][name] for s in states]).mean(0) for name in own}
+    for kind, name, tensor in toy.optimizer.tensors():
+        tensor.copy_(optimizer[kind, name])
+    toy.optimizer.applied = left_at
+    toy.optimizer.loaded()
+    reducer_of(toy).load_state_tensors(own, shared)
+    pending = toy.residual()
+    for number in range(left_at, steps):
+        mine = [gradients(number, share, scale=size / 4) for share in range(rank, 4, size)]
+        toy.step(mine, clip_norm=1.0)
+    return {"pending": pending, "params": params_of(toy)}
+
+
+@every_case
+@pytest.mark.parametrize("left_at", [6, 8])
+def test_another_number_of_ranks_keeps_the_pending_update(
+    ranks: Ranks, case: PathCase, left_at: int
+) -> None:
+    states = ranks.run(4, on_rank_handed_over, case, left_at)
+    stayed = ranks.run(4, on_rank_taken_over, case, left_at, states, STEPS)
+    pending = {n: torch.stack([s["pending"][n] for s in stayed]).mean(0) for n in MATRICES}
+    assert any(p.any() for p in pending.values()) == (left_at % 4 != 0 or "rolling" in str(case))
+    for world in (1, 2):
+        for found in ranks.run(world, on_rank_taken_over, case, left_at, states, STEPS):
+            for name in MATRICES:
+                torch.testing.assert_close(found["pending"][name], pending[name])
+            for name in SHAPES:
+                expected = stayed[0]["params"][name]
+                torch.testing.assert_close(found["params"][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_is_not_chosen_is_saved_and_nothing_right_after_a_resample() -> None:
+    toy = Toy(alone(), radius())
+    for t in range(1, 10):
+        toy.step([gradients(t)])
+        own, shared = (
+            dict(x()) for x in (reducer_of(toy).state_tensors, reducer_of(toy).shared_tensors)
+        )
+        assert shared.pop("radius/steps").tolist() == [2, 0 if t < 4 else 4, t // 4 * 4]
+        assert set(shared) == {f"index/{name}" for name in MATRICES if t >= 4}
+        assert set(own) == (set(MATRICES) if t > 4 and t % 4 else set())
+        for name, rest in own.items():
+            n = math.prod(SHAPES[name])
+            assert rest.dtype == torch.float32 and rest.numel() == n - math.ceil(0.4 * n)
+
+
+def test_a_saved_start_wins_over_the_configured_one() -> None:
+    first = Toy(alone(), radius(start_iter=9))
+    for t in range(1, 4):
+        first.step([gradients(t)])
+
+    def take_over(toy: Toy) -> None:
+        moved(first, toy, {})
+
+    # Steps 4 to 13: without the saved start the first resample would be the very first of them.
+    found = densities(radius(start_iter=1), 10, before=take_over)
+    assert [t for t, density in enumerate(found, 4) if density < 1] == [13]
+
+
+def test_a_dense_checkpoint_starts_it_at_the_next_multiple() -> None:
+    def pretend(toy: Toy) -> None:
+        toy.optimizer.applied = 101
+        reducer_of(toy).load_state_tensors({}, {})
+
+    found = densities(radius(start_iter=20, interval=4), 6, before=pretend)  # steps 102 to 107
+    assert [t for t, density in enumerate(found, 102) if density < 1] == [105, 106, 107]

@@ -1,0 +1,83 @@
+"""Short runs of Radius on the parameters of the contract tests, and what to ask of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from tests.contract.harness import PATHS, SHAPES, PathCase, Toy, case_id, gradients
+
+STEPS = 14
+"""Of an interval of 4 from step 2 on: dense up to 4, then more than two intervals."""
+MATRICES = [name for name, shape in SHAPES.items() if len(shape) > 1]
+CASES = [case for case in PATHS if case.name == "radius"]
+every_case = pytest.mark.parametrize("case", CASES, ids=case_id)
+DENSE = PathCase("dense")
+
+
+def radius(**options: Any) -> PathCase:
+    """A short run with these options, named without their prefix."""
+    short = {"interval": 4, "start_iter": 2} | options
+    return PathCase("radius", {f"radius_{name}": value for name, value in short.items()})
+
+
+def reducer_of(toy: Toy) -> Any:
+    """Any, so that tests may look inside."""
+    return toy.engine.reducer
+
+
+def masks_of(toy: Toy) -> dict[str, torch.Tensor]:
+    """Which entries are chosen, by name and in the parameter's shape."""
+    shared = dict(reducer_of(toy).shared_tensors())
+    return {
+        name: torch.from_numpy(
+            np.unpackbits(shared[f"index/{name}"].numpy(), count=math.prod(SHAPES[name]))
+        )
+        .bool()
+        .view(SHAPES[name])
+        for name in MATRICES
+        if f"index/{name}" in shared
+    }
+
+
+def params_of(toy: Toy) -> dict[str, torch.Tensor]:
+    """Copies of the parameters."""
+    return {info.name: info.param.detach().clone() for info in toy.infos}
+
+
+def settled(toy: Toy) -> dict[str, torch.Tensor]:
+    """All state but the residual."""
+    return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
+
+
+def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
+    """Give all state of one toy to another, with `own` for its residual."""
+    saved = {(kind, name): tensor for kind, name, tensor in source.optimizer.tensors()}
+    for kind, name, tensor in target.optimizer.tensors():
+        tensor.copy_(saved[kind, name])
+    target.optimizer.applied = source.optimizer.applied
+    target.optimizer.loaded()
+    reducer_of(target).load_state_tensors(own, dict(reducer_of(source).shared_tensors()))
+
+
+def alone() -> ProcessGroups:
+    """Groups of this process by itself."""
+    return ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+
+
+def densities(case: PathCase, steps: int, before: Callable[[Toy], None] = lambda toy: None) -> list:
+    """The density of each of `steps`, after `before` has seen to the toy."""
+    toy = Toy(alone(), case)
+    before(toy)
+    found = []
+    for t in range(1, steps + 1):
+        toy.step([gradients(t)])
+        found.append(toy.engine.stats().density)
+    return found

@@ -1,0 +1,138 @@
+"""`--grad-path radius` in whole runs: exact resume through checkpoints, what the log and the
+metrics show, and a start from a dense checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.parallel.groups import ProcessGroups
+from tests.ranks import Ranks
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
+from tests.training.test_resume import check_left_and_resumed
+
+LEAVES = (2, 3, 4, 6, 7)
+"""Of an interval of 3 from step 2 on: before the switch (2), right after it (3), at each position
+of the interval after it (4, 6, 7)."""
+RADIUS = (
+    "--train-iters 9 --grad-path radius --radius-density 0.3 --radius-interval 3 "
+    "--radius-start-iter 2 --eval-interval 100 --log-interval 1"
+)
+
+
+def flags(*more: str) -> str:
+    return " ".join([TINY, RADIUS, *more])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--bf16 --radius-select seeded",
+        "--radius-schedule rolling --bf16",
+        "--radius-residual in-place",
+        "--fp16 --initial-loss-scale 65536",
+    ],
+)
+def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options: str) -> None:
+    """Dropout is on."""
+    check_left_and_resumed(ranks, 2, flags(options, "--eval-interval 4"), LEAVES, tmp_path)
+    for key in ("density", "bytes_sent", "residual_norm", "index_kept"):
+        values = metrics_of(tmp_path / "left", key)
+        assert values == metrics_of(tmp_path / "through", key) and values, key
+
+
+def test_the_log_line_shows_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, train, flags(), tmp_path)
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    (memory,) = [line for line in log if "of residual for" in line]
+    assert "the paper" in memory
+    (switch,) = [line for line in log if "radius: on from here" in line]
+    steps = [line for line in log if "] iteration " in line]
+    assert len(steps) == 9 and "density" not in steps[1]
+    assert log.index(steps[1]) < log.index(switch) < log.index(steps[3])
+    assert "density: 0.3" in steps[3] and "residual norm: " in steps[3]
+    assert "index kept: " in steps[5] and "residual norm: 0 " in steps[5]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    sparse = [line for line in lines if line.get("density", 1) < 1]
+    assert [line["iteration"] for line in sparse] == [4, 5, 7, 8]
+    assert all(line["residual_norm"] > 0 for line in sparse)
+    dense = lines[0]["bytes_sent"]
+    for line in sparse:
+        assert line["bytes_sent"] == pytest.approx(line["density"] * dense, rel=1e-3)
+
+
+def test_a_dense_checkpoint_starts_it(ranks: Ranks, tmp_path: Path) -> None:
+    dense = TINY.replace("--train-iters 8", "--train-iters 4")
+    ranks.run(2, train, dense, tmp_path / "dense")
+    load = f"--load {tmp_path / 'dense'}"
+    (first, second) = ranks.run(2, train, flags(load), tmp_path / "radius")
+    assert first["iteration"] == 9 and first["applied"] == 9
+    for name in first["params"]:
+        assert torch.equal(first["params"][name], second["params"][name])
+    assert "gradient path radius starts here" in (tmp_path / "radius" / "log.txt").read_text()
+    # Step 5 has no index yet, 6 is the first resample.
+    found = metrics_of(tmp_path / "radius", "density")
+    assert [density < 1 for density in found] == [False, False, True, True, False]
+
+
+def on_rank_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(groups, line, run_dir)
+    return str(caught.value)
+
+
+def test_other_settings_are_refused_and_leaving_takes_a_flag(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "run")
+    (said,) = ranks.run(1, on_rank_refused, flags("--radius-interval 4"), tmp_path / "run")
+    assert "radius.radius_interval: 3 there, 4 here" in said and "--reset-grad-state" in said
+    dense = f"{TINY} --train-iters 9 --load {tmp_path / 'run'}"
+    (said,) = ranks.run(1, on_rank_refused, dense, tmp_path / "dense")
+    assert "gradient.grad_path: 'radius' there, 'dense' here" in said
+    (found,) = ranks.run(1, train, f"{dense} --reset-grad-state", tmp_path / "dense")
+    assert found["iteration"] == 9
+
+
+def pending(groups: ProcessGroups, line: str, run_dir: Path) -> dict[str, Any]:
+    """What a run starts with: residual and shared state of this rank."""
+    trainer = make_trainer(groups, line, run_dir)
+    reducer = trainer.engine.reducer
+    own = {name: t.clone() for name, t in reducer.state_tensors()}
+    shared = {name: t.clone() for name, t in reducer.shared_tensors()}
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return {"own": own, "shared": shared}
+
+
+@pytest.mark.parametrize("schedule", ["paper", "rolling"])
+def test_another_number_of_ranks_keeps_the_pending_update(
+    ranks: Ranks, tmp_path: Path, schedule: str
+) -> None:
+    line = flags(NO_DROPOUT, f"--radius-schedule {schedule}")
+    ranks.run(4, train, f"{line} --exit-interval 5", tmp_path / "left")
+    by_world = {}
+    for world in (1, 2, 4):
+        shutil.copytree(tmp_path / "left", tmp_path / str(world))
+        by_world[world] = ranks.run(world, pending, line, tmp_path / str(world))
+    names = by_world[4][0]["own"].keys()
+    assert names
+    for world in (1, 2, 4):
+        for found in by_world[world]:
+            for name, tensor in by_world[4][0]["shared"].items():
+                assert torch.equal(found["shared"][name], tensor), name
+        for name in names:
+            means = [
+                torch.stack([found["own"][name] for found in by_world[w]]).mean(0)
+                for w in (4, world)
+            ]
+            torch.testing.assert_close(means[1], means[0])
+        ranks.run(world, train, line, tmp_path / str(world))
+    expected = metrics_of(tmp_path / "4")
+    for world in (1, 2):
+        assert metrics_of(tmp_path / str(world)) == pytest.approx(expected, rel=0, abs=1e-5)
