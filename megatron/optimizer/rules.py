@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,12 +25,26 @@ class Hyper:
     weight_decay: float
 
 
+class AdamWConstants(NamedTuple):
+    """What AdamW is told once."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
 class UpdateRule(Protocol):
     """Arithmetic of one optimizer. Tensors are 1-D fp32 of equal length, changed in place."""
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the state it keeps for each entry, as checkpoints call them."""
+        ...
+
+    @property
+    def adamw(self) -> AdamWConstants | None:
+        """Its constants if its arithmetic is AdamW's, for those who read gradients in a form that
+        `apply` does not take; else None."""
         ...
 
     def apply(
@@ -68,6 +82,10 @@ class AdamW:
     beta2: float
     eps: float
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    @property
+    def adamw(self) -> AdamWConstants:
+        return AdamWConstants(self.beta1, self.beta2, self.eps)
 
     def apply(
         self,
@@ -168,6 +186,10 @@ class SGD:
 
     momentum: float
     moments: tuple[str, ...] = ("momentum",)
+
+    @property
+    def adamw(self) -> None:
+        return None
 
     def apply(
         self,
