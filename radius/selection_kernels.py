@@ -1,0 +1,224 @@
+"""Triton kernels that choose entries: counts of magnitudes and of ties, and the bits of a bitmap.
+
+`reference.py` has the same functions in plain torch. Imported on CUDA alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from radius.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS
+
+if TYPE_CHECKING:
+    from radius.shard import Shard
+
+_WARPS = 8
+_ENTRIES = GROUP * BLOCK
+"""Of a program."""
+# Lengths and places are not specialised on (`do_not_specialize`): each part of each tensor would
+# have kernels compiled for it.
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    """Start so many programs of a Triton kernel on the current stream."""
+    # Fused multiplications and additions were Triton's default, and will not be.
+    kernel[(programs,)](*arguments, num_warps=_WARPS, enable_fp_fusion=True, **options)
+
+
+def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
+    """See `reference.histogram`. An empty bracket costs a launch and no reading."""
+    numel = values.numel()
+    # Half as wide where no count can be larger, which adds in half the time.
+    dtype = torch.int32 if numel < 2**31 else torch.int64
+    counts = torch.zeros(BINS + 1, dtype=dtype, device=values.device)
+    sizes = {"BINS": BINS, "ENTRIES": _ENTRIES}
+    launch(_histogram, -(-numel // _ENTRIES), values, bracket, counts, numel, 0, **sizes)
+    return counts.long()
+
+
+def tie_counts(
+    values: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor, shard: Shard
+) -> torch.Tensor:
+    """See `reference.tie_counts`. Reads nothing where the counts are not `wanted`."""
+    blocks = -(-shard.total // TIE_BLOCK)
+    counts = torch.zeros(blocks, dtype=torch.int64, device=values.device)
+    numel = values.numel()
+    launch(
+        _tie_counts,
+        -(-numel // _ENTRIES),
+        values,
+        threshold,
+        wanted,
+        counts,
+        numel,
+        shard.row,
+        shard.stride,
+        shard.offset,
+        0,
+        TIE_BLOCK=TIE_BLOCK,
+        ENTRIES=_ENTRIES,
+    )
+    return counts
+
+
+def write_bits(
+    words: torch.Tensor,
+    start: int,
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    cutoff: torch.Tensor,
+    shard: Shard,
+) -> None:
+    """See `reference.write_bits`."""
+    numel = values.numel()
+    first, last = start // _ENTRIES, -(-(start + numel) // _ENTRIES)
+    launch(
+        _write_bits,
+        last - first,
+        words,
+        values,
+        threshold,
+        cutoff,
+        first,
+        start,
+        numel,
+        shard.row,
+        shard.stride,
+        shard.offset,
+        IS_RUN=shard.is_run,
+        WORDS=_ENTRIES // 32,
+    )
+
+
+def count_blocks(words: torch.Tensor) -> torch.Tensor:
+    """See `reference.count_blocks`."""
+    rows = words.shape[0]
+    counts = torch.empty(rows, dtype=torch.int64, device=words.device)
+    if rows:
+        launch(_count_blocks, -(-rows // 64), words, counts, rows, ROWS=64, WORDS=WORDS)
+    return counts
+
+
+# `apart` is always 0, which Triton is not told: it then takes neighbouring entries to lie anywhere
+# and gives them to neighbouring threads, one each, rather than four in a row to each thread. Loads
+# are as good, and what each entry is then stored by need not be dealt out anew.
+
+
+@triton.jit
+def _magnitudes(values, at, numel):
+    """Bits of |x| of the entries `at`, int32; -1 from the `numel`-th on."""
+    found = tl.load(values + at, mask=at < numel, other=0.0).to(tl.int32, bitcast=True)
+    return tl.where(at < numel, found & 0x7FFFFFFF, -1)
+
+
+@triton.jit(do_not_specialize=["numel", "apart"])
+def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIES: tl.constexpr):
+    first, last = tl.load(bracket).to(tl.int32), tl.load(bracket + 1).to(tl.int32)
+    shift = tl.load(bracket + 2).to(tl.int32)
+    if first <= last:
+        begin = tl.program_id(0).to(tl.int64) * ENTRIES
+        left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
+        magnitude = _magnitudes(values + begin, tl.arange(0, ENTRIES) + apart, left)
+        kind = counts.dtype.element_ty
+        above = tl.sum((magnitude > last).to(tl.int32), axis=0)
+        tl.atomic_add(counts + BINS, above.to(kind), sem="relaxed")
+        # Zeros come in millions; adding them one by one to one counter would take turns.
+        if first == 0:
+            zeros = tl.sum((magnitude == 0).to(tl.int32), axis=0)
+            tl.atomic_add(counts, zeros.to(kind), sem="relaxed")
+        inside = (magnitude >= tl.maximum(first, 1)) & (magnitude <= last)
+        one = tl.full((ENTRIES,), 1, kind)
+        tl.atomic_add(counts + ((magnitude - first) >> shift), one, mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["numel", "row", "stride", "offset", "apart"])
+def _tie_counts(
+    values,
+    threshold,
+    wanted,
+    counts,
+    numel,
+    row,
+    stride,
+    offset,
+    apart,
+    TIE_BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    if tl.load(wanted):
+        begin = tl.program_id(0).to(tl.int64) * ENTRIES
+        left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
+        at = tl.arange(0, ENTRIES) + apart
+        tied = _magnitudes(values + begin, at, left) == tl.load(threshold)
+        logical = (begin + at) // row * stride + (begin + at) % row + offset
+        one = tl.full((ENTRIES,), 1, tl.int64)
+        tl.atomic_add(counts + logical // TIE_BLOCK, one, mask=tied, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first", "numel", "row", "stride", "offset"])
+def _write_bits(
+    words,
+    values,
+    threshold,
+    cutoff,
+    first,
+    start,
+    numel,
+    row,
+    stride,
+    offset,
+    IS_RUN: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    ENTRIES: tl.constexpr = WORDS * 32
+    number = tl.program_id(0).to(tl.int64) + first
+    target = words + number * WORDS + tl.arange(0, WORDS)
+    entry = tl.arange(0, 32)[None, :]
+    at = tl.arange(0, WORDS)[:, None] * 32 + entry
+    # Among its entries everything fits 32 bits; what may be large is taken off beforehand.
+    begin = number * ENTRIES - start
+    lowest = tl.maximum(-begin, 0).to(tl.int32)
+    left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
+    whole = (lowest == 0) & (left == ENTRIES)
+    if whole:  # without a mask four are read at once
+        found = tl.load(values + begin + at)
+    else:
+        found = tl.load(values + begin + at, mask=(at >= lowest) & (at < left), other=0.0)
+    magnitude = found.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    limit, before = tl.load(threshold), tl.load(cutoff)
+    if IS_RUN:
+        early = at < tl.maximum(tl.minimum(before - offset - begin, ENTRIES), 0).to(tl.int32)
+    else:
+        local = begin + at
+        early = local // row * stride + local % row + offset < before
+    chosen = (magnitude > limit) | ((magnitude == limit) & early)
+    # Eight entries to a byte, the first in its highest bit: entry e has bit e ^ 7 of its word.
+    word = tl.sum(chosen.to(tl.int32) << (entry ^ 7), axis=1)
+    if not whole:
+        inside = (at >= lowest) & (at < left)
+        written = tl.sum(inside.to(tl.int32) << (entry ^ 7), axis=1)
+        word = (word & written) | (tl.load(target) & ~written)
+    tl.store(target, word)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _count_blocks(words, counts, rows, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    held = popcount(tl.load(words + at, mask=(row < rows)[:, None], other=0))
+    tl.store(counts + row, tl.sum(held, axis=1).to(tl.int64), mask=row < rows)
+
+
+@triton.jit
+def popcount(word):
+    """Number of bits set in each int32, by adding neighbours (Warren, Hacker's Delight, 5-1); a
+    form in which the compiler sees the machine's own instruction."""
+    word = word.to(tl.uint32, bitcast=True)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)

@@ -1,0 +1,260 @@
+"""Exact selection against a stable sort of magnitudes, whole and cut over ranks; seeded draws."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from radius import selection
+from radius.reference import CHUNK, TIE_BLOCK
+from radius.selection import DRAWN_BLOCK, draw_seeded, select_largest
+from radius.shard import Shard
+
+DENORMAL = 1e-40
+
+
+def largest_by_sorting(values: torch.Tensor, k: int) -> torch.Tensor:
+    # By bits: torch's sort on a CPU may take denormal numbers for zeros.
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    return torch.sort(magnitudes, descending=True, stable=True).indices[:k].sort().values
+
+
+def assert_selects(values: torch.Tensor, k: int) -> None:
+    found = select_largest(values, k)
+    assert found.count == k and found.n == values.numel()
+    assert found.positions().dtype == torch.int32
+    assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(width=32, allow_nan=False, allow_infinity=False),
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, DENORMAL, -DENORMAL, 3.4e38]),
+        ),
+        min_size=1,
+        max_size=60,
+    ),
+    st.data(),
+)
+def test_equals_sorting(numbers: list[float], data: st.DataObject) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    assert_selects(values, data.draw(st.integers(0, len(numbers))))
+
+
+@pytest.mark.parametrize("kind", ["normal", "few values", "equal", "zeros", "denormal", "ramp"])
+def test_equals_sorting_over_several_chunks(kind: str) -> None:
+    numel = 2 * CHUNK + 777
+    random = torch.randn(numel) * 1e-3
+    values = {
+        "normal": random,
+        "few values": torch.randint(-3, 4, (numel,)).float(),
+        "equal": torch.full((numel,), -0.5),
+        "zeros": random * (torch.rand(numel) < 0.1),
+        "denormal": torch.randint(0, 2**23, (numel,), dtype=torch.int32).view(torch.float32),
+        "ramp": torch.arange(numel).float(),
+    }[kind]
+    for k in (1, 1000, int(0.4 * numel), TIE_BLOCK + 1, numel - 1, numel):
+        assert_selects(values, k)
+
+
+def test_agrees_with_topk() -> None:
+    values = torch.randperm(100_000).float() * torch.randint(0, 2, (100_000,)).mul(2).sub(1)
+    expected = torch.topk(values.abs(), 40_000, sorted=False).indices.sort().values
+    assert torch.equal(select_largest(values, 40_000).positions().long(), expected)
+
+
+def test_positions_of_a_range_are_counted_from_its_start() -> None:
+    values = torch.randint(-3, 4, (CHUNK + 5000,)).float()
+    chosen = select_largest(values, 20_000)
+    everything = chosen.positions().long()
+    for start, stop in ((0, 10), (1234, 5678), (CHUNK - 7, CHUNK + 9), (5, 5), (3, CHUNK + 5000)):
+        inside = everything[(everything >= start) & (everything < stop)]
+        assert torch.equal(chosen.positions(start, stop).long(), inside - start)
+
+
+@pytest.mark.parametrize("misleading", [False, True])
+def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: bool) -> None:
+    """What a GPU looks at first; also where it tells the opposite of the rest."""
+    monkeypatch.setattr(selection, "SAMPLE", 100)
+    passes = []
+    monkeypatch.setattr(
+        selection._Counter,
+        "_sum",
+        lambda self, counts: passes.append(int(counts.sum())),
+    )
+    values = torch.randn(30_000)
+    if misleading:
+        values[:: (30_000 // 100) | 1] = 1e-9
+    for k in (0, 1, 12_000, 30_000):
+        passes.clear()
+        wanted = torch.full((1,), k)
+        counter = selection._Counter(values, None)
+        threshold, ties, left = counter.threshold(counter.sampled(wanted, 30_000), wanted)
+        shard = Shard(30_000, 30_000)
+        cutoff = counter.cutoff(threshold, ties, left, shard)
+        found = selection.Largest(values, threshold, cutoff, shard, k)
+        assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
+        if k == 12_000:
+            again = passes[2]  # counted in the pass over everything
+            assert again == (30_000 if misleading else 0)
+
+
+class Together:
+    """Runs a function on every rank of a group, in threads, with a sum over them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=60)
+        self.offered: list[torch.Tensor] = [torch.empty(0)] * ranks
+        self.calls = [0] * ranks
+
+    def sums(self, rank: int) -> Callable[[torch.Tensor], None]:
+        def add_up(counts: torch.Tensor) -> None:
+            self.calls[rank] += 1
+            self.offered[rank] = counts.clone()
+            self.barrier.wait()
+            counts.copy_(torch.stack(self.offered).sum(0))
+            self.barrier.wait()
+
+        return add_up
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        found: list[Any] = [None] * len(self.calls)
+
+        def on_rank(rank: int) -> None:
+            found[rank] = function(rank)
+
+        threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(found))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("few_values", [False, True])
+def test_cut_over_ranks_chooses_the_same(axis: int, ranks: int, few_values: bool) -> None:
+    shape = (520, 512)
+    whole = torch.randint(-2, 3, shape).float() if few_values else torch.randn(shape)
+    for k in (0, 1, 100_000, whole.numel()):
+        expected = torch.zeros(whole.numel(), dtype=torch.bool)
+        expected[largest_by_sorting(whole.view(-1), k)] = True
+        group = Together(ranks)
+
+        def on_rank(rank: int, k: int = k, group: Together = group) -> torch.Tensor:
+            part = whole.chunk(ranks, dim=axis)[rank].contiguous()
+            shard = Shard.cut(shape, axis=axis, rank=rank, ranks=ranks)
+            found = select_largest(part.view(-1), k, sum_bins=group.sums(rank), shard=shard)
+            assert found.count is None
+            chosen = torch.zeros(part.numel(), dtype=torch.bool)
+            chosen[found.positions().long()] = True
+            return chosen.view(part.shape)
+
+        assert torch.equal(torch.cat(group.run(on_rank), dim=axis).view(-1), expected)
+        assert len(set(group.calls)) == 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shard_places_are_those_of_the_cut(axis: int) -> None:
+    places = torch.arange(6 * 8).view(6, 8)
+    for rank, part in enumerate(places.chunk(2, dim=axis)):
+        shard = Shard.cut((6, 8), axis=axis, rank=rank, ranks=2)
+        local = torch.arange(part.numel())
+        assert torch.equal(shard.logical(local), part.reshape(-1))
+        back, here = shard.local(places.view(-1))
+        assert torch.equal(places.view(-1)[here], part.reshape(-1))
+        assert torch.equal(back[here], local)
+
+
+class LargestOutput(TorchDispatchMode):
+    """Notes the size in bytes of the largest tensor that an operation makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.nbytes = max(self.nbytes, tensor.nbytes)
+        return out
+
+
+def test_scratch_does_not_grow_with_the_tensor() -> None:
+    values = torch.randint(-30, 30, (12 * CHUNK,)).float()
+    with LargestOutput() as seen:
+        chosen = select_largest(values, 4 * CHUNK)
+        for start in range(0, values.numel(), CHUNK):
+            chosen.positions(start, start + CHUNK)
+    assert 0 < seen.nbytes <= 2 * 2**20
+
+
+# ---- draws --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 3000), density=st.floats(0, 1), step=st.integers(0, 2**40))
+@example(n=130, density=1.0, step=0)
+@example(n=64, density=0.0, step=0)
+def test_draw_has_exactly_k_in_whole_blocks(n: int, density: float, step: int) -> None:
+    k = int(density * n)
+    draw = draw_seeded(n, k, seed=1, step=step, name="weight")
+    positions = draw.positions().long()
+    assert draw.count == positions.numel() == k and draw.n == n
+    assert torch.equal(positions, positions.unique())
+    assert k == 0 or 0 <= int(positions[0]) <= int(positions[-1]) < n
+    assert not (draw.starts % DRAWN_BLOCK).any() and (draw.starts[1:] > draw.starts[:-1]).all()
+    whole = torch.minimum(torch.tensor(DRAWN_BLOCK), n - draw.starts)
+    assert (draw.lengths <= whole).all() and int((draw.lengths < whole).sum()) <= 1
+
+
+def test_draw_depends_on_seed_step_and_name_alone() -> None:
+    def drawn(**changes: Any) -> torch.Tensor:
+        settings = {"seed": 3, "step": 40, "name": "layers.0.weight"} | changes
+        return draw_seeded(64 * 1000, 64 * 400, **settings).positions()
+
+    first = drawn()
+    torch.rand(7)  # no other generator has a say
+    assert torch.equal(drawn(), first)
+    for change in ({"seed": 4}, {"step": 41}, {"name": "layers.1.weight"}):
+        shared = set(drawn(**change).tolist()) & set(first.tolist())
+        assert 0.3 < len(shared) / first.numel() < 0.5
+
+
+def test_draw_is_even() -> None:
+    """Each of the blocks is drawn in 40 % of the steps; 5 standard deviations are 11 %."""
+    hits = torch.zeros(64 * 40)
+    for step in range(500):
+        hits[draw_seeded(64 * 40, 64 * 16, seed=0, step=step, name="w").positions().long()] += 1
+    assert (hits / 500 - 0.4).abs().max() < 0.11
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_draw_cut_over_ranks_is_the_same_draw(axis: int) -> None:
+    shape, k = (48, 200), 3333
+    whole = draw_seeded(48 * 200, k, seed=1, step=2, name="w").positions().long()
+    expected = torch.zeros(48 * 200)
+    expected[whole] = 1
+    parts = []
+    for rank in range(4):
+        shard = Shard.cut(shape, axis=axis, rank=rank, ranks=4)
+        draw = draw_seeded(48 * 200, k, seed=1, step=2, name="w", shard=shard)
+        part = torch.zeros(shard.numel)
+        part[draw.positions().long()] = 1
+        assert draw.count == int(part.sum())
+        half = torch.zeros(shard.numel)
+        half[draw.positions(shard.numel // 2).long() + shard.numel // 2] = 1
+        assert torch.equal(half[shard.numel // 2 :], part[shard.numel // 2 :])
+        parts.append(part.view([n // 4 if a == axis else n for a, n in enumerate(shape)]))
+    assert torch.equal(torch.cat(parts, dim=axis).view(-1), expected)
