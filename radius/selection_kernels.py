@@ -201,7 +201,8 @@ def _write_bits(
     if not whole:
         inside = (at >= lowest) & (at < left)
         written = tl.sum(inside.to(tl.int32) << (entry ^ 7), axis=1)
-        word = (word & written) | (tl.load(target) & ~written)
+        held = tl.load(target)
+        word = held ^ ((held ^ word) & written)
     tl.store(target, word)
 
 

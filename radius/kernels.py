@@ -1,0 +1,250 @@
+"""Triton kernels that bring together a flat bucket and the compact vector of its chosen entries.
+
+`reference.py` has the same functions in plain torch, but for AdamW, which it takes from torch.
+A program has some blocks of 1024 entries: their words of the bitmap and the number of entries
+chosen before them say where its values lie, so that nothing is counted, listed or waited for.
+Imported on CUDA alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from radius.reference import BLOCK, GROUP, WORDS, Bits
+from radius.selection_kernels import count_blocks as count_blocks
+from radius.selection_kernels import launch, popcount
+from radius.selection_kernels import write_bits as write_bits
+
+# Blocks of a program: as many as its registers allow several programs to share a multiprocessor.
+_TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
+
+
+def compact(
+    bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
+) -> None:
+    """See `reference.compact`; one pass, `clear` included."""
+    options = {"TAKE": True, "SCALE": scale != 1.0, "CLEAR": clear}
+    _launch(_compact, _TO_COMPACT, bits, bits.blocks, flat, out, scale, 0, **options)
+
+
+def clear(bits: Bits, flat: torch.Tensor) -> None:
+    """See `reference.clear`."""
+    options = {"TAKE": False, "SCALE": False, "CLEAR": True}
+    _launch(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
+
+
+def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0) -> None:
+    """See `reference.expand`; `first` divides by `reference.GROUP`."""
+    assert first % GROUP == 0
+    blocks = -(-out.numel() // BLOCK)
+    _launch(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
+
+
+def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
+    """See `reference.place`."""
+    _launch(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
+
+
+def adamw(
+    bits: Bits,
+    values: torch.Tensor,
+    gathered: torch.Tensor | None,
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    factor: float,
+    frozen: bool,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    t: int,
+) -> None:
+    """AdamW's step `t` on fp32 weight and moments, to rounding as torch's fused kernel takes it on
+    a gradient of `values` times `factor` at the chosen entries and 0 at the others; those keep
+    weight and moments where they are `frozen`. `gathered`: fp32 c for each value, whose g^2 / c
+    the second moment gets."""
+    beta1, beta2 = betas
+    _launch(
+        _adamw,
+        _TO_UPDATE,
+        bits,
+        bits.blocks,
+        values,
+        values if gathered is None else gathered,
+        weight,
+        exp_avg,
+        exp_avg_sq,
+        bits.length,
+        factor,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        1.0 - lr * weight_decay,
+        lr / (1.0 - beta1**t),
+        1.0 / math.sqrt(1.0 - beta2**t),
+        eps,
+        0,
+        GATHERED=gathered is not None,
+        FROZEN=frozen,
+    )
+
+
+def _launch(
+    kernel: Any, at_once: int, bits: Bits, blocks: int, *arguments: Any, **options: Any
+) -> None:
+    """Start a kernel that takes so many blocks at once and is first told which are chosen; without
+    patches it gets tensors there that it does not look at."""
+    if bits.patch is None or bits.patches is None:
+        chosen = (bits.words, bits.offsets, bits.words, bits.words)
+    else:
+        chosen = (bits.words, bits.offsets, bits.patch, bits.patches)
+    sizes = {"BLOCKS": at_once, "WORDS": WORDS, "PATCHED": bits.patches is not None}
+    launch(kernel, -(-blocks // at_once), *chosen, *arguments, **options, **sizes)
+
+
+@triton.jit
+def _chosen(
+    words,
+    patch,
+    patches,
+    first,
+    PATCHED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Whether each entry of the blocks from the first on is chosen, and how many of them are before
+    it; [words, 32]."""
+    at = tl.arange(0, BLOCKS * WORDS)
+    if PATCHED:
+        row = tl.load(patch + first + at // WORDS).to(tl.int64)
+        own = tl.load(words + first * WORDS + at, mask=row < 0, other=0)
+        word = own | tl.load(patches + row * WORDS + at % WORDS, mask=row >= 0, other=0)
+    else:
+        word = tl.load(words + first * WORDS + at)
+    # Eight entries to a byte, the first in its highest bit: entry e has bit e ^ 7 of its word, and
+    # before it come the bytes below its own and the bits above its own.
+    entry = tl.arange(0, 32)
+    bytes_before = (1 << (entry & 24)) - 1
+    bits_before = ((0xFF00 >> (entry & 7)) & 0xFF) << (entry & 24)
+    chosen = ((word[:, None] >> (entry ^ 7)[None, :]) & 1) != 0
+    count = popcount(word)
+    earlier = popcount(word[:, None] & (bytes_before | bits_before)[None, :])
+    return chosen, (tl.cumsum(count, axis=0) - count)[:, None] + earlier
+
+
+@triton.jit
+def _places(apart, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
+    """Places of the entries of so many blocks, as `_chosen` has them. `apart` as in
+    `selection_kernels`: what a warp stores or loads of the compact vector lies side by side."""
+    return tl.arange(0, BLOCKS * WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :] + apart
+
+
+@triton.jit(do_not_specialize=["apart"])
+def _compact(
+    words,
+    offsets,
+    patch,
+    patches,
+    flat,
+    out,
+    scale,
+    apart,
+    TAKE: tl.constexpr,
+    SCALE: tl.constexpr,
+    CLEAR: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PATCHED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    source = flat + first * WORDS * 32 + _places(apart, BLOCKS, WORDS)
+    if TAKE:
+        value = tl.load(source, mask=chosen)
+        if SCALE:
+            value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
+        tl.store(out + tl.load(offsets + first) + place, value, mask=chosen)
+    if CLEAR:
+        tl.store(source, tl.zeros((BLOCKS * WORDS, 32), flat.dtype.element_ty), mask=chosen)
+
+
+@triton.jit(do_not_specialize=["first_block", "length", "apart"])
+def _expand(
+    words,
+    offsets,
+    patch,
+    patches,
+    values,
+    out,
+    first_block,
+    length,
+    apart,
+    ZEROS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PATCHED: tl.constexpr,
+):
+    begin = tl.program_id(0).to(tl.int64) * BLOCKS
+    first = begin + first_block
+    begin *= WORDS * 32
+    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    at = _places(apart, BLOCKS, WORDS)
+    within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)
+    value = tl.load(values + tl.load(offsets + first) + place, mask=chosen & within, other=0)
+    written = within if ZEROS else chosen & within
+    tl.store(out + begin + at, value.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["length", "apart"])
+def _adamw(
+    words,
+    offsets,
+    patch,
+    patches,
+    values,
+    gathered,
+    weight,
+    exp_avg,
+    exp_avg_sq,
+    length,
+    factor,
+    rest1,
+    beta2,
+    rest2,
+    shrink,
+    step_size,
+    unbias2,
+    eps,
+    apart,
+    GATHERED: tl.constexpr,
+    FROZEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PATCHED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    at = _places(apart, BLOCKS, WORDS)
+    begin, before = first * WORDS * 32, tl.load(offsets + first)
+    within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)
+    updated = chosen if FROZEN else within
+    mean = tl.load(exp_avg + begin + at, mask=updated, other=0.0)
+    square = tl.load(exp_avg_sq + begin + at, mask=updated, other=0.0)
+    old = tl.load(weight + begin + at, mask=updated, other=0.0)
+    grad = tl.load(values + before + place, mask=chosen, other=0.0).to(tl.float32) * factor
+    brought = grad * grad
+    if GATHERED:
+        brought /= tl.load(gathered + before + place, mask=chosen, other=1.0)
+    mean += rest1 * (grad - mean)
+    square = beta2 * square + rest2 * brought
+    new = shrink * old - step_size * mean / (tl.sqrt(square) * unbias2 + eps)
+    tl.store(exp_avg + begin + at, mean, mask=updated)
+    tl.store(exp_avg_sq + begin + at, square, mask=updated)
+    tl.store(weight + begin + at, new, mask=updated)
