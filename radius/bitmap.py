@@ -93,6 +93,11 @@ class BitmapIndex(Marked):
         """How many are chosen in `[start, start + length)`."""
         return self._tally.count(start, start + length)
 
+    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
+        """`clear` within `[start, start + length)`."""
+        for lo, hi, chosen in self._chosen(start, start + length):
+            flat[lo:hi].masked_fill_(chosen, 0.0)
+
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
         """Write the entries of `[start, start + length)` that are not chosen to `out`, in order.
         For checkpoints: makes the host wait."""
