@@ -120,7 +120,7 @@ def _chosen(
     WORDS: tl.constexpr,
 ):
     """Whether each entry of the blocks from the first on is chosen, and how many of them are before
-    it; [words, 32]."""
+    it; [entries]."""
     at = tl.arange(0, BLOCKS * WORDS)
     if PATCHED:
         row = tl.load(patch + first + at // WORDS).to(tl.int64)
@@ -133,17 +133,13 @@ def _chosen(
     entry = tl.arange(0, 32)
     bytes_before = (1 << (entry & 24)) - 1
     bits_before = ((0xFF00 >> (entry & 7)) & 0xFF) << (entry & 24)
-    chosen = ((word[:, None] >> (entry ^ 7)[None, :]) & 1) != 0
+    bit = (word[:, None] >> (entry ^ 7)[None, :]) & 1
     count = popcount(word)
     earlier = popcount(word[:, None] & (bytes_before | bits_before)[None, :])
-    return chosen, (tl.cumsum(count, axis=0) - count)[:, None] + earlier
-
-
-@triton.jit
-def _places(apart, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
-    """Places of the entries of so many blocks, as `_chosen` has them. `apart` as in
-    `selection_kernels`: what a warp stores or loads of the compact vector lies side by side."""
-    return tl.arange(0, BLOCKS * WORDS)[:, None] * 32 + tl.arange(0, 32)[None, :] + apart
+    place = (tl.cumsum(count, axis=0) - count)[:, None] + earlier
+    # One dimension, of which Triton cannot give the threads the wrong one.
+    ENTRIES: tl.constexpr = BLOCKS * WORDS * 32
+    return tl.reshape(bit, (ENTRIES,)) != 0, tl.reshape(place, (ENTRIES,))
 
 
 @triton.jit(do_not_specialize=["apart"])
@@ -165,14 +161,14 @@ def _compact(
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
-    source = flat + first * WORDS * 32 + _places(apart, BLOCKS, WORDS)
+    source = flat + first * WORDS * 32 + tl.arange(0, BLOCKS * WORDS * 32) + apart
     if TAKE:
         value = tl.load(source, mask=chosen)
         if SCALE:
             value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
         tl.store(out + tl.load(offsets + first) + place, value, mask=chosen)
     if CLEAR:
-        tl.store(source, tl.zeros((BLOCKS * WORDS, 32), flat.dtype.element_ty), mask=chosen)
+        tl.store(source, tl.zeros((BLOCKS * WORDS * 32,), flat.dtype.element_ty), mask=chosen)
 
 
 @triton.jit(do_not_specialize=["first_block", "length", "apart"])
@@ -195,7 +191,7 @@ def _expand(
     first = begin + first_block
     begin *= WORDS * 32
     chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
-    at = _places(apart, BLOCKS, WORDS)
+    at = tl.arange(0, BLOCKS * WORDS * 32) + apart
     within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)
     value = tl.load(values + tl.load(offsets + first) + place, mask=chosen & within, other=0)
     written = within if ZEROS else chosen & within
@@ -231,7 +227,7 @@ def _adamw(
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
-    at = _places(apart, BLOCKS, WORDS)
+    at = tl.arange(0, BLOCKS * WORDS * 32) + apart
     begin, before = first * WORDS * 32, tl.load(offsets + first)
     within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)
     updated = chosen if FROZEN else within

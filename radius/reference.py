@@ -105,15 +105,17 @@ def tie_counts(
     """How many magnitudes equal the threshold in each TIE_BLOCK entries of the whole tensor, as far
     as they are on this rank; int64. Means nothing where `wanted` (bool []) is False."""
     counts = torch.zeros(-(-shard.total // TIE_BLOCK), dtype=torch.int64, device=values.device)
-    for first in range(0, values.numel(), CHUNK):
-        ties = (values[first : first + CHUNK].view(torch.int32) & MAGNITUDE) == threshold
-        if values.device.type == "cpu":
-            local = torch.from_numpy(np.flatnonzero(ties.numpy())).add_(first)
-            blocks = shard.logical(local).bitwise_right_shift_(16)
-            counts += torch.bincount(blocks, minlength=counts.numel())
-        else:
-            local = torch.arange(first, first + ties.numel(), device=values.device)
-            counts.index_add_(0, shard.logical(local) >> 16, ties.long())
+    bits, numel = values.view(torch.int32), values.numel()
+    if shard.is_run and values.device.type == "cpu":
+        for block in range(shard.offset // TIE_BLOCK, -(-(shard.offset + numel) // TIE_BLOCK)):
+            first = block * TIE_BLOCK - shard.offset
+            piece = bits[max(first, 0) : first + TIE_BLOCK]
+            counts[block] = int(np.count_nonzero(((piece & MAGNITUDE) == threshold).numpy()))
+        return counts
+    for first in range(0, numel, CHUNK):
+        ties = (bits[first : first + CHUNK] & MAGNITUDE) == threshold
+        local = torch.arange(first, first + ties.numel(), device=values.device)
+        counts.index_add_(0, shard.logical(local) // TIE_BLOCK, ties.long())
     return counts
 
 

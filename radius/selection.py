@@ -84,8 +84,12 @@ class Largest:
     def mask(self, start: int, stop: int) -> torch.Tensor:
         """Whether each entry of [start, stop) is chosen."""
         magnitude = self.values[start:stop].view(torch.int32) & MAGNITUDE
-        if magnitude.device.type == "cpu" and int(self.cutoff) == _ALL_TIES:
-            return magnitude >= self.threshold
+        if magnitude.device.type == "cpu" and self.shard.is_run:
+            cutoff = int(self.cutoff) - self.shard.offset
+            if stop <= cutoff:
+                return magnitude >= self.threshold
+            if start >= cutoff:
+                return magnitude > self.threshold
         local = torch.arange(start, stop, device=magnitude.device)
         early = self.shard.logical(local) < self.cutoff
         return (magnitude > self.threshold) | ((magnitude == self.threshold) & early)

@@ -6,6 +6,8 @@ logits five times each way, which a GPU feels where a CPU's cache hides it. Impo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -22,8 +24,8 @@ def statistics(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = logits.shape
     maximum = torch.empty(rows, dtype=torch.float32, device=logits.device)
     exp_sum = torch.empty_like(maximum)
-    # A Triton function takes its grid in brackets.
-    _statistics[(rows,)](  # pyright: ignore[reportIndexIssue]
+    kernel: Any = _statistics  # which takes its grid in brackets
+    kernel[(rows,)](
         logits, maximum, exp_sum, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS
     )
     return maximum, exp_sum
@@ -39,7 +41,8 @@ def write_gradient(
     """Overwrite each row of `logits` [n, columns] by (exp(logit - maximum) + at_target at
     its target) * scale. All but logits are [n]. Autograd is not told of the write."""
     rows, columns = logits.shape
-    _gradient[(rows,)](  # pyright: ignore[reportIndexIssue]
+    kernel: Any = _gradient
+    kernel[(rows,)](
         logits,
         maximum,
         scale,

@@ -1,6 +1,7 @@
-"""The Triton kernels against plain torch, by Triton's interpreter; `tests/gpu` runs the real ones.
+"""The Triton kernels against plain torch by Triton's interpreter, and compiled for a GPU that need
+not be here; `tests/gpu` runs the real ones.
 
-The interpreter is chosen when Triton is imported, so a process of its own runs the comparisons.
+Triton learns where to run and what to keep when it is imported, so each has a process of its own.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed; dev and gpu extras have it"
+)
 
 
-def test_kernels_equal_plain_torch() -> None:
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed; it comes with the dev and gpu extras")
+def run(module: str, variable: str) -> str:
     done = subprocess.run(
-        ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "tests.radius.kernel_comparisons"],
+        ["env", variable, sys.executable, "-m", module],
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "all equal" in done.stdout
+    return done.stdout
+
+
+def test_kernels_equal_plain_torch() -> None:
+    assert "all equal" in run("tests.radius.kernel_comparisons", "TRITON_INTERPRET=1")
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    assert "all compiled" in run("tests.radius.kernel_compilation", f"TRITON_CACHE_DIR={tmp_path}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPU tests, then tokens/s and MFU beside a plain compiled PyTorch GPT, on a machine with one CUDA GPU.
-#   tools/bench/gpu.sh [--smoke] [SECTION...]     sections: tests step124m step355m step2b (all)
+#   tools/bench/gpu.sh [--smoke] [SECTION...]     sections: tests radius step124m step355m step2b (all)
 # Needs no network and only torch, numpy, safetensors, pyyaml and triton. Each section ends within
 # four minutes. Results: JSON in $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
 # PYTHON (python3), OUT, PEAK_TFLOPS (989, an H200's in bf16).
@@ -10,12 +10,12 @@ python=${PYTHON:-python3}
 out=${OUT:-gpu-bench}
 limit=240
 options=(--out "$out" --peak-tflops "${PEAK_TFLOPS:-989}")
-test_options=()
+smoke=()
 sections=()
 for argument in "$@"; do
-  if [[ $argument == --smoke ]]; then options+=(--smoke) test_options+=(--smoke); else sections+=("$argument"); fi
+  if [[ $argument == --smoke ]]; then smoke=(--smoke); else sections+=("$argument"); fi
 done
-((${#sections[@]})) || sections=(tests step124m step355m step2b)
+((${#sections[@]})) || sections=(tests radius step124m step355m step2b)
 mkdir -p "$out"
 
 failed=()
@@ -27,12 +27,13 @@ section() {
 }
 for name in "${sections[@]}"; do
   case $name in
-    tests) section tests "$python" tools/bench/gpu_tests.py "${test_options[@]}" ;;
+    tests) section tests "$python" tools/bench/gpu_tests.py "${smoke[@]}" ;;
+    radius) section radius "$python" tools/bench/radius_kernels.py --out "$out" "${smoke[@]}" ;;
     step124m | step355m | step2b)
-      section "$name" "$python" tools/bench/gpu_step.py "$name" "${options[@]}"
+      section "$name" "$python" tools/bench/gpu_step.py "$name" "${options[@]}" "${smoke[@]}"
       ;;
     *)
-      printf 'error: section %s: one of tests step124m step355m step2b\n' "$name" >&2
+      printf 'error: section %s: one of tests radius step124m step355m step2b\n' "$name" >&2
       exit 2
       ;;
   esac
