@@ -1,0 +1,108 @@
+"""What an optimizer of `torch.optim` makes of a gradient: the update before the learning rate.
+
+Radius selects by it (Algorithm 2, line 5, of the paper): AdamW changes a weight by this and not by
+its gradient. It is taken from the optimizer's own state right after its step, never from the change
+of the weight, which vanishes where the learning rate does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.errors import ConfigError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters that may be sent in part."""
+
+
+class TorchUpdate:
+    """Corrected updates of the matrices of an Adam, AdamW or SGD optimizer.
+
+    `keep_weights` just before the step to look at, `matrices` and `forget_weights` after it. Raises
+    `ConfigError` for other optimizers.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__}: its update is not known; must be torch's "
+                "AdamW, Adam or SGD; for others use radius.by_hand.select on your own update"
+            )
+        self.optimizer = optimizer
+        self._old_weights: dict[torch.Tensor, torch.Tensor] = {}
+
+    def keep_weights(self) -> None:
+        """Copy the weights that the coming step's update contains."""
+        self._old_weights = {
+            parameter: parameter.detach().clone()
+            for group in self.optimizer.param_groups
+            if group["weight_decay"] and self._adds_weights(group)
+            for parameter in group["params"]
+            if _is_matrix(parameter)
+        }
+
+    @torch.no_grad()
+    def matrices(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Every parameter that may be sent in part and was just updated, with its update: fp32,
+        1-D, in the order in which its entries lie in memory."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if _is_matrix(parameter) and parameter.grad is not None:
+                    update = self._update(group, parameter, parameter.grad)
+                    yield parameter, in_memory_order(update)
+
+    def forget_weights(self) -> None:
+        """Free what `keep_weights` copied."""
+        self._old_weights = {}
+
+    def _update(
+        self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        state = self.optimizer.state[parameter]
+        adam = isinstance(self.optimizer, torch.optim.Adam)
+        update = _adam_update(group, state) if adam else _sgd_update(group, state, grad)
+        if parameter in self._old_weights:
+            update.add_(self._old_weights[parameter], alpha=group["weight_decay"])
+        return update
+
+    def _adds_weights(self, group: dict[str, Any]) -> bool:
+        """Whether lambda w is added to the update itself. Where decay is part of the gradient, as
+        in Adam and SGD, the moments have it already."""
+        if isinstance(self.optimizer, torch.optim.Adam):
+            return bool(group["decoupled_weight_decay"])
+        return group["momentum"] == 0 or bool(group["nesterov"])
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The entries of a tensor as they lie in memory, 1-D: DDP lays a gradient out as its parameter
+    is, which for channels-last weights is not the logical order."""
+    axes = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    by_stride = tensor.permute(axes)
+    return (by_stride if by_stride.is_contiguous() else tensor).reshape(-1)
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.requires_grad and parameter.dtype in DTYPES
+
+
+def _adam_update(group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
+    """m^ / (sqrt(v^) + eps)."""
+    beta1, beta2 = map(float, group["betas"])
+    t = float(state["step"])
+    square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    mean = state["exp_avg"].float() / (1 - beta1**t)
+    scale = (square.float() / (1 - beta2**t)).sqrt_().add_(group["eps"])
+    return mean.div_(scale)
+
+
+def _sgd_update(group: dict[str, Any], state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
+    """The velocity, or the gradient as far as it is used itself."""
+    velocity = state.get("momentum_buffer")
+    if velocity is None:
+        return grad.to(torch.float32, copy=True)
+    if not group["nesterov"]:
+        return velocity.to(torch.float32, copy=True)
+    return grad.float().add(velocity, alpha=group["momentum"])
