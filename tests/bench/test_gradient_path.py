@@ -235,7 +235,7 @@ def test_targets_are_met_and_missed() -> None:
             "radius-0.4 / dense 0.900",
             "sends 0.4",
             "off its prediction",
-            "radius-0.4 / fastest topk",
+            "radius-0.4 / topk-0.1",
         ],
         strict=True,
     ):

@@ -42,6 +42,7 @@ from tools.bench.path_contenders import (  # noqa: E402
 
 SMALL, LARGE = 1 << 19, 1 << 23
 """Bytes of the two all-reduces that alpha and beta are found from; buckets are between."""
+HEAD_START = 2
 COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 """What is kept of each step."""
 
@@ -49,7 +50,7 @@ COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a rank is told. Of `warm_up + rounds` turns of each method the first are not kept.
-    `interval`: Radius's T, whose first resample falls into the first turn."""
+    `interval`: Radius's T; its first resample is over when the turns begin."""
 
     protocol: str
     methods: tuple[str, ...]
@@ -138,13 +139,15 @@ class Bench:
         }
 
     def _head_start(self) -> None:
-        """Dense steps of Radius up to its first resample, which no table shows."""
+        """Steps that no table shows: Radius's up to its first resample, those after which DDP cuts
+        its buckets anew and its PowerSGD begins."""
         for contender in self.contenders:
-            if contender.method.kind == "radius":
-                contender.pace(0.0)
-                for _ in range(self.settings.interval - 1):
-                    contender.step()
-                contender.pace(1.0)
+            is_radius = contender.method.kind == "radius"
+            contender.pace(0.0)
+            for _ in range(self.settings.interval if is_radius else HEAD_START):
+                self.groups.world.barrier()
+                contender.step()
+            contender.pace(1.0)
 
     def _measure(self, contender: Measured) -> list[float]:
         interface = self.settings.interface
