@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.config import parse
@@ -36,6 +42,7 @@ class Shape:
     batch: int = 8
     microbatches: int = 1
     more_flags: tuple[str, ...] = ()
+    log_interval: int = 1
 
     def flags(self, *, dtype: str, ranks: int = 1, extra: Sequence[str] = ()) -> list[str]:
         """What `pretrain_gpt.py` would be given."""
@@ -56,7 +63,7 @@ class Shape:
             "weight-decay": WEIGHT_DECAY,
             "clip-grad": CLIP,
             "train-iters": 1_000_000,
-            "log-interval": 1,
+            "log-interval": self.log_interval,
         }
         flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
         return [
@@ -147,35 +154,74 @@ class HuggingFaceLoop:
         return loss.item()
 
 
-class DdpLoop:
-    """Our GPT in torch's DistributedDataParallel with torch's fused AdamW, the plain way: one
-    parameter for the tied table, parameters and moments in the dtype."""
+class DdpTraining:
+    """A module in torch's DistributedDataParallel with torch's fused AdamW.
+
+    `bucket_mb` None leaves DDP its own buckets (25 MiB after a first of one). `hook`: one of DDP's
+    communication hooks, `fp16` or `powersgd` (of `rank`, from the second step on).
+    """
 
     def __init__(
-        self, flags: Sequence[str], *, dtype: str, batches: Batches, bucket_view: bool
+        self,
+        module: torch.nn.Module,
+        *,
+        name: str,
+        bucket_view: bool = False,
+        bucket_mb: int | None = None,
+        hook: str | None = None,
+        rank: int = 0,
     ) -> None:
-        self.name = f"DDP{' (gradient_as_bucket_view)' if bucket_view else ''}"
+        self.name = name
+        self.model = DistributedDataParallel(
+            module, gradient_as_bucket_view=bucket_view, bucket_cap_mb=bucket_mb
+        )
+        if hook is not None:
+            self.model.register_comm_hook(*_communication_hook(hook, rank))
+        self.parameters = list(self.model.parameters())
+        self._optimizer = adamw(self.parameters)
+        self.backward_ended = 0.0
+
+    def loss(self) -> torch.Tensor:
+        """The module's forward on its next input."""
+        return self.model()
+
+    def step(self) -> float:
+        loss = self.loss()
+        loss.backward()
+        self.backward_ended = perf_counter()
+        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+class DdpLoop(DdpTraining):
+    """Our GPT in torch's DistributedDataParallel, the plain way: one parameter for the tied table,
+    parameters and moments in the dtype."""
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        dtype: str,
+        batches: Batches,
+        bucket_view: bool,
+        name: str | None = None,
+        **ddp: Any,
+    ) -> None:
         config = parse(list(flags), paths=GRADIENT_PATHS)
         vocabulary = config.data.vocab_size
         assert vocabulary is not None
         model = GPT(config.model, vocab_size=vocabulary, seed=1, dtype=DTYPES[dtype], device="cpu")
         assert model.output_layer is not None and model.embedding is not None
         model.output_layer.weight = model.embedding.word_embeddings.weight
-        self._model = DistributedDataParallel(
-            _LossModule(model), gradient_as_bucket_view=bucket_view
-        )
-        self._parameters = list(self._model.parameters())
-        self._optimizer = adamw(self._parameters)
+        plain = f"DDP{' (gradient_as_bucket_view)' if bucket_view else ''}"
+        super().__init__(_LossModule(model), name=name or plain, bucket_view=bucket_view, **ddp)
         self._batches = batches
 
-    def step(self) -> float:
+    def loss(self) -> torch.Tensor:
         ((tokens, labels),) = self._batches.next()
-        loss = self._model(tokens, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return self.model(tokens, labels)
 
 
 class Batches:
@@ -201,6 +247,13 @@ def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+
+
+def _communication_hook(hook: str, rank: int) -> tuple[object, Callable[..., Any]]:
+    if hook == "fp16":
+        return None, fp16_compress_hook
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return state, powerSGD_hook
 
 
 class _LossModule(torch.nn.Module):

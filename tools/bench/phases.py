@@ -10,6 +10,7 @@ from functools import wraps
 from time import perf_counter
 from typing import Any
 
+from megatron.optimizer.rules import UpdateRule
 from megatron.training import Trainer
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -19,6 +20,8 @@ WAIT = "agreement, all-reduce wait"
 NORM = "norm"
 OPTIMIZER, SCATTER = "optimizer", "scatter"
 LOGGING, REST = "logging", "data and the rest"
+REDUCE, PLACE, KEEP = "gather what is sent", "place what was received", "keep the rest, choose"
+PATH_PHASES = (REDUCE, PLACE, KEEP)
 PHASES = (FORWARD, BACKWARD, GATHER, CHECK, WAIT, NORM, OPTIMIZER, SCATTER, LOGGING, REST)
 
 
@@ -31,8 +34,14 @@ class Phases:
         self._since = perf_counter()
         self._steps = 0
         self._wrapped: list[tuple[Any, str]] = []
+        for owner, verb, phase in self._verbs(trainer):
+            setattr(owner, verb, self._timed(getattr(owner, verb), phase))
+            self._wrapped.append((owner, verb))
+
+    def _verbs(self, trainer: Trainer) -> list[tuple[Any, str, str]]:
+        """What is timed: owner, name, and the phase it is counted for."""
         engine, optimizer = trainer.engine, trainer.optimizer
-        for owner, verb, phase in (
+        return [
             (trainer.stage, "forward", FORWARD),
             (trainer.stage, "backward", BACKWARD),
             (engine.layout, "gather", GATHER),
@@ -43,9 +52,7 @@ class Phases:
             (optimizer, "step", OPTIMIZER),
             (engine.layout, "scatter", SCATTER),
             (trainer.metrics, "step", LOGGING),
-        ):
-            setattr(owner, verb, self._timed(getattr(owner, verb), phase))
-            self._wrapped.append((owner, verb))
+        ]
 
     def start(self) -> None:
         """Count from here, as one more step."""
@@ -55,6 +62,10 @@ class Phases:
     def stop(self) -> None:
         """The step is over; time until the next `start` does not count."""
         self._change()
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of all steps so far by phase."""
+        return dict(self._seconds)
 
     def means(self) -> dict[str, float]:
         """Seconds of a step by phase."""
@@ -82,3 +93,31 @@ class Phases:
                 self._running.pop()
 
         return timed
+
+
+class PathPhases(Phases):
+    """Also tells what a sparse step does of its own: `PATH_PHASES`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._seconds |= {phase: 0.0 for phase in PATH_PHASES}
+        rule = trainer.optimizer.rule
+        trainer.optimizer.rule = _TimedRule(rule, self._timed(rule.apply, OPTIMIZER))
+
+    def _verbs(self, trainer: Trainer) -> list[tuple[Any, str, str]]:
+        engine = trainer.engine
+        return [
+            *super()._verbs(trainer),
+            (engine.reducer, "reduce", REDUCE),
+            (engine.reducer, "commit", KEEP),
+            (trainer.optimizer, "_update", PLACE),
+        ]
+
+
+class _TimedRule:
+    """An update rule, which may be frozen, with a stopwatch around its arithmetic."""
+
+    def __init__(self, rule: UpdateRule, apply: Callable[..., None]) -> None:
+        self.moments = rule.moments
+        self.direction = rule.direction
+        self.apply = apply

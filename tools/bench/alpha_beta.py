@@ -1,0 +1,88 @@
+"""What a step should take by the alpha-beta model of the Radius paper, communication overlapped.
+
+Nothing here is fitted to the steps it predicts: alpha and beta come from all-reduces of two sizes,
+when each gradient appears from steps that send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Seconds of latency and seconds for each byte, between any two of `ranks`."""
+
+    alpha: float
+    beta: float
+    ranks: int
+
+    def all_reduce(self, payload: float) -> float:
+        """Seconds of a ring all-reduce of `payload` bytes (Eq. 3 of the Radius paper)."""
+        n = self.ranks
+        return 2 * self.alpha * (n - 1) + 2 * payload * self.beta * (n - 1) / n
+
+    def all_gather(self, payload: float) -> float:
+        """Seconds of a ring all-gather where each rank gives `payload` bytes (Eq. 4, whose D is
+        what all ranks give together)."""
+        n = self.ranks
+        return self.alpha * n + n * payload * self.beta * (n - 1) / n
+
+
+def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Link:
+    """The link on which all-reduces of two sizes, each (bytes, seconds), took what they did. A
+    latency below zero, which only noise can give, is zero."""
+    slope = (large[1] - small[1]) / (large[0] - small[0])
+    constant = max(0.0, small[1] - slope * small[0])
+    return Link(
+        alpha=constant / (2 * (ranks - 1)), beta=slope * ranks / (2 * (ranks - 1)), ranks=ranks
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step that sends nothing: seconds from its start until each parameter's gradient is there,
+    until backward is over, and until the step is."""
+
+    ready: Mapping[str, float]
+    backward: float
+    step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective that takes `seconds` and may start when the gradients of `names` are there;
+    without names, when backward is over."""
+
+    seconds: float
+    names: Sequence[str] = ()
+
+
+def predict(timeline: Timeline, messages: Iterable[Message], *, overlap: bool = True) -> float:
+    """Seconds of a step that sends these messages one after another, in this order: the step
+    without communication, longer by what is still to be sent when backward is over."""
+    end = 0.0
+    for message in messages:
+        start = timeline.backward
+        if overlap and message.names:
+            start = max(timeline.ready[name] for name in message.names)
+        end = max(end, start) + message.seconds
+    return timeline.step + max(0.0, end - timeline.backward)
+
+
+def greedy_buckets(
+    sizes: Iterable[tuple[str, int]], *, caps: Sequence[int]
+) -> list[tuple[str, ...]]:
+    """DDP's buckets: parameters (name, bytes), in order of arrival, are put into one until it has
+    reached its cap; the first caps are for the first buckets, the last for all others."""
+    buckets: list[tuple[str, ...]] = []
+    names: list[str] = []
+    filled = 0
+    for name, size in sizes:
+        names.append(name)
+        filled += size
+        if filled >= caps[min(len(buckets), len(caps) - 1)]:
+            buckets.append(tuple(names))
+            names, filled = [], 0
+    return [*buckets, tuple(names)] if names else buckets

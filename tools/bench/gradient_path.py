@@ -1,0 +1,177 @@
+"""What each gradient path costs a training step, on networks of several rates, beside torch's DDP.
+
+    python tools/bench/gradient_path.py [--out FOLDER]      everything, about half an hour; as root
+    python tools/bench/gradient_path.py --quick             800 Mbit/s, two ranks, two rounds
+    python tools/bench/gradient_path.py --rates none        this machine's loopback alone, no root
+    python tools/bench/gradient_path.py --cost              what a sparse step costs at 124M
+
+One process a rank takes a step of every method in turn, so that whatever else the machine does
+falls on all alike. Two protocols: `emulated` computing sleeps (150 ms forward, 300 ms backward, 8
+buckets, 11.47M parameters), so that ranks that share cores do not slow each other down; `real`
+trains a GPT (6 layers, hidden 384, vocabulary 2048, 512 tokens a rank, one thread a rank). Writes
+gradient_path.md, .json and .png to FOLDER. Exit code 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config import parse  # noqa: E402
+from megatron.errors import ConfigError  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
+from tools.bench.methods import COMPUTE, DEFAULT, method  # noqa: E402
+from tools.bench.netlab import NO_LIMIT, Network, run, why_not  # noqa: E402
+from tools.bench.path_report import as_markdown, memory_as_markdown, write  # noqa: E402
+from tools.bench.path_rows import EMULATED, REAL, TARGET_RATE, Table, table, targets  # noqa: E402
+
+RANK = Path(__file__).with_name("path_rank.py")
+WARM_UP, INTERVAL = 1, 4
+"""Turns that are not kept, and Radius's T: of turns 2 to 7 the fourth is then a resample."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = _arguments(arguments)
+    # An interruption goes through what clears up, also where a job system sends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if options.cost:
+            from tools.bench.path_cost import DENSE, SPARSE, measure_cost
+
+            _check_methods([DENSE, SPARSE])
+            return measure_cost(
+                options.dtype, rounds=options.rounds, out=options.out, smoke=options.smoke
+            )
+        return compare(options)
+    except ConfigError as error:
+        print(f"gradient_path.py: {error}", file=sys.stderr)
+        return 2
+
+
+def compare(options: argparse.Namespace) -> int:
+    """All methods on all networks; the exit code."""
+    names = list(dict.fromkeys([COMPUTE, *options.methods]))
+    _check_methods(names)
+    networks = _networks(options)
+    tables: list[Table] = []
+    began = time.monotonic()
+    facts = _facts()
+    memory = _memory(names, smoke=options.smoke) if options.memory else None
+    for network in networks:
+        for protocol in options.protocols:
+            found = _measure(names, network, protocol, options)
+            tables.append(found)
+            print(as_markdown(found), flush=True)
+            facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
+            if options.out is not None:  # each time, so that what is measured is never lost
+                write(options.out, tables, memory, facts)
+    print(memory_as_markdown(memory) if memory else "")
+    reached = targets(tables)
+    print("\n".join(map(str, reached)))
+    return 1 if not all(target.met for target in reached) and not options.smoke else 0
+
+
+def _networks(options: argparse.Namespace) -> list[Network]:
+    """Each number of ranks at each rate; the loopback once, for the fewest."""
+    networks = [
+        Network(ranks=ranks, rate=rate, delay="0ms" if rate == NO_LIMIT else options.delay)
+        for ranks in options.worlds
+        for rate in options.rates
+        if rate != NO_LIMIT or ranks == min(options.worlds)
+    ]
+    for network in networks:
+        if (reason := why_not(network)) is not None:
+            raise ConfigError(f"--rates {network.rate}: {reason}; --rates none needs no netlab")
+    return networks
+
+
+def _measure(
+    names: Sequence[str], network: Network, protocol: str, options: argparse.Namespace
+) -> Table:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "protocol": protocol,
+            "methods": names,
+            "rounds": options.rounds,
+            "warm_up": WARM_UP,
+            "interval": INTERVAL,
+            "folder": folder,
+            "interface": network.interface,
+            "smoke": options.smoke,
+        }
+        command = network.command([str(RANK), json.dumps(settings)], folder=Path(folder))
+        if code := run(command):
+            raise SystemExit(f"{network}: a rank failed with exit code {code}")
+        result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    return table(result, network)
+
+
+def _memory(names: Sequence[str], *, smoke: bool) -> dict[str, float]:
+    from tools.bench.emulated import Emulation
+    from tools.bench.path_contenders import SMOKE_EMULATION
+    from tools.bench.path_memory import peak_memory
+
+    return peak_memory(names, SMOKE_EMULATION if smoke else Emulation())
+
+
+def _check_methods(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a method that is none, or whose flags our trainer does not take."""
+    least = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data"
+    for name in names:
+        flags = [*least.split(), "--micro-batch-size", "1", "--train-iters", "1000"]
+        parse([*flags, "--lr", "1e-3", *method(name).flags], paths=GRADIENT_PATHS).resolve(1)
+
+
+def _facts() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    return {
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load at start": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gradient_path.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", default=list(DEFAULT), help="rows; see tools/bench/methods.py")
+    add("--rounds", type=int, default=6, help="measured steps of each method")
+    rates = [NO_LIMIT, "1gbit", TARGET_RATE, "200mbit"]
+    add("--rates", nargs="+", default=rates, help="of each link, as tc writes them; none: loopback")
+    add("--delay", default="0ms", help="of each link, one way")
+    add("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
+    both = [EMULATED, REAL]
+    add("--protocols", nargs="+", choices=both, default=both, help="kinds of computing")
+    add("--no-memory", dest="memory", action="store_false", help="leave out peak memory")
+    add("--quick", action="store_true", help="two ranks at 800 Mbit/s, two rounds, no memory")
+    add("--cost", action="store_true", help="a sparse step's own work at 124M parameters")
+    add("--dtype", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"], help="of --cost")
+    add("--out", type=Path, default=None, help="folder for the report")
+    add("--smoke", action="store_true", help="a tiny model: does the tool work?")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rates, options.worlds, options.rounds = [TARGET_RATE], [2], 2
+        options.memory = False
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Starts ranks, on the loopback or in `netlab.sh`'s shaped network, and reads what they send."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("netlab.sh")
+NO_LIMIT = "none"
+HEADERS = 66
+"""Bytes of Ethernet (14), IP (20) and TCP (32, with timestamps) before the payload of a packet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Where ranks meet: a rate as tc writes it, or `NO_LIMIT` for the loopback of this machine."""
+
+    ranks: int
+    rate: str = NO_LIMIT
+    delay: str = "0ms"
+
+    def __str__(self) -> str:
+        rate = "no limit" if self.rate == NO_LIMIT else self.rate
+        late = "" if self.delay == "0ms" else f", {self.delay} a link"
+        return f"{self.ranks} ranks, {rate}{late}"
+
+    def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
+        """The command line that runs `program` of this Python once for each rank, one thread each.
+        `folder` is where `netlab.sh` leaves its logs."""
+        # gloo's sockets have no names in a network namespace; torch warns about each.
+        quiet = ["OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR"]
+        if self.rate == NO_LIMIT:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(self.ranks)]
+            return ["env", *quiet, "GLOO_SOCKET_IFNAME=lo", *torchrun, *program]
+        options = ["--ranks", str(self.ranks), "--rate", self.rate, "--delay", self.delay]
+        here = ["env", *quiet, sys.executable, *program]
+        return [str(SCRIPT), *options, "--out", str(folder), "--", *here]
+
+    @property
+    def interface(self) -> str | None:
+        """The interface whose counters are this rank's own; None where ranks share one."""
+        return None if self.rate == NO_LIMIT else "net0"
+
+
+def run(command: Sequence[str]) -> int:
+    """Run to the end, whatever ends it; returns the exit code. An interruption of ours ends it in
+    its own way, so that `netlab.sh` takes its namespaces down."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def why_not(network: Network) -> str | None:
+    """Why this network is not to be had on this machine, in one line; None where it is."""
+    if network.rate == NO_LIMIT:
+        return None
+    options = ["--ranks", "1", "--rate", network.rate, "--delay", network.delay]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(SCRIPT), *options, "--out", folder, "--", "true"]
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = tried.stderr.strip().splitlines()
+    return None if tried.returncode == 0 else lines[-1] if lines else f"exit {tried.returncode}"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What an interface has sent since it was made."""
+
+    bytes: int
+    packets: int
+
+    @classmethod
+    def read(cls, interface: str) -> Wire:
+        """The counters of an interface of this rank's network namespace."""
+        folder = Path("/sys/class/net") / interface / "statistics"
+        return cls(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
+
+    def payload_since(self, earlier: Wire) -> int:
+        """Bytes sent since `earlier` without the headers of their packets."""
+        return self.bytes - earlier.bytes - HEADERS * (self.packets - earlier.packets)

@@ -1,0 +1,147 @@
+"""The gradient-path benchmark as markdown, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import missing_extra
+from tools.bench.path_rows import SPREAD, Row, Table, targets
+
+STEM = "gradient_path"
+COLUMNS = (
+    "step, ms",
+    "least",
+    "/ dense",
+    "predicted, ms",
+    "step / predicted",
+    "blocked, ms",
+    "MB sent",
+    "MB counted",
+    "resample, ms",
+    f"with 1/{SPREAD} of it",
+)
+
+
+def as_markdown(table: Table) -> str:
+    """A heading, the link that was found, the rows."""
+    alpha, bandwidth = 1e3 * table.link.alpha, 1e-6 / table.link.beta
+    lines = [
+        f"### {table.title}",
+        "",
+        f"alpha {alpha:.2f} ms, 1 / beta {bandwidth:.1f} MB/s, from all-reduces of two sizes.",
+        "",
+        f"| method | {' | '.join(COLUMNS)} |",
+        "|---|" + "---:|" * len(COLUMNS),
+    ]
+    for row in table.rows:
+        dense = table.ratio(row.method, "dense") if table.has("dense") else None
+        lines.append(f"| {row.method} | {' | '.join(_cells(row, dense))} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_as_markdown(memory: Mapping[str, float]) -> str:
+    """Bytes by method as a table."""
+    lines = ["### Peak memory of a rank", "", MEMORY_NOTE, ""]
+    lines += ["| method | MB | bytes a parameter |", "|---|---:|---:|"]
+    parameters = memory["parameters"]
+    for name, peak in memory.items():
+        if name != "parameters":
+            lines.append(f"| {name} | {peak / 1e6:.1f} | {peak / parameters:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+MEMORY_NOTE = (
+    "Of two ranks with emulated computing, a process for each method: what its resident memory "
+    "grew by at most, from before the model was made to the end of the last step (parameters, "
+    "gradients, moments and all that the method keeps or needs for a while)."
+)
+
+
+def write(
+    folder: Path,
+    tables: Sequence[Table],
+    memory: Mapping[str, float] | None,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write `gradient_path.md`, `.json` and `.png` to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = targets(tables)
+    values = {
+        "facts": dict(facts),
+        "tables": [asdict(table) for table in tables],
+        "memory": dict(memory or {}),
+        "targets": [asdict(target) for target in found],
+    }
+    (folder / f"{STEM}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    parts = ["; ".join(f"{name} {value}" for name, value in facts.items()) + "\n"]
+    parts += [as_markdown(table) for table in tables]
+    parts += [memory_as_markdown(memory)] if memory else []
+    parts += ["### Targets\n\n" + "".join(f"- {target}\n" for target in found)]
+    (folder / f"{STEM}.md").write_text("\n".join(parts), encoding="utf-8")
+    plot(folder / f"{STEM}.png", tables)
+
+
+def plot(file: Path, tables: Sequence[Table]) -> None:
+    """Bars of step time, what is blocked of it dark, predictions as ticks; a panel for each
+    table, a row of panels for each protocol."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("matplotlib", "log") from None
+    protocols = list(dict.fromkeys(table.protocol for table in tables))
+    columns = max(sum(table.protocol == p for table in tables) for p in protocols)
+    tallest = max(len(table.rows) for table in tables)
+    size = (3.2 * columns + 1.5, (0.25 * tallest + 1.0) * len(protocols))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(protocols), columns, squeeze=False)
+    for protocol, axes in zip(protocols, panels, strict=True):
+        mine = [table for table in tables if table.protocol == protocol]
+        for axis in axes[len(mine) :]:
+            axis.set_axis_off()
+        for number, (table, axis) in enumerate(zip(mine, axes[: len(mine)], strict=True)):
+            _panel(axis, table, named=number == 0)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    FigureCanvasAgg(figure).print_png(file)
+
+
+def _panel(axis: Any, table: Table, *, named: bool) -> None:
+    places = list(range(len(table.rows)))
+    steps = [1e3 * row.median for row in table.rows]
+    blocked = [1e3 * row.blocked for row in table.rows]
+    free = [step - wait for step, wait in zip(steps, blocked, strict=True)]
+    axis.barh(places, free, color="#7fa7c9", label="step")
+    axis.barh(places, blocked, left=free, color="#1f4e79", label="of it blocked")
+    predicted = [1e3 * row.predicted for row in table.rows]
+    axis.plot(predicted, places, "|", color="black", markersize=9, label="alpha-beta")
+    axis.set_yticks(places, [row.method for row in table.rows] if named else [])
+    axis.invert_yaxis()
+    axis.set_title(table.title, fontsize=8)
+    axis.set_xlabel("ms", fontsize=8)
+    axis.tick_params(labelsize=7)
+
+
+def _cells(row: Row, over_dense: float | None) -> list[str]:
+    def ms(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+    def mb(count: float | None) -> str:
+        return "" if count is None else f"{1e-6 * count:.2f}"
+
+    return [
+        ms(row.median),
+        ms(row.least),
+        "" if over_dense is None else f"{over_dense:.2f}",
+        ms(row.predicted),
+        f"{row.median / row.predicted:.3f}",
+        ms(row.blocked),
+        mb(row.bytes_sent),
+        mb(row.counted),
+        ms(row.resample),
+        ms(row.spread),
+    ]
