@@ -120,4 +120,5 @@ class _TimedRule:
     def __init__(self, rule: UpdateRule, apply: Callable[..., None]) -> None:
         self.moments = rule.moments
         self.direction = rule.direction
+        self.adamw = rule.adamw
         self.apply = apply
