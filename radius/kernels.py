@@ -22,6 +22,8 @@ from radius.selection_kernels import write_bits as write_bits
 
 # Blocks of a program: as many as its registers allow several programs to share a multiprocessor.
 _TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
+LEAST = 1e-38
+"""Stands for a beta2 of 0, which has no logarithm."""
 
 
 def compact(
@@ -68,8 +70,8 @@ def adamw(
 ) -> None:
     """AdamW's step `t` on fp32 weight and moments, to rounding as torch's fused kernel takes it on
     a gradient of `values` times `factor` at the chosen entries and 0 at the others; those keep
-    weight and moments where they are `frozen`. `gathered`: fp32 c for each value, whose g^2 / c
-    the second moment gets."""
+    weight and moments where they are `frozen`. `gathered`: fp32 c for each value, which the second
+    moment takes as c gradients of square g^2 / c each."""
     beta1, beta2 = betas
     _launch(
         _adamw,
@@ -86,6 +88,7 @@ def adamw(
         1.0 - beta1,
         beta2,
         1.0 - beta2,
+        math.log2(max(beta2, LEAST)),
         1.0 - lr * weight_decay,
         lr / (1.0 - beta1**t),
         1.0 / math.sqrt(1.0 - beta2**t),
@@ -214,6 +217,7 @@ def _adamw(
     rest1,
     beta2,
     rest2,
+    log_beta2,
     shrink,
     step_size,
     unbias2,
@@ -237,7 +241,10 @@ def _adamw(
     grad = tl.load(values + before + place, mask=chosen, other=0.0).to(tl.float32) * factor
     brought = grad * grad
     if GATHERED:
-        brought /= tl.load(gathered + before + place, mask=chosen, other=1.0)
+        steps = tl.load(gathered + before + place, mask=chosen, other=1.0)
+        aged = tl.exp2((steps - 1.0) * log_beta2)
+        brought *= tl.where(steps == 1.0, 1.0, (1.0 - beta2 * aged) / (steps * rest2))
+        square *= aged
     mean += rest1 * (grad - mean)
     square = beta2 * square + rest2 * brought
     new = shrink * old - step_size * mean / (tl.sqrt(square) * unbias2 + eps)

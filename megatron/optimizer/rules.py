@@ -7,6 +7,7 @@ offloaded states alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,6 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron.errors import missing_extra
+
+LEAST = 1e-38
+"""Stands for a beta of 0, which has no logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,9 @@ class UpdateRule(Protocol):
         """Update weight and moments from the gradient, which may be used as scratch.
 
         `gathered`: number of steps whose gradients each entry sums up, None for one. A second
-        moment takes the square of such a sum over c steps as g^2 / c, which is what c separate
-        noisy gradients would have brought to it.
+        moment takes such a sum over c steps as c gradients of square g^2 / c each, which is what c
+        noisy ones would have brought to it: beta2^c v + (1 - beta2^c) g^2 / c. It then is as old as
+        the step count says, by which its bias is corrected.
         """
         ...
 
@@ -96,7 +101,7 @@ class AdamW:
         gathered: torch.Tensor | None = None,
     ) -> None:
         exp_avg, exp_avg_sq = moments
-        grad = self._for_both_moments(exp_avg, grad, gathered)
+        grad = self._for_both_moments(exp_avg, exp_avg_sq, grad, gathered)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [weight],
             [grad],
@@ -115,15 +120,23 @@ class AdamW:
         )
 
     def _for_both_moments(
-        self, exp_avg: torch.Tensor, grad: torch.Tensor, gathered: torch.Tensor | None
+        self,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        gathered: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient to give a fused kernel so that the first moment gets g and the second
-        g^2 / c: g / sqrt(c), with what the first would then lack added to it beforehand. Where c
+        """The gradient to give a fused kernel so that the second moment takes it as c gradients:
+        less than g, and what the first moment would then lack is added to that beforehand. Where c
         is 1 no bit changes."""
         if gathered is None:
             return grad
         assert self.beta1 > 0, "a first moment that forgets at once cannot be prepared"
-        root = gathered.rsqrt()
+        exp_avg_sq.mul_(torch.pow(self.beta2, gathered - 1))
+        # 1 - beta2^c without the cancellation of a beta2 near 1.
+        share = torch.expm1(gathered * math.log(self.beta2 or LEAST)).neg_()
+        root = share.div_(gathered).div_(1 - self.beta2).sqrt_()
+        root.masked_fill_(gathered == 1, 1.0)
         exp_avg.addcmul_(grad, 1 - root, value=(1 - self.beta1) / self.beta1)
         return grad.mul_(root)
 
@@ -163,7 +176,7 @@ class ApexAdamW(AdamW):
             multi_tensor_applier,
         )
 
-        grad = self._for_both_moments(moments[0], grad, gathered)
+        grad = self._for_both_moments(moments[0], moments[1], grad, gathered)
         adam_w_mode, bias_correction = 1, 1
         multi_tensor_applier(
             amp_C.multi_tensor_adam,

@@ -89,7 +89,8 @@ class Algorithm:
         moving = sent if self.rolling and self.first else torch.ones_like(sent)
         decay = self.weight_decay if weight.dim() > 1 else 0.0
         m = BETA1 * self.m[name] + (1 - BETA1) * gradient
-        v = BETA2 * self.v[name] + (1 - BETA2) * gradient.square() / self.gathered[name]
+        c = self.gathered[name]
+        v = BETA2**c * self.v[name] + (1 - BETA2**c) * gradient.square() / c
         direction = m / (1 - BETA1**t) / ((v / (1 - BETA2**t)).sqrt() + EPS) + decay * weight
         self.m[name] = torch.where(moving, m, self.m[name])
         self.v[name] = torch.where(moving, v, self.v[name])

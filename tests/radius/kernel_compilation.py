@@ -14,7 +14,17 @@ from radius.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS
 
 BITS = {"words": "*i32", "offsets": "*i64", "patch": "*i32", "patches": "*i32"}
 STATES = {"weight": "*fp32", "exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
-SCALARS = ("factor", "rest1", "beta2", "rest2", "shrink", "step_size", "unbias2", "eps")
+SCALARS = (
+    "factor",
+    "rest1",
+    "beta2",
+    "rest2",
+    "log_beta2",
+    "shrink",
+    "step_size",
+    "unbias2",
+    "eps",
+)
 CUT = {"row": "i64", "stride": "i64", "offset": "i64"}
 ENTRIES = GROUP * BLOCK
 
