@@ -9,7 +9,8 @@ resample, which also chooses the entries anew.
 `reducer`                what is sent when; what all ranks share
 `bucket`                 one bucket: what is chosen in it, what waits, what a checkpoint holds
 `residual`               what was not sent: in its own buffer, in the gradient buffer, or lost
-`index`, `chunk_index`   which entries are sent; on a CPU int32 offsets within chunks,
+`index`                  which entries are sent, and who serves which device:
+`chunk_index`, `pieces`  on a CPU int32 offsets within chunks, which stay in cache,
 `bitmap`, `kernels`      on a GPU a bit for each entry, compacted without asking the host
 `selection`              exactly the k largest entries, or a draw from a seed
 `baselines`              the methods that the paper compares with

@@ -38,12 +38,14 @@ class Chosen:
         return found.nonzero().view(-1).int()
 
 
-def filled(length: int, density: float = 0.4, seed: int = 0) -> tuple[ChunkIndex, torch.Tensor]:
-    """An index in which entries of two slices are chosen, with a gap between; and as booleans."""
+def filled(length: int, seed: int = 0, block: int = 1) -> tuple[ChunkIndex, torch.Tensor]:
+    """An index in which about 0.4 of two slices are chosen, in blocks, with a gap between the
+    slices; and as booleans."""
     index, chosen = ChunkIndex(length), torch.zeros(length, dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
     for start, stop in ((0, length // 3), (length // 3 + 7, length)):
-        mask = torch.rand(stop - start, generator=generator) < density
+        blocks = torch.rand(-(-(stop - start) // block), generator=generator) < 0.4
+        mask = blocks.repeat_interleave(block)[: stop - start]
         index.choose(start, Chosen(mask))
         chosen[start:stop] = mask
     return index, chosen
@@ -60,8 +62,12 @@ def mask_of(index: ChunkIndex) -> torch.Tensor:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gather_take_and_clear_are_those_of_booleans(length: int, dtype: torch.dtype) -> None:
-    index, chosen = filled(length)
+@pytest.mark.parametrize("block", [1, 64])
+def test_gather_take_and_clear_are_those_of_booleans(
+    length: int, dtype: torch.dtype, block: int
+) -> None:
+    index, chosen = filled(length, block=block)
+    assert all(piece.in_runs == (block > 1) for piece in index.pieces)
     flat = torch.randn(length).to(dtype)
     out = torch.empty(index.numel, dtype=dtype)
     index.gather(flat, out)
