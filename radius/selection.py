@@ -26,6 +26,8 @@ from radius.shard import Shard
 
 DRAWN_BLOCK = 64
 """Entries drawn together, so that a gather copies runs; also what slices of a bucket align to."""
+FEW = 1 << 19
+"""Entries up to which a CPU finds the threshold sooner by partition than by counting."""
 SAMPLE = 1 << 18
 """Entries that a GPU looks at first, so as to count single magnitudes near the threshold alone:
 adding to counters in its memory costs more than reading the entries."""
@@ -112,6 +114,8 @@ def select_largest(
     shard = shard or Shard(values.numel(), values.numel())
     assert values.dtype == torch.float32 and values.dim() == 1 and values.is_contiguous()
     assert 0 <= k <= shard.total and values.numel() == shard.numel > 0
+    if values.device.type == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
+        return Largest(values, *_by_partition(values, k), shard, k)
     count = _Counter(values, sum_bins)
     wanted = torch.full((1,), k, dtype=torch.int64, device=values.device)
     if values.device.type == "cuda" and shard.total > 16 * SAMPLE:
@@ -121,6 +125,16 @@ def select_largest(
     threshold, ties, wanted = count.threshold(bins, wanted)
     cutoff = count.cutoff(threshold, ties, wanted, shard)
     return Largest(values, threshold, cutoff, shard, k if sum_bins is None else None)
+
+
+def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Threshold and cutoff of a tensor too short to be worth counting 65536 bins for."""
+    magnitude = (values.view(torch.int32) & MAGNITUDE).numpy()
+    threshold = np.partition(magnitude, values.numel() - k)[values.numel() - k]
+    wanted = k - int((magnitude > threshold).sum())
+    ties = np.flatnonzero(magnitude == threshold)
+    cutoff = int(ties[wanted - 1]) + 1 if wanted < ties.size else _ALL_TIES
+    return torch.tensor(threshold), torch.tensor(cutoff)
 
 
 @dataclass(frozen=True)

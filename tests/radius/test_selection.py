@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,10 +28,13 @@ def largest_by_sorting(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def assert_selects(values: torch.Tensor, k: int) -> None:
-    found = select_largest(values, k)
-    assert found.count == k and found.n == values.numel()
-    assert found.positions().dtype == torch.int32
-    assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
+    expected = largest_by_sorting(values, k)
+    for few in (0, values.numel()):  # by counting, and by partition
+        with mock.patch.object(selection, "FEW", few):
+            found = select_largest(values, k)
+        assert found.count == k and found.n == values.numel()
+        assert found.positions().dtype == torch.int32
+        assert torch.equal(found.positions().long(), expected)
 
 
 @settings(deadline=None, max_examples=200)
