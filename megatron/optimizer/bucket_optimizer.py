@@ -119,7 +119,9 @@ class BucketOptimizer:
         index.apply(self.rule, reduced, state.master, state.moments, hyper, factor=factor)
         for run, old_weight in zip(runs, old_weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
-            reduced.values[run.values].copy_(self.rule.direction(old_weight, moments, hyper))
+            waited = None if reduced.gathered is None else reduced.gathered[run.values]
+            update = self.rule.direction(old_weight, moments, hyper, waited)
+            reduced.values[run.values].copy_(update)
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(state.master))
 

@@ -73,9 +73,15 @@ class UpdateRule(Protocol):
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The corrected update that `apply` has just multiplied by the learning rate, from the
-        new moments and the weight before it (Algorithm 2, line 5 of the Radius paper)."""
+        new moments and the weight before it (Algorithm 2, line 5 of the Radius paper).
+
+        With `gathered` as in `apply`, the update that entries would have of single gradients: a
+        first moment of sums over c steps is divided by sqrt(c), since noise makes it that much
+        larger than one that missed no step.
+        """
         ...
 
 
@@ -145,9 +151,12 @@ class AdamW:
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> torch.Tensor:
         exp_avg, exp_avg_sq = moments
         mean = exp_avg / (1 - self.beta1**hyper.t)
+        if gathered is not None:
+            mean.mul_(gathered.rsqrt())
         scale = (exp_avg_sq / (1 - self.beta2**hyper.t)).sqrt_().add_(self.eps)
         return mean.div_(scale).add_(old_weight, alpha=hyper.weight_decay)
 
@@ -221,5 +230,7 @@ class SGD:
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
+        gathered: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.add(moments[0], old_weight, alpha=hyper.weight_decay)
+        velocity = moments[0] if gathered is None else moments[0] * gathered.rsqrt()
+        return torch.add(velocity, old_weight, alpha=hyper.weight_decay)

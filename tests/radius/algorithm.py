@@ -91,17 +91,20 @@ class Algorithm:
         m = BETA1 * self.m[name] + (1 - BETA1) * gradient
         c = self.gathered[name]
         v = BETA2**c * self.v[name] + (1 - BETA2**c) * gradient.square() / c
-        direction = m / (1 - BETA1**t) / ((v / (1 - BETA2**t)).sqrt() + EPS) + decay * weight
+        scale = (v / (1 - BETA2**t)).sqrt() + EPS
+        direction = m / (1 - BETA1**t) / scale + decay * weight
+        # What an entry of single gradients would move by: sums of c are sqrt(c) times as noisy.
+        compared = m / c.sqrt() / (1 - BETA1**t) / scale + decay * weight
         self.m[name] = torch.where(moving, m, self.m[name])
         self.v[name] = torch.where(moving, v, self.v[name])
         self.weights[name] = torch.where(moving, weight - self.lr * direction, weight)
         if weight.dim() > 1 and self.rolling and (due or self.first):
             parts = [self._part(name, t)] if self.first else None
             self._choose(
-                name, direction, parts or [self._part(name, p) for p in range(self.interval)]
+                name, compared, parts or [self._part(name, p) for p in range(self.interval)]
             )
         elif weight.dim() > 1 and due:
-            self._choose(name, direction, [torch.ones_like(sent)])
+            self._choose(name, compared, [torch.ones_like(sent)])
 
     def _choose(self, name: str, direction: torch.Tensor, parts: list[torch.Tensor]) -> None:
         mask = self.mask.setdefault(name, torch.zeros_like(parts[0]))
