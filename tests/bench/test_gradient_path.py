@@ -159,6 +159,12 @@ def test_what_the_trainer_refuses_is_refused_at_once(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--rounds", "--worlds", "--interval"])
+def test_numbers_too_small_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gradient_path.main([flag, "1", "--rates", "none"]) == 2
+    assert f"{flag} 1: must be at least 2" in capsys.readouterr().err
+
+
 def _result(protocol: str, steps: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
     """What rank 0 writes: seconds, bytes and density of each step."""
     return {

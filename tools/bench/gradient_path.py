@@ -1,6 +1,6 @@
 """What each gradient path costs a training step, on networks of several rates, beside torch's DDP.
 
-    python tools/bench/gradient_path.py [--out FOLDER]      everything, about half an hour; as root
+    python tools/bench/gradient_path.py [--out FOLDER]      everything, about 40 minutes; as root
     python tools/bench/gradient_path.py --quick             800 Mbit/s, two ranks, two rounds
     python tools/bench/gradient_path.py --rates none        this machine's loopback alone, no root
     python tools/bench/gradient_path.py --cost              what a sparse step costs at 124M
@@ -37,8 +37,9 @@ from tools.bench.path_report import as_markdown, memory_as_markdown, write  # no
 from tools.bench.path_rows import EMULATED, REAL, TARGET_RATE, Table, table, targets  # noqa: E402
 
 RANK = Path(__file__).with_name("path_rank.py")
-WARM_UP, INTERVAL = 1, 4
-"""Turns that are not kept, and Radius's T: of turns 2 to 7 the fourth is then a resample."""
+WARM_UP = 1
+INTERVAL = 4
+"""Radius's T, so that one of the seven turns of a default run is a resample."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """All methods on all networks; the exit code."""
+    for name, least in (("rounds", 2), ("interval", 2), ("worlds", 2)):
+        value = getattr(options, name)
+        smallest = min(value) if isinstance(value, list) else value
+        if smallest < least:
+            raise ConfigError(f"--{name} {smallest}: must be at least {least}")
     names = list(dict.fromkeys([COMPUTE, *options.methods]))
     _check_methods(names)
     networks = _networks(options)
@@ -106,7 +112,7 @@ def _measure(
             "methods": names,
             "rounds": options.rounds,
             "warm_up": WARM_UP,
-            "interval": INTERVAL,
+            "interval": options.interval,
             "folder": folder,
             "interface": network.interface,
             "smoke": options.smoke,
@@ -154,6 +160,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--methods", nargs="+", default=list(DEFAULT), help="rows; see tools/bench/methods.py")
     add("--rounds", type=int, default=6, help="measured steps of each method")
+    add("--interval", type=int, default=INTERVAL, help="Radius's T, which rolling rows flush by")
     rates = [NO_LIMIT, "1gbit", TARGET_RATE, "200mbit"]
     add("--rates", nargs="+", default=rates, help="of each link, as tc writes them; none: loopback")
     add("--delay", default="0ms", help="of each link, one way")

@@ -3,6 +3,8 @@ keeps what it was given."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
@@ -65,12 +67,16 @@ def _rank(rank: int, name: str, emulation: Emulation, folder: str, answers: Any)
 
 def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
     gradients = emulation.gradients(seed=groups.world.rank)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what was before
     before = _resident("VmRSS")
     kind = method(name, interval=INTERVAL)
     (contender,) = emulated_contenders([kind], emulation, gradients, groups)
     contender.pace(0.0)
-    for _ in range(INTERVAL + 2):  # dense, a resample, sparse
+    contender.step()
+    # What building it took for a while is given back and forgotten.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2 * INTERVAL - 1):  # dense, a resample, sparse, a resample with a residual
         contender.step()
     return _resident("VmHWM") - before
 

@@ -55,9 +55,9 @@ def memory_as_markdown(memory: Mapping[str, float]) -> str:
 
 
 MEMORY_NOTE = (
-    "Of two ranks with emulated computing, a process for each method: what its resident memory "
-    "grew by at most, from before the model was made to the end of the last step (parameters, "
-    "gradients, moments and all that the method keeps or needs for a while)."
+    "Of two ranks with emulated computing, a process for each method: the peak of resident memory "
+    "in steps after the first, less what was resident before the model was made. Parameters, "
+    "gradients and moments, and all that the method keeps or needs for a while; two resamples."
 )
 
 
