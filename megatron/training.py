@@ -131,7 +131,8 @@ class Trainer:
                 f"all {self.total_iterations} steps are done; raise --train-iters to go on, or "
                 "give --skip-train to evaluate again"
             )
-            return Outcome(EXIT_DONE)
+            if self._has_test_loss():
+                return Outcome(EXIT_DONE)
         elif (left := self._train_steps_and_settle()) is not None:
             return left
         request = self._evaluate("test", self.readers.test)
@@ -347,6 +348,13 @@ class Trainer:
             loss = self._mean_over_ranks(total, tokens)
             self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
         return request
+
+    def _has_test_loss(self) -> bool:
+        """Whether an earlier start of the run got as far as evaluating the test set."""
+        mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
+        known = torch.tensor([int(mine)])
+        self.groups.world.all_reduce(known, dist.ReduceOp.MAX)
+        return bool(known.item())
 
     # ---- small questions -----------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from megatron.metrics.files import (
     AppendFile,
     csv_line,
     json_line,
+    lines_of,
+    parse_line,
     step_values,
 )
 from megatron.metrics.line import format_evaluation, format_line, format_timers
@@ -139,6 +141,14 @@ class Metrics:
             )
         )
 
+    def has_evaluation(self, iteration: int, kind: str) -> bool:
+        """Whether metrics.jsonl holds this loss, from whichever start of the run."""
+        path, key = self.run_dir / JSONL, f"{kind}_loss"
+        if not path.exists():
+            return False
+        found = (parse_line(line) for line in lines_of(path) if key.encode() in line)
+        return any(v is not None and key in v and v["iteration"] == iteration for v in found)
+
     def saved(self, iteration: int) -> None:
         """Tell progress.txt that the checkpoint of `iteration` is committed."""
         if self._progress is not None:
@@ -261,6 +271,10 @@ class NullMetrics(Metrics):
 
     def evaluation(self, iteration: int, kind: str, loss: float) -> None:
         """Drop the loss."""
+
+    def has_evaluation(self, iteration: int, kind: str) -> bool:
+        """Another rank knows."""
+        return False
 
     def saved(self, iteration: int) -> None:
         """Nothing to tell."""

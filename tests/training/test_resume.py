@@ -204,3 +204,26 @@ def test_data_that_changed_is_refused_by_name_unless_accepted(
     assert "data changed since step_00000002" in (tmp_path / "run" / "log.txt").read_text()
     again = ranks.run(world, train, f"{flags} --train-iters 9", tmp_path / "run")
     assert again[0]["iteration"] == 9
+
+
+def forget_test_loss(run_dir: Path) -> None:
+    """As a crash after the last save leaves it."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(x for x in lines if "test_loss" not in x))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_test_loss_that_a_crash_lost_is_made_up_for(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    first = ranks.run(world, train, TINY, tmp_path)
+    (loss,) = metrics_of(tmp_path, "test_loss")
+    forget_test_loss(tmp_path)
+    again = ranks.run(world, train, TINY, tmp_path)
+    assert metrics_of(tmp_path, "test_loss") == [loss]
+    assert [r["outcome"] for r in again] == [(0, None)] * world
+    assert differing(first[0], again[0]) == []
+    ranks.run(world, train, TINY, tmp_path)
+    assert metrics_of(tmp_path, "test_loss") == [loss], "known: not evaluated again"
+    ranks.run(world, train, f"{TINY} --train-iters 10", tmp_path)
+    assert len(metrics_of(tmp_path, "test_loss")) == 2, "another end, another loss"
