@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import DensePath
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError
 from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.guards.requests import Requests
+from megatron.guards.terminate import before_abort
 from megatron.guards.watchdog import Watchdog
 from megatron.metrics import check_trackers, cut_metrics
 from megatron.run_folder import (
@@ -110,6 +111,9 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
         groups.world.agreed(lambda: None)
     origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
     failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
+    if launch.world_size > 1:
+        groups.world.calls.tell = heartbeat.called
+        before_abort(lambda: failures.report(PeerError("a library that joins the ranks gave up")))
     with ExitStack() as stack:
         limit = 60 * config.parallel.distributed_timeout_minutes
         stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())

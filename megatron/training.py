@@ -340,7 +340,7 @@ class Trainer:
             tokens += self._count_tokens(batches)
             for batch in batches:
                 total += self.stage.forward(self.progress.iteration, batch)
-            request = self._agree_on(self._pending())
+            request = self._agree_on(self._pending(), tag=number)
             if request.leaves:
                 break
         model.train()
@@ -379,11 +379,17 @@ class Trainer:
         time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
         return max(self.requests.pending(), Request.DURATION if time_is_up else Request.NONE)
 
-    def _agree_on(self, request: Request) -> Request:
-        """The most urgent request of all ranks."""
-        vote = torch.tensor([int(request)], dtype=torch.int64)
-        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX)
-        return Request(int(vote.item()))
+    def _agree_on(self, request: Request, *, tag: int) -> Request:
+        """The most urgent request of all ranks; `PeerError` unless all are at the same `tag`."""
+        vote = torch.tensor([int(request), tag, -tag], dtype=torch.int64)
+        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about=f"vote {tag}")
+        most_urgent, newest, oldest = map(int, vote.tolist())
+        if newest != -oldest:
+            raise PeerError(
+                f"ranks are out of step: this rank is at evaluation batch {tag}, others between "
+                f"{-oldest} and {newest}; a collective was skipped or repeated"
+            )
+        return Request(most_urgent)
 
     def _is_logged(self) -> bool:
         every = self.config.logging.log_interval

@@ -231,7 +231,7 @@ class GradientEngine:
         bad = ~torch.isfinite(torch.stack(self._sums)).all()
         vote = torch.tensor([0.0, tag, -tag, request], dtype=torch.float64, device=bad.device)
         vote[0] = bad
-        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX)
+        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
         bad_anywhere, newest, oldest, most_urgent = vote.tolist()
         if newest != -oldest:
             raise PeerError(

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import PeerError
-from megatron.guards.heartbeat import FOLDER, sightings
+from megatron.guards.heartbeat import FOLDER, calls, sightings
+from megatron.guards.parting import find_parting
 from megatron.status import STATUS, Status, read_status, write_status
 
 
@@ -34,7 +35,16 @@ def find_out(run_dir: Path) -> int | None:
         job_id=status.job_id,
         version=status.version,
     )
-    if found:
+    parting = find_parting(calls(run_dir / FOLDER, attempt=status.attempt, ranks=ranks))
+    if parting is not None:
+        failed = dataclasses.replace(
+            failed,
+            rank=parting.rank,
+            iteration=parting.place.step,
+            phase=parting.place.phase,
+            reason=f"{failed.reason}; rank {parting.rank}: {parting}",
+        )
+    elif found:
         last = min(found, key=lambda seen: seen.beats)
         failed = dataclasses.replace(
             failed,

@@ -1,7 +1,8 @@
 """The first cause of a failure: found among what the ranks left behind, told once for all.
 
 A rank whose collective fails sees a socket, not a rank. So it looks, for a short while, for what a
-peer says of itself in status.json, then for a peer that is gone, then for one that does not follow.
+peer says of itself in status.json, then for one that issued other collectives than the rest, then
+for a peer that is gone, then for one that does not follow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.errors import PeerError
-from megatron.guards.heartbeat import FOLDER, Heartbeat, Sighting, is_gone, sightings
+from megatron.guards.heartbeat import FOLDER, Heartbeat, Sighting, calls, is_gone, sightings, wake
+from megatron.guards.parting import find_parting
 from megatron.status import Status, read_status, write_status
 
 PATIENCE = 2.0
@@ -58,6 +60,16 @@ class Causes:
         """A peer that ended without a word, seen on this host."""
         return next((peer for peer in self.peers() if is_gone(peer)), None)
 
+    def parted(self) -> Status | None:
+        """The failure of the rank that issued another collective than its peers, if one did: what
+        else went wrong came of that."""
+        ranks = range(self.world_size)
+        parting = find_parting(calls(self.run_dir / FOLDER, attempt=self.attempt, ranks=ranks))
+        if parting is None:
+            return None
+        step, phase = parting.place.step, parting.place.phase
+        return self._failed(rank=parting.rank, step=step, phase=phase, reason=str(parting))
+
     def blame(self, heartbeat: Heartbeat, seen: str) -> Status | None:
         """Whose fault a failed collective is, as this rank can tell it; None where a peer told
         its own. `seen`: what the collective said. Takes up to `PATIENCE` seconds."""
@@ -66,9 +78,11 @@ class Causes:
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            gone = self.gone()
+            gone, parted = self.gone(), self.parted()
             if self.known() is not None:
                 return None
+            if parted is not None:
+                return replace(parted, reason=f"{parted.reason}; {here}")
             if gone is not None:
                 # It may have been killed by its launcher since another one failed; wait for that.
                 time.sleep(_POLL)
@@ -78,7 +92,9 @@ class Causes:
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
         last = min(late, key=lambda peer: peer.beats)
-        return self.of(last, late_text(last, here))
+        cause = self.of(last, late_text(last, here))
+        wake(last)
+        return cause
 
     def of(self, peer: Sighting, reason: str) -> Status:
         """A failure of another rank, told for it."""

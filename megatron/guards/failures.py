@@ -67,6 +67,12 @@ class Failures:
         if _is_collective(error):
             said = str(error).splitlines()[0].partition(" This is typically")[0]
             error = PeerError(f"a collective failed: {said}")
+        parted = self.causes().parted() if self.attempt else None
+        if parted is not None:
+            # Whatever went wrong here, with the numbers of another collective, came of that.
+            if self.causes().known() is None:
+                self._tell(parted)
+            return PeerError.exit_code
         if not isinstance(error, SparsetronError):
             return self._report_unexpected(error)
         if rank and (error.shared or self.run_dir is None):

@@ -1,8 +1,9 @@
 """Faults on purpose, for tests: SPARSETRON_FAULT=kind:rank:step:phase, several by commas.
 
 `step` is a number, or `3+` for step 3 and all after it. Without the variable nothing of this is
-imported. Kinds: kill, raise, exit0, oom, stop (SIGSTOP), hang, extra-collective, nan, inf (in one
-gradient), spike (the loss as 100 times itself), drift (one bit of one weight), slow (1 s).
+imported; with it, stderr shows when a fault strikes. Kinds: kill, raise, exit0, oom, hang, stop
+(SIGSTOP), extra-collective, skip-collective (the next all-reduce), nan, inf (in one gradient),
+spike (the loss as 100 times itself), drift (one bit of one weight), slow (1 s).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from megatron.training import Trainer
 
 KINDS = (
-    "kill", "raise", "exit0", "oom", "stop", "hang", "slow", "extra-collective", "nan", "inf",
-    "spike", "drift",
+    "kill", "raise", "exit0", "oom", "stop", "hang", "slow", "extra-collective",
+    "skip-collective", "nan", "inf", "spike", "drift",
 )  # fmt: skip
 
 
@@ -73,6 +75,8 @@ def arm(trainer: Trainer, faults: list[Fault]) -> None:
             fresh = fault.lasting or fault not in struck
             if fresh and fault.phase == phase and fault.due(heartbeat.step):
                 struck.add(fault)
+                now = f"{time.time():.3f}"
+                print(f"{fault.kind} strikes at {now}", file=sys.stderr, flush=True)
                 _STRIKE[fault.kind](trainer)
 
     if mine:
@@ -92,6 +96,18 @@ def _extra_collective(trainer: Trainer) -> None:
     import torch.distributed as dist
 
     trainer.groups.world.all_reduce(torch.zeros(4, dtype=torch.float64), dist.ReduceOp.MAX)
+
+
+def _skip_collective(trainer: Trainer) -> None:
+    from megatron.parallel.groups import Group
+
+    all_reduce = Group.all_reduce
+
+    def skip(group: Group, *args: object, **kwargs: object) -> None:
+        if group.handle is not None:
+            Group.all_reduce = all_reduce
+
+    Group.all_reduce = skip  # type: ignore[method-assign,assignment]
 
 
 def _poison(value: float) -> Callable[[Trainer], None]:
@@ -137,6 +153,7 @@ _STRIKE: dict[str, Callable[[Trainer], None]] = {
     "hang": lambda trainer: time.sleep(3600),
     "slow": lambda trainer: time.sleep(1),
     "extra-collective": _extra_collective,
+    "skip-collective": _skip_collective,
     "nan": _poison(math.nan),
     "inf": _poison(math.inf),
     "spike": _spike,

@@ -1,4 +1,5 @@
-"""Where each rank is: step and phase in a small file of its own, written through mapped memory.
+"""Where each rank is: step, phase and latest collectives in a small file of its own, written
+through mapped memory.
 
 A phase change costs about a microsecond and no system call, and what a rank wrote last survives
 its being killed or stopped, so that its peers can name it and what it was doing. A file, not the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import struct
 import time
@@ -26,9 +28,14 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _OWNER = struct.Struct("<16sq64s")  # attempt, pid, host
 _BEAT = struct.Struct("<qqqd")  # beats, step, phase, time of the last beat
 _ALIVE = struct.Struct("<d")  # time at which the rank was seen running
+_CALL = struct.Struct("<qqq40s")  # number, step, phase, what
+_COUNT = struct.Struct("<q")
+_CALLS = 128
+"""Collectives that a record holds: the latest."""
 _BEAT_AT = _OWNER.size
 _ALIVE_AT = _BEAT_AT + _BEAT.size
-_SIZE = _ALIVE_AT + _ALIVE.size
+_CALLS_AT = _ALIVE_AT + _ALIVE.size
+_SIZE = _CALLS_AT + _CALLS * _CALL.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,19 @@ class Sighting:
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective that a rank issued: its number there, where the rank was, and what it is."""
+
+    number: int
+    step: int
+    phase: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} in step {self.step}, {self.phase}"
 
 
 class Heartbeat:
@@ -93,6 +113,13 @@ class Heartbeat:
             with suppress(OSError):
                 self._file.flush()
 
+    def called(self, number: int, what: str) -> None:
+        """The rank is about to issue collective `number`."""
+        place = _CALLS_AT + number % _CALLS * _CALL.size
+        _CALL.pack_into(self._memory, place, 0, self.step, _NUMBER[self.phase], what.encode())
+        # Last of all: who finds the number there finds the rest.
+        _COUNT.pack_into(self._memory, place, number)
+
     def seconds(self) -> float:
         """Time since the last phase change."""
         return time.monotonic() - self.changed
@@ -131,6 +158,23 @@ def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[Sight
     return found
 
 
+def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list[Call]]:
+    """The latest collectives of these ranks in this attempt, in order; ranks without a readable
+    record are left out."""
+    found = {}
+    for rank in ranks:
+        with suppress(OSError, struct.error, UnicodeError, IndexError):
+            data = (folder / f"rank_{rank}").read_bytes()
+            if _OWNER.unpack_from(data)[0].rstrip(b"\0").decode() == attempt:
+                records = list(_CALL.iter_unpack(data[_CALLS_AT:_SIZE]))
+                found[rank] = [
+                    Call(number=n, step=step, phase=PHASES[phase], what=what.rstrip(b"\0").decode())
+                    for n, step, phase, what in sorted(records)
+                    if n
+                ]
+    return found
+
+
 def is_gone(seen: Sighting) -> bool:
     """Whether the process certainly does not run any more; False for one on another host."""
     if seen.host != socket.gethostname():
@@ -140,6 +184,14 @@ def is_gone(seen: Sighting) -> bool:
     except (OSError, IndexError):
         return Path("/proc/self/stat").exists()
     return state in "ZX"
+
+
+def wake(seen: Sighting) -> None:
+    """Let a process of this host go on if it was stopped: stopped, it could not obey a launcher's
+    SIGTERM, and torchrun waits for 30 s before it kills."""
+    if seen.host == socket.gethostname():
+        with suppress(OSError):
+            os.kill(seen.pid, signal.SIGCONT)
 
 
 def _mapped(path: Path) -> mmap.mmap:

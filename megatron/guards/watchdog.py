@@ -94,12 +94,11 @@ class Watchdog(threading.Thread):
             self._end()
         if phase in (*_MAY_TAKE_LONG, "leaving") or seconds <= self._limit + SLACK:
             return
-        self._causes.tell(
-            self._mine(
-                f"hangs: in this phase for {seconds:.0f} s, its stacks are on stderr; if that is "
-                "how long it takes, raise --distributed-timeout-minutes"
-            )
+        mine = self._mine(
+            f"hangs: in this phase for {seconds:.0f} s, its stacks are on stderr; if that is "
+            "how long it takes, raise --distributed-timeout-minutes"
         )
+        self._causes.tell(self._causes.parted() or mine)
         self._end()
 
     def _look_at_status(self) -> None:
@@ -129,7 +128,8 @@ class Watchdog(threading.Thread):
             ):
                 if last.phase not in ("leaving", "done"):
                     here = f"seen by rank {self._causes.rank} in {self._heartbeat.phase}"
-                    self._causes.tell(self._causes.of(last, gone_text(last, here)))
+                    gone = self._causes.of(last, gone_text(last, here))
+                    self._causes.tell(self._causes.parted() or gone)
 
     def _mine(self, reason: str) -> Status:
         return Status(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -20,16 +20,33 @@ from megatron.parallel.dims import ParallelDims
 T = TypeVar("T")
 
 
+class Calls:
+    """The collectives that this rank issued over one set of connections. gloo pairs the n-th of
+    one rank with the n-th of another, whatever they are; `tell`, if set, hears each one's number
+    and what it is, so that ranks which issued different ones can be told."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tell: Callable[[int, str], None] | None = None
+
+    def note(self, what: str, tensor: torch.Tensor) -> None:
+        """The next one is about to be issued."""
+        self.count += 1
+        if self.tell is not None:
+            self.tell(self.count, f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}")
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks of one collective and this rank's place among them.
 
-    `handle` is None for a group of one.
+    `handle` is None for a group of one. Groups that share connections share `calls`.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = None
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -37,11 +54,18 @@ class Group:
         return len(self.ranks)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, *, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType,
+        *,
+        async_op: bool = False,
+        about: str = "",
     ) -> dist.Work | None:
-        """Reduce in place over the group; None where there is nothing to wait for."""
+        """Reduce in place over the group; None where there is nothing to wait for. `about`: what
+        tells it from others of its kind, should ranks get out of step."""
         if self.handle is None:
             return None
+        self.calls.note(about or _last_part(op).lower(), tensor)
         return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
 
     def apart(self) -> Group:
@@ -63,11 +87,14 @@ class Group:
             return [text]
         payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        dist.all_gather(sizes, torch.tensor([len(text.encode())]), group=self.handle)
+        size = torch.tensor([len(text.encode())])
+        self.calls.note("gather", size)
+        dist.all_gather(sizes, size, group=self.handle)
         longest = max(1, max(int(size) for size in sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: payload.numel()] = payload[:longest]
         received = [torch.empty_like(padded) for _ in self.ranks]
+        self.calls.note("gather", padded)
         dist.all_gather(received, padded, group=self.handle)
         return [
             bytes(chunk[: int(size)].tolist()).decode()
@@ -113,18 +140,20 @@ class ProcessGroups:
         world = tuple(range(dims.world_size))
         pipelines = dims.lines("pp")
         ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
+        everybody = Calls()
         return cls(
             dims=dims,
-            tp=_join(dims.lines("tp"), rank),
-            dp=_join(dims.lines("dp"), rank),
-            pp=_join(pipelines, rank),
-            embedding=_join(ends, rank),
-            world=_join([world], rank),
+            tp=_join(dims.lines("tp"), rank, everybody),
+            dp=_join(dims.lines("dp"), rank, everybody),
+            pp=_join(pipelines, rank, everybody),
+            embedding=_join(ends, rank, everybody),
+            world=_join([world], rank, everybody),
         )
 
 
-def _join(lines: list[tuple[int, ...]], rank: int) -> Group:
-    """Make every group of a family, as torch.distributed demands, and return the one we are in."""
+def _join(lines: list[tuple[int, ...]], rank: int, everybody: Calls) -> Group:
+    """Make every group of a family, as torch.distributed demands, and return the one we are in.
+    `everybody`: calls over the connections that all groups of the whole world share."""
     mine = Group((rank,), 0)
     for ranks in lines:
         if len(ranks) == 1:
@@ -133,5 +162,9 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Group:
         handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-            mine = Group(ranks, ranks.index(rank), handle)
+            mine = Group(ranks, ranks.index(rank), handle, everybody if whole else Calls())
     return mine
+
+
+def _last_part(name: object) -> str:
+    return str(name).rpartition(".")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +51,12 @@ class Started:
 
     run_dir: Path
     processes: list[subprocess.Popen[str]]
+
+    def wait_for_fault(self, rank: int) -> None:
+        """Return once a fault struck there, of which its stderr tells; that line is used up."""
+        stderr = self.processes[rank].stderr
+        assert stderr is not None
+        assert "strikes at" in stderr.readline()
 
     def finish(self, limit: float = 60.0) -> Ended:
         """Wait for all to end by themselves, `limit` seconds at most; stopped ones are killed once
@@ -99,19 +106,11 @@ class Ended:
         """What all ranks wrote there."""
         return "".join(self.stderr)
 
-    def seconds_after_fault(self, rank: int) -> float:
-        """From the moment at which `rank` went into the phase of its fault, as its record tells,
-        to the end of the last of the others."""
-        others = [when for other, when in self.ended.items() if other != rank]
-        return max(others) - fault_time(self.run_dir, rank)
-
-
-def fault_time(run_dir: Path, rank: int) -> float:
-    """When `rank` last changed its phase, from its heartbeat file whatever its attempt."""
-    from megatron.guards import heartbeat
-
-    data = (run_dir / FOLDER / f"rank_{rank}").read_bytes()
-    return heartbeat._BEAT.unpack_from(data, heartbeat._BEAT_AT)[3]
+    def seconds_after_fault(self, but: int | None = None) -> float:
+        """From the moment at which the fault struck to the end of the last process, `but` one."""
+        struck = re.findall(r"strikes at ([0-9.]+)", self.all_stderr)
+        ended = [when for rank, when in self.ended.items() if rank != but]
+        return max(ended) - float(struck[0])
 
 
 def start_ranks(

@@ -3,7 +3,6 @@ cause is told once. The rows marked `matrix` are run by tools/faults.sh."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,9 @@ from tests.faults.starting import (
 STEPS = 10
 AT_ONCE = 10.0
 LATE = TIMEOUT_SECONDS + 5.0
+LAUNCHER_SECONDS = 10.0
+"""For a launcher to end what is left and to say how it went: less than the 30 s of torchrun's
+patience with ranks that do not obey."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def rows(rank: int, step: int, phase: str) -> list[Row]:
         Row(f"raise:{where}", (1,), 1, ("RuntimeError: injected fault",)),
         Row(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
         Row(f"exit0:{where}", (0,), 6, ("gone", "left early")),
-        # Killed by the test, as a launcher would.
-        Row(f"stop:{where}", (-9,), 6, ("does not follow", "stopped"), LATE),
+        # Woken by the rank that tells of it, so that it too can leave.
+        Row(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), LATE),
         # By who waits for it, or on a busy machine by its own watchdog.
         Row(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
     ]
@@ -103,7 +105,7 @@ def check(row: Row, ended: Ended) -> float:
     assert ended.all_stderr.count(told) == 1, ended.all_stderr
     if row.fault.startswith("hang"):
         assert "stacks at step" in ended.stderr[row.rank] and "faults.py" in ended.all_stderr
-    seconds = ended.seconds_after_fault(row.rank)
+    seconds = ended.seconds_after_fault(but=row.rank)
     assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
     return seconds
 
@@ -158,12 +160,13 @@ def test_four_ranks(tmp_path: Path, record_property: Callable[[str, object], Non
     record_property("fault", "stop, one of four ranks")
     flags = f"--train-iters {STEPS} {TIMEOUT}"
     ended = start_ranks(4, tmp_path, flags, fault="stop:2:5:forward").finish()
-    assert sorted(ended.codes) == [-9, 6, 6, 6]
+    assert ended.codes == [6, 6, 6, 6]
     status = ended.status
     assert (status["rank"], status["iteration"], status["phase"]) == (2, 5, "forward")
     assert ended.all_stderr.count("does not follow") == 1
-    record_property("seconds", ended.seconds_after_fault(2))
-    assert ended.seconds_after_fault(2) < LATE
+    seconds = ended.seconds_after_fault(but=2)
+    record_property("seconds", seconds)
+    assert seconds < LATE
     record_property("detected", 1)
 
 
@@ -208,20 +211,14 @@ def test_matrix_of_launchers(
         pytest.importorskip("mpi4py", reason="needs the extra mpi")
     record_property("fault", f"{kind} under {launcher}")
     row = pick(kind, "1:6:forward")
-    began = time.monotonic()
-    run = start_launcher(
-        2,
-        tmp_path,
-        f"--train-iters {STEPS} {TIMEOUT}",
-        fault=row.fault,
-        LAUNCHER=launcher,
-        # torchrun gives ranks that it ends this long, then kills them.
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5",
-    )
+    flags = f"--train-iters {STEPS} {TIMEOUT}"
+    run = start_launcher(2, tmp_path, flags, fault=row.fault, LAUNCHER=launcher)
     ended = run.finish(limit=90)
     assert ended.codes == [row.code], ended.all_stderr
     assert ended.status["rank"] == 1 and ended.status["iteration"] == 6
-    record_property("seconds", time.monotonic() - began)
+    seconds = ended.seconds_after_fault()
+    record_property("seconds", seconds)
+    assert seconds < row.seconds + LAUNCHER_SECONDS
     record_property("detected", 1)
     check_recovery(tmp_path, unbroken)
     record_property("recovered", 1)

@@ -64,7 +64,8 @@ def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Pat
 
 def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: Path) -> None:
     """The first rank hangs, so nothing but the watchdog's thread can act."""
-    hung = start_ranks(1, tmp_path / "hung", "--global-batch-size 2 --train-iters 99", fault=SLOW)
+    flags = "--global-batch-size 2 --train-iters 3"
+    hung = start_ranks(1, tmp_path / "hung", flags, fault="hang:0:2:data")
     asked = start_ranks(2, tmp_path / "asked", LONG, fault=SLOW)
     wait_for_step(asked.run_dir, 2)
     (tmp_path / "asked" / "SAVE").touch()
@@ -73,6 +74,7 @@ def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: P
         time.sleep(0.05)
     first = saved(tmp_path / "asked")
     assert len(first) == 1
+    hung.wait_for_fault(0)
     send(hung, signal.SIGINT, 0)
     time.sleep(0.1)
     send(hung, signal.SIGINT, 0)

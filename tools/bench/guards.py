@@ -3,9 +3,9 @@
     python tools/bench/guards.py [--rounds N]                       one rank
     torchrun --standalone --nproc-per-node 2 tools/bench/guards.py  two
 
-With: phases written to the heartbeat file, the watchdog's thread, signals and files looked for at
-each step. Without: none of these. The comparison of replicas is timed by itself and spread over its
-default interval. Prints medians and the ratio; the promise is less than 1.01.
+With: phases and collectives written to the heartbeat file, the watchdog's thread, signals and files
+looked for at each step. Without: none of these. The comparison of replicas is timed by itself and
+spread over its default interval. Prints medians and the ratio; the promise is less than 1.01.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def main() -> int:
 
         def guarded() -> list[float]:
             trainer.heartbeat, trainer.requests = heartbeat, requests
+            groups.world.calls.tell = heartbeat.called
             end = Watchdog(heartbeat, causes, limit=600.0).watch()
             seconds = [_timed(trainer.train_step) for _ in range(STEPS)]
             end()
@@ -75,6 +76,7 @@ def main() -> int:
 
         def bare() -> list[float]:
             trainer.heartbeat, trainer.requests = without_heartbeat, without_requests
+            groups.world.calls.tell = None
             return [_timed(trainer.train_step) for _ in range(STEPS)]
 
         guarded()

@@ -1,0 +1,92 @@
+"""Finds the rank that issued another collective than its peers, from what each wrote of its own.
+
+gloo pairs the n-th collective of one rank with the n-th of another, whatever they are: ranks that
+are one apart end in an abort, in a timeout or with each other's numbers, far from the cause.
+
+    rank 0   bucket  vote  loss    bucket  vote
+    rank 1   bucket  vote  [extra]  loss   bucket      they part at [extra]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.guards.heartbeat import PHASES, Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """`rank` issued `odd` where `other` issued `usual`: the first place where they differ."""
+
+    rank: int
+    odd: Call
+    other: int
+    usual: Call
+
+    @property
+    def place(self) -> Call:
+        """Where it happened: an extra collective there, or one that is missing, is the earlier."""
+        return min(self.odd, self.usual, key=lambda call: (call.step, PHASES.index(call.phase)))
+
+    def __str__(self) -> str:
+        return (
+            f"it parts from the others at collective {self.odd.number}, {self.odd}, where rank "
+            f"{self.other} has {self.usual}: one was added or left out"
+        )
+
+
+def find_parting(calls: Mapping[int, Sequence[Call]]) -> Parting | None:
+    """Where ranks' calls first differ, None where they do not as far as they are recorded.
+
+    The odd rank is the one that differs from most. Of two, it is the one that does what was not
+    done after the same calls of an earlier step; where there is no such step, the later rank.
+    """
+    by_number: dict[int, dict[int, Call]] = {}
+    for rank, log in calls.items():
+        for call in log:
+            by_number.setdefault(call.number, {})[rank] = call
+    agreed: list[Call] = []
+    for number in sorted(by_number):
+        seen = by_number[number]
+        counts = Counter(map(_kind, seen.values()))
+        if len(counts) == 1:
+            agreed.append(next(iter(seen.values())))
+            continue
+        precedents = _precedents(agreed)
+        first = {_kind(call): (rank, call) for rank, call in reversed(seen.items())}
+        by_kind = {
+            kind: (counts[kind], precedents.get(_after(agreed, call), -1), -rank)
+            for kind, (rank, call) in first.items()
+        }
+        usual, odd = max(by_kind, key=by_kind.__getitem__), min(by_kind, key=by_kind.__getitem__)
+        return Parting(
+            rank=first[odd][0], odd=first[odd][1], other=first[usual][0], usual=first[usual][1]
+        )
+    return None
+
+
+def _kind(call: Call) -> tuple[int, str]:
+    return call.step, call.what
+
+
+def _after(agreed: Sequence[Call], call: Call) -> tuple[int, int, str]:
+    """What a call is to those before it: its place in the step of the last, how many steps it is
+    later, and what it does."""
+    if not agreed:
+        return 0, 0, call.what
+    last = agreed[-1].step
+    place = sum(1 for before in agreed if before.step == last)
+    return place, call.step - last, call.what
+
+
+def _precedents(agreed: Sequence[Call]) -> dict[tuple[int, int, str], int]:
+    """The last step in which each call was made after as many others of that step."""
+    found: dict[tuple[int, int, str], int] = {}
+    place, step = 0, agreed[0].step if agreed else 0
+    for call in agreed:
+        found[place, call.step - step, call.what] = step
+        place = place + 1 if call.step == step else 1
+        step = call.step
+    return found
