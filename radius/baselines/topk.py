@@ -159,6 +159,7 @@ class TopKReducer(FeedbackReducer):
         received = raw.unsqueeze(0)
         if ranks > 1:
             received = raw.new_empty(ranks, raw.numel())
+            self.group.calls.note("gather", raw)
             pending = dist.all_gather(list(received), raw, group=self.group.handle, async_op=True)
             self.bytes_sent += (ranks - 1) * raw.nbytes
         return _TopKWork(bucket, raw, received, entries, pending, self)
