@@ -137,7 +137,8 @@ class RadiusReducer:
         settings = self.settings
         if self._first and settings.schedule == "rolling":
             return Phase.ROLLING
-        if t >= settings.start and t % settings.interval == 0:
+        # Updates may be counted anew (`--no-load-optim`) where entries are chosen already.
+        if t % settings.interval == 0 and (self._first or t >= settings.start):
             return Phase.RESAMPLE
         return Phase.CHOSEN if self._first else Phase.WHOLE
 
@@ -150,7 +151,7 @@ class RadiusReducer:
             cuts = [part.cut(number, interval, settings.density) for part in own.parts]
             values = own.gather_rolling([cut for cut in cuts if cut.length], step.loss_scale)
             if settings.residual != "none":
-                since = step.t - self._first  # below 1 where updates are counted anew
+                since = step.t - self._first  # below 1 in the first step that is counted anew
                 own.count_steps(since if 0 < since < interval else interval)
             return values
         if own.phase is Phase.RESAMPLE:
@@ -216,6 +217,9 @@ class RadiusReducer:
             mine = None if values is None else values[run.values]
             # What is kept is asked of the first part, as often as with the paper's schedule.
             self._choose(own, part, mine, compare=self._step.t % self.settings.interval == 0)
+        if self._step.t < self._last:
+            # Updates are counted anew: what waits has done so for whole rounds.
+            self._first = -self.settings.interval
         self._last = self._step.t
 
     def _choose(

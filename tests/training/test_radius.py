@@ -82,6 +82,17 @@ def test_a_dense_checkpoint_starts_it(ranks: Ranks, tmp_path: Path) -> None:
     assert [density < 1 for density in found] == [False, False, True, True, False]
 
 
+def test_moments_left_behind_do_not_leave_the_resamples_behind(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Updates are counted from 1 again, which is before Radius began."""
+    late = flags("--radius-start-iter 6 --train-iters 12")
+    ranks.run(1, train, f"{late} --exit-interval 7", tmp_path / "run")
+    ranks.run(1, train, f"{late} --load {tmp_path / 'run'} --no-load-optim", tmp_path / "next")
+    found = metrics_of(tmp_path / "next", "density")
+    assert [density < 1 for density in found] == [True, True, False, True, True]
+
+
 def on_rank_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         make_trainer(groups, line, run_dir)
