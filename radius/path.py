@@ -12,6 +12,7 @@ from megatron.data_parallel.interface import ParamInfo, PathParts
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.memory import radius_bytes
+from radius.refused_pairs import RADIUS_PAIRS
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -84,18 +85,10 @@ class RadiusPath:
     name = "radius"
     section = "radius"
     config_class = RadiusConfig
+    refused_pairs = RADIUS_PAIRS
 
     def check(self, config: Config) -> None:
         options = self._options(config)
-        if options.radius_start_iter is not None and options.radius_start_fraction is not None:
-            raise ConfigError(
-                f"radius_start_iter {options.radius_start_iter} and radius_start_fraction "
-                f"{options.radius_start_fraction} are both given; give one of them"
-            )
-        if options.radius_schedule == "rolling":
-            _check_rolling(config)
-        if options.radius_residual == "in-place":
-            _check_in_place(config, options)
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(options, config.total_iterations())
@@ -137,31 +130,6 @@ class RadiusPath:
         options = config.extensions[self.section]
         assert isinstance(options, RadiusConfig)
         return options
-
-
-def _check_rolling(config: Config) -> None:
-    optimizer = config.optimizer
-    if optimizer.optimizer == "adam" and optimizer.adam_beta1 == 0:
-        raise ConfigError(
-            "radius_schedule rolling with adam_beta1 0.0: sums of several steps enter the two "
-            "moments apart, and the first has to last for that; raise adam_beta1 or give "
-            "--radius-schedule paper"
-        )
-
-
-def _check_in_place(config: Config, options: RadiusConfig) -> None:
-    precision = config.precision
-    reason = ""
-    if options.radius_schedule == "rolling":
-        reason = "radius_schedule rolling: it sends residuals in every step; give paper"
-    elif precision.fp16:
-        reason = "fp16: the loss scale changes what lies in the gradient buffer"
-    elif precision.grad_dtype != "float32":
-        reason = f"{precision.grad_dtype} gradients: 16 bit cannot sum up many steps"
-    if reason:
-        raise ConfigError(
-            f"radius_residual in-place with {reason}, or leave radius_residual at separate"
-        )
 
 
 def _check_length(options: RadiusConfig, total: int) -> None:

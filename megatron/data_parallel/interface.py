@@ -305,7 +305,11 @@ class PathParts:
 
 
 class GradientPath(Protocol):
-    """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
+    """A value of `--grad-path`. The class that implements it imports torch only in `build`.
+
+    It may offer `refused_pairs`, `RefusedPair`s of settings that exclude each other on this path:
+    they are printed by `--help-compat` and checked before `check`.
+    """
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ def flags(*more: str) -> str:
         "--bf16 --radius-select seeded",
         "--radius-schedule rolling --bf16",
         "--radius-residual in-place",
-        "--fp16 --initial-loss-scale 65536",
+        "--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32",
     ],
 )
 def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options: str) -> None:
