@@ -63,7 +63,7 @@ class RadiusConfig:
         help="Where gradients wait that were not sent: in a buffer of their own (the paper), "
         "nowhere, so that they are lost, or in the gradient buffer, which saves 4 bytes a "
         "parameter, sends nothing during the backward of a resample, and leaves pending what a "
-        "step had added that is then skipped (ours).",
+        "step had added that is then skipped, unless it is not finite or above 2^55 (ours).",
     )
 
     @property
@@ -91,17 +91,20 @@ class RadiusPath:
         options = self._options(config)
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
-            _check_length(options, config.total_iterations())
+            check_length(options, config.total_iterations())
 
     def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.reducer import RadiusReducer, RadiusSettings
 
-        options = self._options(config)
+        options, total = self._options(config), config.total_iterations()
+        if not config.training.skip_train:
+            # Only the number of ranks tells how many steps so many samples are.
+            check_length(options, total)
         settings = RadiusSettings(
             density=options.density,
             interval=options.radius_interval,
-            start=options.start(config.total_iterations()),
+            start=options.start(total),
             schedule=options.radius_schedule,
             select=options.radius_select,
             residual=options.radius_residual,
@@ -132,7 +135,7 @@ class RadiusPath:
         return options
 
 
-def _check_length(options: RadiusConfig, total: int) -> None:
+def check_length(options: RadiusConfig, total: int) -> None:
     """Refuse a run of `total` steps in which Radius would never begin."""
     start, interval = options.start(total), options.radius_interval
     if options.density == 1:

@@ -13,6 +13,10 @@ from megatron.data_parallel.interface import GradBucket
 from radius.index import BucketIndex, Part
 from radius.selection import CHUNK
 
+LARGEST = 2.0**55
+"""Of what an aborted step may leave in the gradient buffer: 65536 squares of it, which the norm of
+the gradient adds up in fp32, are finite."""
+
 
 class Residual:
     """No error feedback: what `bucket` does not send is lost. The others build on this."""
@@ -101,8 +105,9 @@ class SeparateResidual(Residual):
 class InPlaceResidual(Residual):
     """The gradient buffer itself: sent entries are cleared, the others carry over to the next step.
 
-    What a skipped step had added stays there, but for entries that are not finite. The loss scale
-    is 1. Buckets that are sent whole are emptied after each step.
+    What a skipped step had added stays there, but for entries that are not finite, or so large that
+    no norm with them would ever be and every later resample were skipped for it. The loss scale is
+    1. Buckets that are sent whole are emptied after each step.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -134,7 +139,9 @@ class InPlaceResidual(Residual):
         # After a resample's mean was taken it lies here on every rank, so no rank's share is lost.
         self._waits = True
         index.clear(self.bucket.grad)
-        self.bucket.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for chunk in self.bucket.grad.split(CHUNK):
+            # NaN is not below it either.
+            chunk.masked_fill_(~(chunk.abs() <= LARGEST), 0.0)
 
 
 RESIDUALS: dict[str, type[Residual]] = {
