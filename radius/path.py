@@ -13,6 +13,7 @@ from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.memory import radius_bytes
 from radius.refused_pairs import RADIUS_PAIRS
+from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -91,7 +92,7 @@ class RadiusPath:
         options = self._options(config)
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
-            check_length(options, config.total_iterations())
+            _check_length(options, config.total_iterations())
 
     def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
@@ -100,7 +101,7 @@ class RadiusPath:
         options, total = self._options(config), config.total_iterations()
         if not config.training.skip_train:
             # Only the number of ranks tells how many steps so many samples are.
-            check_length(options, total)
+            _check_length(options, total)
         settings = RadiusSettings(
             density=options.density,
             interval=options.radius_interval,
@@ -135,7 +136,7 @@ class RadiusPath:
         return options
 
 
-def check_length(options: RadiusConfig, total: int) -> None:
+def _check_length(options: RadiusConfig, total: int) -> None:
     """Refuse a run of `total` steps in which Radius would never begin."""
     start, interval = options.start(total), options.radius_interval
     if options.density == 1:
@@ -145,9 +146,8 @@ def check_length(options: RadiusConfig, total: int) -> None:
             f"radius_start_iter {start} is past the last of {total} steps; give a lower one, or "
             "--radius-start-fraction"
         )
-    first = max(start, 1)
-    if -(-first // interval) * interval > total:
-        fitting = next(t for t in range(min(interval, total), 0, -1) if total // t * t >= first)
+    fitting = fitting_interval(first := max(start, 1), total, interval)
+    if fitting != interval:
         raise ConfigError(
             f"radius_interval {interval}: no step from {first}, where Radius starts, to {total}, "
             f"the last, is a multiple of it; --radius-interval {fitting} would do"

@@ -37,6 +37,7 @@ from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, quota
 from radius.memory import memory_note, radius_bytes
 from radius.residual import RESIDUALS, Residual
+from radius.schedule import why_no_resample
 from radius.selection import Selection, draw_seeded, select_largest
 
 if TYPE_CHECKING:
@@ -188,6 +189,12 @@ class RadiusReducer:
         own = self._own[bucket.index]
         own.residual.undo(own.index)
         own.forget_step()
+
+    def why_idle(self, first: int, last: int) -> str:
+        settings = self.settings
+        if not self._entries or self._first:
+            return ""
+        return why_no_resample(settings.start, first, last, settings.interval)
 
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"

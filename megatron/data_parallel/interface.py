@@ -270,6 +270,11 @@ class GradientReducer(Protocol):
         """The step is dropped on every rank: forget it; the state is as before `reduce`."""
         ...
 
+    def why_idle(self, first: int, last: int) -> str:
+        """Why this path would do nothing that the dense one does not in the updates `first` to
+        `last`, with what would help, as an error's line; "" where it does something."""
+        ...
+
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         """The layout of a parameter changed: stored entry i now lies at `kept[i]` (int64, -1 =
         gone) of `new_numel`; entries that are new start from nothing."""

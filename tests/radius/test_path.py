@@ -16,6 +16,7 @@ from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import Part, quota
 from radius.path import RadiusConfig, RadiusPath
+from tests.radius.toys import alone
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -168,7 +169,11 @@ def test_a_run_counted_in_samples_is_as_long_as_its_steps() -> None:
     read("--global-batch-size 4", base)
     said = refused("--global-batch-size 8 --radius-start-iter 1", base)
     assert "from 1, where Radius starts, to 125" in said
-    read("--radius-interval 9999", base)  # the batch follows from the number of ranks
+    # The batch follows from the number of ranks, and is known when the path is built.
+    config = read("--radius-interval 9999", base).resolve(10)
+    with pytest.raises(ConfigError, match="to 50, the last, is a multiple of it"):
+        RadiusPath().build(config, [], alone())
+    RadiusPath().build(read("--radius-interval 40", base).resolve(10), [], alone())
 
 
 def test_a_run_that_only_evaluates_needs_no_resample() -> None:

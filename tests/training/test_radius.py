@@ -93,6 +93,22 @@ def test_moments_left_behind_do_not_leave_the_resamples_behind(
     assert [density < 1 for density in found] == [True, True, False, True, True]
 
 
+def test_a_checkpoint_too_late_for_any_resample_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    dense = TINY.replace("--train-iters 8", "--train-iters 7")
+    ranks.run(1, train, dense, tmp_path / "dense")
+    late = flags(f"--radius-interval 6 --load {tmp_path / 'dense'}")
+    (said,) = ranks.run(1, on_rank_refused, late, tmp_path / "late")
+    assert "with 2 steps left, radius_interval 6: no update from 8 to 9" in said
+    assert said.endswith("--radius-interval 4 would do")
+    anew = flags(f"--radius-start-iter 3 --load {tmp_path / 'dense'} --no-load-optim")
+    (said,) = ranks.run(1, on_rank_refused, anew, tmp_path / "anew")
+    assert "radius_start_iter 3 is past the last update of this run, 2" in said
+    fits = late.replace("--radius-interval 6", "--radius-interval 4")
+    ranks.run(1, train, fits, tmp_path / "fits")
+    log = (tmp_path / "fits" / "log.txt").read_text()
+    assert "radius: on from here, after update 8" in log
+
+
 def on_rank_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         make_trainer(groups, line, run_dir)
