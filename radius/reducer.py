@@ -121,6 +121,7 @@ class RadiusReducer:
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         own = self._own[bucket.index]
+        own.flushed_norm = None
         self._step = step
         own.phase = self._phase(step.t) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
@@ -156,7 +157,7 @@ class RadiusReducer:
                 own.count_steps(since if 0 < since < interval else interval)
             return values
         if own.phase is Phase.RESAMPLE:
-            own.residual.join(own.index, step.loss_scale)
+            return own.gather_all(step.loss_scale)
         return own.bucket.grad
 
     def _received(self, own: RadiusBucket, values: torch.Tensor) -> Reduced:
@@ -188,6 +189,7 @@ class RadiusReducer:
     def abort(self, bucket: GradBucket) -> None:
         own = self._own[bucket.index]
         own.residual.undo(own.index)
+        own.flushed_norm = None
         own.forget_step()
 
     def why_idle(self, first: int, last: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.data_parallel.interface import GradBucket
+from megatron.data_parallel.interface import ALIGNMENT, GradBucket
 from radius.index import BucketIndex, Part
 from radius.selection import CHUNK
 
@@ -37,6 +37,10 @@ class Residual:
     def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
         """Read the part of the gradient that is sent between resamples."""
         index.gather(self.bucket.grad, out)
+
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        """Of what waits (fp64 []), at a resample before `join`; None where nothing does."""
+        return None
 
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
         """Add all that waits to the gradient; saved state does not change."""
@@ -76,6 +80,12 @@ class SeparateResidual(Residual):
     def open(self) -> torch.Tensor:
         self._waits = True
         return self._buffer
+
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        if not self._waits:
+            return None
+        index.clear(self._buffer)
+        return squares(self._buffer)
 
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
         if self._waits:
@@ -125,6 +135,13 @@ class InPlaceResidual(Residual):
     def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
         index.take(self.bucket.grad, out)
 
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        # This step's gradient has joined already. It lies in chosen entries too, and goes with
+        # everything, so that none may be cleared here.
+        chosen = self.bucket.grad.new_empty(index.numel)
+        index.gather(self.bucket.grad, chosen)
+        return (squares(self.bucket.grad) - squares(chosen)).clamp_(min=0)
+
     def keep(self, loss_scale: float) -> None:
         self._waits = True
 
@@ -150,6 +167,13 @@ RESIDUALS: dict[str, type[Residual]] = {
     "none": Residual,
 }
 """The values of `--radius-residual`."""
+
+
+def squares(values: torch.Tensor) -> torch.Tensor:
+    """Their sum (fp64 []), by rows: one long sum in fp32 would be far off."""
+    whole = values.numel() // ALIGNMENT * ALIGNMENT
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, ALIGNMENT), dim=1).double()
+    return rows.square().sum() + values[whole:].double().square().sum()
 
 
 def _add(total: torch.Tensor, more: torch.Tensor, factor: float) -> None:

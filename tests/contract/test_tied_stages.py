@@ -12,7 +12,6 @@ from megatron.parallel.groups import Group, ProcessGroups
 from tests.contract.harness import PATHS, TIED, PathCase, Toy, case_id, gradients
 from tests.ranks import Ranks
 
-
 STEPS = 9
 """Beyond the second resample of the cases with an interval."""
 
