@@ -109,6 +109,18 @@ def test_a_checkpoint_too_late_for_any_resample_is_refused(ranks: Ranks, tmp_pat
     assert "radius: on from here, after update 8" in log
 
 
+def test_resetting_the_same_path_says_what_becomes_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    reset = flags("--reset-grad-state")
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "run")
+    ranks.run(1, train, f"{reset} --load {tmp_path / 'run'}", tmp_path / "other")
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert "gradient path radius starts anew" in log and "radius: on from here, after" in log
+    ranks.run(1, train, reset, tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "--reset-grad-state is ignored: this run goes on" in log
+    assert log.count("radius: on from here, after") == 1
+
+
 def on_rank_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         make_trainer(groups, line, run_dir)
