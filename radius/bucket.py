@@ -31,8 +31,8 @@ class Phase(Enum):
 class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole. Of the step under way: `phase`;
     `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, one for each run of `sent`;
-    `mean`, a copy of the mean gradient where that is selected from. `flushed_norm`: the squared
-    norm of what the latest step, a resample, sent of earlier ones."""
+    `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
+    the squared norm of what the latest step, a resample, sent of earlier ones."""
 
     bucket: GradBucket
     parts: Sequence[Part]
@@ -42,7 +42,7 @@ class RadiusBucket:
     flushed: Sequence[Part] = ()
     sent: SparseIndex | None = None
     gathered: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
+    mean: Sequence[torch.Tensor] = ()
     flushed_norm: torch.Tensor | None = None
     _kept: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
@@ -89,7 +89,7 @@ class RadiusBucket:
 
     def forget_step(self) -> None:
         """The step is over."""
-        self.flushed, self.sent, self.gathered, self.mean = (), None, None, None
+        self.flushed, self.sent, self.gathered, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector for what is sent. A CPU's is kept for the next step: to get its pages anew from
@@ -102,6 +102,13 @@ class RadiusBucket:
         return self._kept[kind][:numel]
 
     # ---- choosing ------------------------------------------------------------------------------
+
+    def of_parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of what a reduced vector holds of the parts in which is chosen anew: those that
+        are flushed, or all."""
+        if self.sent is not None:
+            return [values[run.values] for run in self.sent.runs]
+        return [values[part.start : part.stop] for part in self.parts]
 
     def choose(self, part: Part, selection: Selection, *, compare: bool) -> int:
         """Choose anew in a part; with `compare`, how many of the old choice are in the new one."""
