@@ -95,6 +95,16 @@ def check_path(
     differing = path_differences(was, now)
     path, new = was.get(_PATH), now.get(_PATH)
     if not differing:
+        if reset and own:
+            say(
+                "--reset-grad-state is ignored: this run goes on, on the gradient path that it "
+                "began with; it is for --load and another --run-dir"
+            )
+        elif reset:
+            say(
+                f"gradient path {new} starts anew: --reset-grad-state leaves behind its state in "
+                "the checkpoint, with what had not been sent yet"
+            )
         return
     if not reset and (own or path != "dense"):
         raise CheckpointError(

@@ -272,6 +272,7 @@ class RunState:
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
         progress = Progress() if weights_only else Progress(**saved.state["progress"])
+        self.groups.world.agreed(lambda: self._check_rest(progress, origin))
         self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
         return progress
 
@@ -296,6 +297,18 @@ class RunState:
                 accept=asked.accept_new_data,
                 say=self.metrics.say,
             )
+
+    def _check_rest(self, progress: Progress, origin: Origin) -> None:
+        """Raise `CheckpointError` where the gradient path would do nothing in what is left of the
+        run. A run that goes on, and may have lost its chance to skipped steps, is told."""
+        applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
+        if self.config.training.skip_train or left <= 0:
+            return
+        idle = self.engine.reducer.why_idle(applied + 1, applied + left)
+        if idle and not origin.own:
+            raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
+        if idle:
+            self.metrics.say(f"every gradient is sent whole to the end: {idle}")
 
     def _announce_changes(self, saved: Checkpoint) -> None:
         was = saved.state.get("schedule", {})

@@ -9,9 +9,9 @@ from enum import Enum
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import ALIGNMENT, GradBucket, SparseIndex
+from megatron.data_parallel.interface import GradBucket, SparseIndex
 from radius.index import BucketIndex, Part, new_index
-from radius.residual import Residual
+from radius.residual import Residual, squares
 from radius.selection import CHUNK, Selection
 
 INDEX = "index/"
@@ -31,7 +31,8 @@ class Phase(Enum):
 class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole. Of the step under way: `phase`;
     `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, one for each run of `sent`;
-    `mean`, a copy of the mean gradient where that is selected from."""
+    `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
+    the squared norm of what the latest step, a resample, sent of earlier ones."""
 
     bucket: GradBucket
     parts: Sequence[Part]
@@ -41,7 +42,8 @@ class RadiusBucket:
     flushed: Sequence[Part] = ()
     sent: SparseIndex | None = None
     gathered: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
+    mean: Sequence[torch.Tensor] = ()
+    flushed_norm: torch.Tensor | None = None
     _kept: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     # ---- sending -------------------------------------------------------------------------------
@@ -53,6 +55,13 @@ class RadiusBucket:
         values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
         self.residual.gather(self.index, values)
         return values
+
+    def gather_all(self, loss_scale: float) -> torch.Tensor:
+        """The gradient, with what waits."""
+        if self.index is not None:
+            self.flushed_norm = self.residual.squared_norm(self.index)
+        self.residual.join(self.index, loss_scale)
+        return self.bucket.grad
 
     def gather_rolling(self, flushed: Sequence[Part], loss_scale: float) -> torch.Tensor:
         """The chosen entries, and all of some parts with what waits there."""
@@ -80,7 +89,7 @@ class RadiusBucket:
 
     def forget_step(self) -> None:
         """The step is over."""
-        self.flushed, self.sent, self.gathered, self.mean = (), None, None, None
+        self.flushed, self.sent, self.gathered, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector for what is sent. A CPU's is kept for the next step: to get its pages anew from
@@ -93,6 +102,13 @@ class RadiusBucket:
         return self._kept[kind][:numel]
 
     # ---- choosing ------------------------------------------------------------------------------
+
+    def of_parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of what a reduced vector holds of the parts in which is chosen anew: those that
+        are flushed, or all."""
+        if self.sent is not None:
+            return [values[run.values] for run in self.sent.runs]
+        return [values[part.start : part.stop] for part in self.parts]
 
     def choose(self, part: Part, selection: Selection, *, compare: bool) -> int:
         """Choose anew in a part; with `compare`, how many of the old choice are in the new one."""
@@ -111,13 +127,14 @@ class RadiusBucket:
     # ---- state ---------------------------------------------------------------------------------
 
     def squared_norm(self) -> float:
-        """Of what waits."""
+        """Of what waits, or did so until the latest step sent it."""
+        if self.flushed_norm is not None:
+            return float(self.flushed_norm)
         pending = self.residual.pending
         if pending is None or self.index is None:
             return 0.0
         self.index.clear(pending)
-        rows = torch.linalg.vector_norm(pending.view(-1, ALIGNMENT), dim=1)
-        return float(rows.double().square().sum())
+        return float(squares(pending))
 
     def chosen_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Which entries are chosen, packed, by name."""

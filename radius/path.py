@@ -12,6 +12,8 @@ from megatron.data_parallel.interface import ParamInfo, PathParts
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.memory import radius_bytes
+from radius.refused_pairs import RADIUS_PAIRS
+from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -62,7 +64,7 @@ class RadiusConfig:
         help="Where gradients wait that were not sent: in a buffer of their own (the paper), "
         "nowhere, so that they are lost, or in the gradient buffer, which saves 4 bytes a "
         "parameter, sends nothing during the backward of a resample, and leaves pending what a "
-        "step had added that is then skipped (ours).",
+        "step had added that is then skipped, unless it is not finite or above 2^55 (ours).",
     )
 
     @property
@@ -84,18 +86,10 @@ class RadiusPath:
     name = "radius"
     section = "radius"
     config_class = RadiusConfig
+    refused_pairs = RADIUS_PAIRS
 
     def check(self, config: Config) -> None:
         options = self._options(config)
-        if options.radius_start_iter is not None and options.radius_start_fraction is not None:
-            raise ConfigError(
-                f"radius_start_iter {options.radius_start_iter} and radius_start_fraction "
-                f"{options.radius_start_fraction} are both given; give one of them"
-            )
-        if options.radius_schedule == "rolling":
-            _check_rolling(config)
-        if options.radius_residual == "in-place":
-            _check_in_place(config, options)
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(options, config.total_iterations())
@@ -104,11 +98,14 @@ class RadiusPath:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.reducer import RadiusReducer, RadiusSettings
 
-        options = self._options(config)
+        options, total = self._options(config), config.total_iterations()
+        if not config.training.skip_train:
+            # Only the number of ranks tells how many steps so many samples are.
+            _check_length(options, total)
         settings = RadiusSettings(
             density=options.density,
             interval=options.radius_interval,
-            start=options.start(config.total_iterations()),
+            start=options.start(total),
             schedule=options.radius_schedule,
             select=options.radius_select,
             residual=options.radius_residual,
@@ -139,31 +136,6 @@ class RadiusPath:
         return options
 
 
-def _check_rolling(config: Config) -> None:
-    optimizer = config.optimizer
-    if optimizer.optimizer == "adam" and optimizer.adam_beta1 == 0:
-        raise ConfigError(
-            "radius_schedule rolling with adam_beta1 0.0: sums of several steps enter the two "
-            "moments apart, and the first has to last for that; raise adam_beta1 or give "
-            "--radius-schedule paper"
-        )
-
-
-def _check_in_place(config: Config, options: RadiusConfig) -> None:
-    precision = config.precision
-    reason = ""
-    if options.radius_schedule == "rolling":
-        reason = "radius_schedule rolling: it sends residuals in every step; give paper"
-    elif precision.fp16:
-        reason = "fp16: the loss scale changes what lies in the gradient buffer"
-    elif precision.grad_dtype != "float32":
-        reason = f"{precision.grad_dtype} gradients: 16 bit cannot sum up many steps"
-    if reason:
-        raise ConfigError(
-            f"radius_residual in-place with {reason}, or leave radius_residual at separate"
-        )
-
-
 def _check_length(options: RadiusConfig, total: int) -> None:
     """Refuse a run of `total` steps in which Radius would never begin."""
     start, interval = options.start(total), options.radius_interval
@@ -174,9 +146,8 @@ def _check_length(options: RadiusConfig, total: int) -> None:
             f"radius_start_iter {start} is past the last of {total} steps; give a lower one, or "
             "--radius-start-fraction"
         )
-    first = max(start, 1)
-    if -(-first // interval) * interval > total:
-        fitting = next(t for t in range(min(interval, total), 0, -1) if total // t * t >= first)
+    fitting = fitting_interval(first := max(start, 1), total, interval)
+    if fitting != interval:
         raise ConfigError(
             f"radius_interval {interval}: no step from {first}, where Radius starts, to {total}, "
             f"the last, is a multiple of it; --radius-interval {fitting} would do"

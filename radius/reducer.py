@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -37,7 +37,9 @@ from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, quota
 from radius.memory import memory_note, radius_bytes
 from radius.residual import RESIDUALS, Residual
+from radius.schedule import why_no_resample
 from radius.selection import Selection, draw_seeded, select_largest
+from radius.work import RadiusWork
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
@@ -63,23 +65,6 @@ class RadiusSettings:
     seed: int = 0
 
 
-@dataclass
-class _Work:
-    """A reduction that was launched, or is to be once the ranks agree, and what to make of it."""
-
-    launch: Callable[[], Work]
-    read: Callable[[torch.Tensor], Reduced]
-    under_way: Work | None = None
-
-    def wait(self) -> Reduced:
-        work = self.under_way or self.launch()
-        return self.read(work.wait().values)
-
-    def drop(self) -> None:
-        if self.under_way is not None:
-            self.under_way.drop()
-
-
 class RadiusReducer:
     """Means over `group`, of whole buckets at resamples and of chosen entries between them.
 
@@ -97,6 +82,7 @@ class RadiusReducer:
         self._first = self._last = 0
         self._sent = self._stored = self._chosen = self._kept = 0
         self._notes: list[str] = []
+        self._held: list[RadiusWork] = []
 
     @property
     def carries(self) -> bool:
@@ -120,16 +106,20 @@ class RadiusReducer:
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         own = self._own[bucket.index]
+        own.flushed_norm = None
         self._step = step
         own.phase = self._phase(step.t) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
         self._stored += bucket.numel
         self._sent += values.numel()
         sending = dataclasses.replace(bucket, grad=values)
-        work = _Work(partial(self._whole.reduce, sending, step), partial(self._received, own))
+        launch, read = partial(self._whole.reduce, sending, step), partial(self._received, own)
+        work = RadiusWork(launch, read, self._held)
         # A mean that takes the residual's place cannot be taken back, so that one is launched when
         # the ranks have agreed that the step is good.
-        if not (self.carries and own.phase is Phase.RESAMPLE):
+        if self.carries and own.phase is Phase.RESAMPLE:
+            self._held.append(work)
+        else:
             work.under_way = work.launch()
         return work
 
@@ -137,7 +127,8 @@ class RadiusReducer:
         settings = self.settings
         if self._first and settings.schedule == "rolling":
             return Phase.ROLLING
-        if t >= settings.start and t % settings.interval == 0:
+        # Updates may be counted anew (`--no-load-optim`) where entries are chosen already.
+        if t % settings.interval == 0 and (self._first or t >= settings.start):
             return Phase.RESAMPLE
         return Phase.CHOSEN if self._first else Phase.WHOLE
 
@@ -150,16 +141,17 @@ class RadiusReducer:
             cuts = [part.cut(number, interval, settings.density) for part in own.parts]
             values = own.gather_rolling([cut for cut in cuts if cut.length], step.loss_scale)
             if settings.residual != "none":
-                since = step.t - self._first  # below 1 where updates are counted anew
+                since = step.t - self._first  # below 1 in the first step that is counted anew
                 own.count_steps(since if 0 < since < interval else interval)
             return values
         if own.phase is Phase.RESAMPLE:
-            own.residual.join(own.index, step.loss_scale)
+            return own.gather_all(step.loss_scale)
         return own.bucket.grad
 
     def _received(self, own: RadiusBucket, values: torch.Tensor) -> Reduced:
         if self.settings.select == "gradient" and own.phase in CHOOSING:
-            own.mean = values.clone()
+            # The optimizer may overwrite it before it is known that the step is applied.
+            own.mean = [part.clone() for part in own.of_parts(values)]
         rest = "frozen" if own.phase is Phase.ROLLING else "zero"
         return Reduced(values=values, index=own.sent, rest=rest, gathered=own.gathered)
 
@@ -169,9 +161,7 @@ class RadiusReducer:
 
     def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
         own = self._own[bucket.index]
-        values = own.mean if update is None else update.values
-        drawn = self.settings.select == "seeded"
-        assert own.phase not in CHOOSING or drawn == (values is None), "nothing to select by"
+        values = self._to_select_by(own, update) if own.phase in CHOOSING else ()
         if own.phase is Phase.RESAMPLE:
             # First of all: the update may lie where the residual does.
             self._resample(own, values)
@@ -186,36 +176,56 @@ class RadiusReducer:
     def abort(self, bucket: GradBucket) -> None:
         own = self._own[bucket.index]
         own.residual.undo(own.index)
+        own.flushed_norm = None
         own.forget_step()
+
+    def why_idle(self, first: int, last: int) -> str:
+        settings = self.settings
+        if not self._entries or self._first:
+            return ""
+        return why_no_resample(settings.start, first, last, settings.interval)
 
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
 
     # ---- choosing ------------------------------------------------------------------------------
 
-    def _resample(self, own: RadiusBucket, values: torch.Tensor | None) -> None:
-        """Choose anew in the whole bucket."""
+    def _to_select_by(
+        self, own: RadiusBucket, update: BucketUpdate | None
+    ) -> Sequence[torch.Tensor | None]:
+        """Values for each part in which is chosen anew, None where that is drawn."""
+        if self.settings.select == "seeded":
+            return [None] * len(own.parts if own.phase is Phase.RESAMPLE else own.flushed)
+        if self.settings.select == "gradient":
+            return own.mean
+        assert update is not None, "asked for by `wants_update`"
+        return own.of_parts(update.values)
+
+    def _resample(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
+        """Choose anew in the whole bucket, by values for each part."""
         settings = self.settings
         compare = own.index is not None
         pieces = settings.interval if settings.schedule == "rolling" else 1
-        for part in own.parts:
+        for part, whole in zip(own.parts, values, strict=True):
             for number in range(pieces):
                 cut = part.cut(number, pieces, settings.density)
-                mine = None if values is None else values[cut.start : cut.stop]
+                start = cut.start - part.start
+                mine = None if whole is None else whole[start : start + cut.length]
                 self._choose(own, cut, mine, compare=compare)
         if not self._first:
             self._first = self._step.t
             self._notes.append(self._switched())
         self._last = self._step.t
 
-    def _roll(self, own: RadiusBucket, values: torch.Tensor | None) -> None:
-        """Choose anew in the parts that were flushed."""
-        assert own.sent is not None, "a rolling step has an index"
-        for part, run in zip(own.flushed, own.sent.runs, strict=True):
+    def _roll(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
+        """Choose anew in the parts that were flushed, by values for each."""
+        for part, mine in zip(own.flushed, values, strict=True):
             own.residual.flush(part)
-            mine = None if values is None else values[run.values]
             # What is kept is asked of the first part, as often as with the paper's schedule.
             self._choose(own, part, mine, compare=self._step.t % self.settings.interval == 0)
+        if self._step.t < self._last:
+            # Updates are counted anew: what waits has done so for whole rounds.
+            self._first = -self.settings.interval
         self._last = self._step.t
 
     def _choose(

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron.data_parallel.interface import GradBucket
+from megatron.data_parallel.interface import ALIGNMENT, GradBucket
 from radius.index import BucketIndex, Part
 from radius.selection import CHUNK
+
+LARGEST = 2.0**55
+"""Of what an aborted step may leave in the gradient buffer: 65536 squares of it, which the norm of
+the gradient adds up in fp32, are finite."""
 
 
 class Residual:
@@ -33,6 +37,10 @@ class Residual:
     def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
         """Read the part of the gradient that is sent between resamples."""
         index.gather(self.bucket.grad, out)
+
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        """Of what waits (fp64 []), at a resample before `join`; None where nothing does."""
+        return None
 
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
         """Add all that waits to the gradient; saved state does not change."""
@@ -73,6 +81,12 @@ class SeparateResidual(Residual):
         self._waits = True
         return self._buffer
 
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        if not self._waits:
+            return None
+        index.clear(self._buffer)
+        return squares(self._buffer)
+
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
         if self._waits:
             assert index is not None, "something waits because something else was chosen"
@@ -101,8 +115,9 @@ class SeparateResidual(Residual):
 class InPlaceResidual(Residual):
     """The gradient buffer itself: sent entries are cleared, the others carry over to the next step.
 
-    What a skipped step had added stays there, but for entries that are not finite. The loss scale
-    is 1. Buckets that are sent whole are emptied after each step.
+    What a skipped step had added stays there, but for entries that are not finite, or so large that
+    no norm with them would ever be and every later resample were skipped for it. The loss scale is
+    1. Buckets that are sent whole are emptied after each step.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -120,6 +135,13 @@ class InPlaceResidual(Residual):
     def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
         index.take(self.bucket.grad, out)
 
+    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
+        # This step's gradient has joined already. It lies in chosen entries too, and goes with
+        # everything, so that none may be cleared here.
+        chosen = self.bucket.grad.new_empty(index.numel)
+        index.gather(self.bucket.grad, chosen)
+        return (squares(self.bucket.grad) - squares(chosen)).clamp_(min=0)
+
     def keep(self, loss_scale: float) -> None:
         self._waits = True
 
@@ -134,7 +156,9 @@ class InPlaceResidual(Residual):
         # After a resample's mean was taken it lies here on every rank, so no rank's share is lost.
         self._waits = True
         index.clear(self.bucket.grad)
-        self.bucket.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for chunk in self.bucket.grad.split(CHUNK):
+            # NaN is not below it either.
+            chunk.masked_fill_(~(chunk.abs() <= LARGEST), 0.0)
 
 
 RESIDUALS: dict[str, type[Residual]] = {
@@ -143,6 +167,13 @@ RESIDUALS: dict[str, type[Residual]] = {
     "none": Residual,
 }
 """The values of `--radius-residual`."""
+
+
+def squares(values: torch.Tensor) -> torch.Tensor:
+    """Their sum (fp64 []), by rows: one long sum in fp32 would be far off."""
+    whole = values.numel() // ALIGNMENT * ALIGNMENT
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, ALIGNMENT), dim=1).double()
+    return rows.square().sum() + values[whole:].double().square().sum()
 
 
 def _add(total: torch.Tensor, more: torch.Tensor, factor: float) -> None:

@@ -18,7 +18,7 @@ from megatron.config.megatron_names import (
     Refused,
 )
 from megatron.config.options import Spec, flag_name
-from megatron.config.refused_pairs import REFUSED_PAIRS
+from megatron.config.refused_pairs import REFUSED_PAIRS, RefusedPair
 from megatron.config.values import Given, Scalar, nearest, show, show_plain
 from megatron.errors import ConfigError
 
@@ -28,18 +28,26 @@ _PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """What the flags said. Fields appear in `givens` by name, the last use of a flag winning."""
+    """What the flags said. Fields appear in `givens` by name, the last use of a flag winning.
+    `path_pairs`: what gradient paths refuse, by the path's name, for `--help-compat`."""
 
     config: str | None = None
     givens: dict[str, Given] = field(default_factory=dict[str, Given])
     notices: list[str] = field(default_factory=list[str])
+    path_pairs: Mapping[str, Sequence[RefusedPair]] = field(
+        default_factory=dict[str, Sequence[RefusedPair]]
+    )
 
 
-def read_flags(argv: Sequence[str], specs: Mapping[str, Sequence[Spec]]) -> CommandLine:
+def read_flags(
+    argv: Sequence[str],
+    specs: Mapping[str, Sequence[Spec]],
+    path_pairs: Mapping[str, Sequence[RefusedPair]],
+) -> CommandLine:
     """Flags of the fields in `specs` (by section). Raises `ConfigError` for any other, SystemExit
-    after `--help` and `--help-compat`."""
+    after `--help` and `--help-compat`, which prints `path_pairs` as well."""
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
-    line = CommandLine()
+    line = CommandLine(path_pairs=path_pairs)
     _, unknown = parser.parse_known_args(_attach_numbers(argv, specs), _Namespace(line))
     if unknown:
         fields = (spec.flag for group in specs.values() for spec in group)
@@ -141,15 +149,22 @@ class _Refused(_Action):
 
 class _HelpCompat(_Action):
     def use(self, line: CommandLine, flag: str, values: Any) -> None:
-        print(compatibility_text())
+        print(compatibility_text(line.path_pairs))
         raise SystemExit(0)
 
 
-def compatibility_text() -> str:
+def compatibility_text(path_pairs: Mapping[str, Sequence[RefusedPair]]) -> str:
     """The refused pairs and what becomes of Megatron-LM's other flags."""
-    pairs = [f"  {pair.name}: {pair.reason}; {pair.instead}" for pair in REFUSED_PAIRS]
+    pairs = _pair_lines(REFUSED_PAIRS)
+    for path, own in path_pairs.items():
+        if own:
+            pairs += ["", f"Refused together with --grad-path {path}:", *_pair_lines(own)]
     names = [f"  {name.flag}: {name.outcome}" for name in MEGATRON_NAMES]
     return "\n".join(["Refused together:", *pairs, "", "Other flags of Megatron-LM:", *names])
+
+
+def _pair_lines(pairs: Sequence[RefusedPair]) -> list[str]:
+    return [f"  {pair.name}: {pair.reason}; {pair.instead}" for pair in pairs]
 
 
 @cache

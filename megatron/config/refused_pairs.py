@@ -1,9 +1,9 @@
 """Settings that exclude each other: one table, checked before anything is allocated and printed by
-`--help-compat`. A new pair is one row."""
+`--help-compat`. A new pair is one row; a gradient path may offer rows of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -195,8 +195,13 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
 )
 
 
-def check_pairs(config: Config) -> None:
+def pairs_of(path: object) -> Sequence[RefusedPair]:
+    """What a gradient path refuses; most of them nothing."""
+    return getattr(path, "refused_pairs", ())
+
+
+def check_pairs(config: Config, pairs: Sequence[RefusedPair] = REFUSED_PAIRS) -> None:
     """Raise `ConfigError` for the first refused pair that the configuration holds."""
-    for pair in REFUSED_PAIRS:
+    for pair in pairs:
         if pair.holds(config):
             raise ConfigError(pair.message(config))

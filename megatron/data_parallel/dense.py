@@ -77,6 +77,9 @@ class AllReduceReducer:
     def abort(self, bucket: GradBucket) -> None:
         pass
 
+    def why_idle(self, first: int, last: int) -> str:
+        return ""
+
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         pass
 

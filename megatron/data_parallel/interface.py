@@ -270,6 +270,11 @@ class GradientReducer(Protocol):
         """The step is dropped on every rank: forget it; the state is as before `reduce`."""
         ...
 
+    def why_idle(self, first: int, last: int) -> str:
+        """Why this path would do nothing that the dense one does not in the updates `first` to
+        `last`, with what would help, as an error's line; "" where it does something."""
+        ...
+
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         """The layout of a parameter changed: stored entry i now lies at `kept[i]` (int64, -1 =
         gone) of `new_numel`; entries that are new start from nothing."""
@@ -305,7 +310,11 @@ class PathParts:
 
 
 class GradientPath(Protocol):
-    """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
+    """A value of `--grad-path`. The class that implements it imports torch only in `build`.
+
+    It may offer `refused_pairs`, `RefusedPair`s of settings that exclude each other on this path:
+    they are printed by `--help-compat` and checked before `check`.
+    """
 
     @property
     def name(self) -> str:

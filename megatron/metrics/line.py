@@ -77,9 +77,9 @@ def _own_fields(
     if peak_tflops is not None:
         fields.append(f"MFU: {100 * rate / (peak_tflops * 1e12):.1f}%")
     fields.append(f"sent per step: {byte_size(interval.bytes_per_step)}")
-    if last.density < 1:
-        fields.append(f"density: {last.density:.4g}")
-    fields += [f"{name.replace('_', ' ')}: {value:.4g}" for name, value in last.path.items()]
+    if interval.density < 1:
+        fields.append(f"density: {interval.density:.4g}")
+    fields += [f"{name.replace('_', ' ')}: {value:.4g}" for name, value in interval.path.items()]
     if interval.wait_seconds is not None:
         fields.append(f"waited for gradients (ms): {1000 * interval.wait_seconds:.1f}")
     fields.append(f"peak memory: {memory_size(interval.peak_memory_bytes)}")

@@ -53,7 +53,8 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What the steps since the last log line have in common: sums, means and counts."""
+    """What the steps since the last log line have in common: sums, means and counts; of `path`,
+    which not every step has, the latest of each name."""
 
     steps: int
     seconds: float
@@ -66,6 +67,8 @@ class Interval:
     nan: int
     peak_memory_bytes: int
     timers: dict[str, Spread]
+    density: float
+    path: dict[str, float]
 
 
 def summarize(records: Sequence[StepRecord]) -> Interval:
@@ -89,6 +92,8 @@ def summarize(records: Sequence[StepRecord]) -> Interval:
         nan=sum(not math.isfinite(r.lm_loss) for r in records),
         peak_memory_bytes=max(r.peak_memory_bytes for r in records),
         timers=_sum_timers(records),
+        density=sum(r.density for r in records) / len(records),
+        path={name: value for r in records for name, value in r.path.items()},
     )
 
 

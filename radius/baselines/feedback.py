@@ -135,6 +135,14 @@ class FeedbackReducer(ABC):
     def abort(self, bucket: GradBucket) -> None:
         self._work.pop(bucket.index, None)
 
+    def why_idle(self, first: int, last: int) -> str:
+        if self.start_iter <= last or not any(self._names.values()):
+            return ""
+        return (
+            f"{self.name}_start_iter {self.start_iter} is past the last update of this run, "
+            f"{last}; start at {first}, or train for longer"
+        )
+
     def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
         raise AssertionError("the baselines store whole parameters, whose layout never changes")
 

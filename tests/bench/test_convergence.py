@@ -222,6 +222,24 @@ def test_an_interrupted_run_goes_on_and_its_forks_wait_for_it(tmp_path: Path) ->
     assert json.loads(lines[0])["iteration"] == 40  # the fork's own steps, none twice
 
 
+def test_a_runner_that_stops_is_given_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopping(Fake):
+        stopping = False
+
+        def __call__(self, flags: Sequence[str], ranks: int, console: Path) -> int:
+            super().__call__(flags, ranks, console)
+            self.stopping = True
+            return 75
+
+    fake = Stopping()
+    assert sorted(run_some(STUDY, tmp_path, fake, jobs=1)) == sorted(run.name for run in STUDY)
+    assert fake.started == [STUDY[0].name] and names_in(tmp_path) == []
+    told = capsys.readouterr().out
+    assert told.count("starts") == 1 and f"{len(STUDY) - 1} runs are left" in told
+
+
 def test_a_run_whose_numbers_went_wrong_has_a_row(tmp_path: Path) -> None:
     runs = [Run(variant="dense", seed=1), radius(0.1)]
     assert run_some(runs, tmp_path, Fake({"radius_0.1-seed1": 5})) == []

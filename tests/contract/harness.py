@@ -201,7 +201,7 @@ def _config(case: PathCase) -> Any:
         extensions[path.section] = path.config_class(**case.options)
     return SimpleNamespace(
         extensions=extensions,
-        training=SimpleNamespace(seed=1),
+        training=SimpleNamespace(seed=1, skip_train=False),
         total_iterations=lambda: TOTAL_ITERATIONS,
     )
 

@@ -39,7 +39,7 @@ def test_golden_line() -> None:
         "learning rate: 1.000000E-04 | global batch size:     8 | lm loss: 4.500000E+00 | "
         "loss scale: 1.0 | grad norm: 1.250 | num zeros: 12 | params norm: 33.500 | "
         "number of skipped iterations:   0 | number of nan iterations:   0 | tokens/s: 2000 | "
-        "per rank TFLOP/s: 1.00 | MFU: 10.0% | sent per step: 3.10 MB | density: 0.1 | "
+        "per rank TFLOP/s: 1.00 | MFU: 10.0% | sent per step: 3.10 MB | density: 0.55 | "
         "waited for gradients (ms): 4.0 | peak memory: 1.00 GiB | "
         "ETA: 1h 15m (2023-11-14 23:28) |"
     )
@@ -137,3 +137,8 @@ def test_evaluation_line() -> None:
 )
 def test_numbers_as_people_read_them(text: str, wanted: str) -> None:
     assert text == wanted
+
+
+def test_what_a_path_tells_now_and_then_is_in_the_line_of_its_interval() -> None:
+    records = [record(8, density=0.1), record(9, path={"index_kept": 0.75}), record(10)]
+    assert " | density: 0.7 | index kept: 0.75 | " in _line(records)

@@ -14,6 +14,7 @@ from tests.radius.toys import (
     MATRICES,
     STEPS,
     masks_of,
+    params_of,
     radius,
     settled,
 )
@@ -81,3 +82,26 @@ def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
             # What was pending in an entry that is not finite is lost on that rank alone.
             wanted[0, :7] = 0.0
         torch.testing.assert_close(after.mean(0), wanted.mean(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pending", [1e20, 1e30, 3e38])
+@pytest.mark.parametrize("world", [1, 2])
+def test_in_place_what_waits_does_not_keep_resamples_from_passing(
+    ranks: Ranks, world: int, pending: float
+) -> None:
+    """A gradient that is finite, but whose square is not, is not sent at first."""
+    for found in ranks.run(world, on_rank_with_huge_gradient, pending):
+        assert found["good"] == [True] * 7 + [False] + [True] * 7
+        assert found["finite"]
+
+
+def on_rank_with_huge_gradient(groups: ProcessGroups, pending: float) -> dict:
+    toy = Toy(groups, radius(residual="in-place"))
+    good = []
+    for t in range(1, 16):
+        mine = gradients(t, groups.dp.rank)
+        if t == 5:
+            mask = masks_of(toy)["first.weight"].view(-1)
+            mine["first.weight"].view(-1)[(~mask).nonzero()[:1]] = pending
+        good.append(toy.step([mine]).ok)
+    return {"good": good, "finite": all(p.isfinite().all() for p in params_of(toy).values())}

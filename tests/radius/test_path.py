@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.config import Config, parse, to_yaml
+from megatron.config.refused_pairs import check_pairs
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import Part, quota
 from radius.path import RadiusConfig, RadiusPath
+from tests.radius.toys import alone
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -87,7 +90,8 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--radius-densty 0.4", "did you mean --radius-density?"),
         (
             "--radius-start-iter 5 --radius-start-fraction 0.1",
-            "radius_start_iter 5 and radius_start_fraction 0.1 are both given; give one of them",
+            "Radius has one start (radius_start_iter is 5, radius_start_fraction is 0.1); give one "
+            "of them",
         ),
         ("--radius-start-iter 1001", "radius_start_iter 1001 is past the last of 1000 steps"),
         ("--radius-interval 2000", "--radius-interval 1000 would do"),
@@ -95,15 +99,27 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--radius-interval 999 --radius-start-iter 1000", "--radius-interval 500 would do"),
         (
             "--radius-schedule rolling --adam-beta1 0",
-            "radius_schedule rolling with adam_beta1 0.0",
+            "or give --radius-schedule paper",
         ),
-        ("--radius-residual in-place --radius-schedule rolling", "give paper"),
-        ("--radius-residual in-place --fp16", "fp16: the loss scale"),
+        (
+            "--radius-residual in-place --radius-schedule rolling",
+            "give --radius-schedule paper, or leave radius_residual at separate",
+        ),
+        ("--radius-residual in-place --fp16", "give --bf16, or leave radius_residual at separate"),
         (
             "--radius-residual in-place --fp16 --accumulate-allreduce-grads-in-fp32",
             "fp16: the loss scale",
         ),
-        ("--radius-residual in-place --bf16 --grad-reduce-in-bf16", "bfloat16 gradients"),
+        (
+            "--radius-residual in-place --bf16 --grad-reduce-in-bf16",
+            "drop --grad-reduce-in-bf16, or leave radius_residual at separate",
+        ),
+        (
+            "--radius-residual in-place --skip-loss-spikes 4",
+            "drop --skip-loss-spikes, or leave radius_residual at separate",
+        ),
+        ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
+        ("--fp16 --radius-schedule rolling", "give --accumulate-allreduce-grads-in-fp32"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> None:
@@ -116,6 +132,11 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
         "--radius-interval 1000",
         "--radius-interval 2000 --radius-density 1",
         "--radius-residual in-place --bf16",
+        "--skip-loss-spikes 4",
+        "--bf16 --grad-reduce-in-bf16",
+        "--fp16 --accumulate-allreduce-grads-in-fp32",
+        "--fp16 --radius-residual none",
+        "--fp16 --radius-density 1",
         "--radius-schedule rolling --optimizer sgd --adam-beta1 0",
         "--radius-start-iter 0 --radius-interval 1",
     ],
@@ -124,12 +145,35 @@ def test_what_can_be_is_accepted(flags: str) -> None:
     read(flags)
 
 
+@pytest.mark.parametrize("size", ["tensor", "pipeline"])
+def test_in_place_is_refused_with_model_parallel_ranks(size: str) -> None:
+    """The table of the whole program refuses these sizes first, as long as they are not built."""
+    config = read("--radius-residual in-place")
+    sizes = {f"{size}_model_parallel_size": 2}
+    parallel = dataclasses.replace(config.parallel, **sizes)
+    with pytest.raises(ConfigError, match="leave both at 1, or leave radius_residual at separate"):
+        check_pairs(dataclasses.replace(config, parallel=parallel), RadiusPath.refused_pairs)
+    check_pairs(config, RadiusPath.refused_pairs)
+
+
+def test_help_compat_tells_what_is_refused_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help-compat"], paths=GRADIENT_PATHS)
+    _, told = capsys.readouterr().out.split("Refused together with --grad-path radius:\n")
+    for pair in RadiusPath.refused_pairs:
+        assert f"  {pair.name}: {pair.reason}; {pair.instead}\n" in told
+
+
 def test_a_run_counted_in_samples_is_as_long_as_its_steps() -> None:
     base = BASE.replace("--train-iters 1000", "--train-samples 1000")
     read("--global-batch-size 4", base)
     said = refused("--global-batch-size 8 --radius-start-iter 1", base)
     assert "from 1, where Radius starts, to 125" in said
-    read("--radius-interval 9999", base)  # the batch follows from the number of ranks
+    # The batch follows from the number of ranks, and is known when the path is built.
+    config = read("--radius-interval 9999", base).resolve(10)
+    with pytest.raises(ConfigError, match="to 50, the last, is a multiple of it"):
+        RadiusPath().build(config, [], alone())
+    RadiusPath().build(read("--radius-interval 40", base).resolve(10), [], alone())
 
 
 def test_a_run_that_only_evaluates_needs_no_resample() -> None:

@@ -6,11 +6,12 @@ What every gradient path promises is tested in `tests/contract`; here is what Ra
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.interface import GradBucket, StepContext
 from megatron.parallel.groups import ProcessGroups
 from radius.bitmap import BitmapIndex
 from tests.contract.harness import SHAPES, PathCase, Toy, gradients, same
@@ -280,3 +281,31 @@ def test_both_kinds_of_index_make_the_same_run(
         else:
             # Frozen entries are updated in other pieces, whose scalar tails round differently.
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def on_rank_resampled_in_place(groups: ProcessGroups) -> tuple[list[str], int]:
+    """What the sums and waits of the second resample are, in order."""
+    toy = Toy(groups, radius(residual="in-place"))
+    told: list[str] = []
+    launch = reducer_of(toy)._whole.reduce
+
+    def reduce(bucket: GradBucket, step: StepContext) -> Any:
+        told.append("launch")
+        work = launch(bucket, step)
+        wait = work.wait
+        work.wait = lambda: told.append("wait") or wait()
+        return work
+
+    reducer_of(toy)._whole.reduce = reduce
+    for t in range(1, 9):
+        told.clear()
+        toy.step([gradients(t, groups.dp.rank)])
+    return told, sum(bool(own.parts) for own in reducer_of(toy)._own)
+
+
+def test_in_place_every_sum_of_a_resample_is_launched_before_one_is_waited_for(
+    ranks: Ranks,
+) -> None:
+    for told, matrices in ranks.run(2, on_rank_resampled_in_place):
+        assert matrices > 1 and told.count("launch") >= matrices
+        assert "launch" not in told[told.index("wait") :]

@@ -134,3 +134,36 @@ def test_a_dense_checkpoint_starts_it_at_the_next_multiple() -> None:
 
     found = densities(radius(start_iter=20, interval=4), 6, before=pretend)  # steps 102 to 107
     assert [t for t, density in enumerate(found, 102) if density < 1] == [105, 106, 107]
+
+
+@pytest.mark.parametrize("select", ["update", "seeded"])
+def test_updates_counted_anew_meet_the_next_resample(select: str) -> None:
+    """As after `--no-load-optim`: the index is there, and t begins below the start."""
+    toy = Toy(alone(), radius(select=select, start_iter=9))
+    for t in range(1, 15):
+        toy.step([gradients(t)])
+    toy.optimizer.applied = 0
+    found = []
+    for t in range(1, 10):
+        toy.step([gradients(50 + t)])
+        found.append(toy.engine.stats().density)
+    assert [density == 1 for density in found] == [t % 4 == 0 for t in range(1, 10)]
+
+
+@pytest.mark.parametrize("saved_at", [None, 2])
+def test_rolling_counts_whole_rounds_where_updates_are_counted_anew(saved_at: int | None) -> None:
+    """Also where t passes the first resample again, and after a save in between."""
+    toy = Toy(alone(), radius(schedule="rolling"))
+    for t in range(1, 12):
+        toy.step([gradients(t)])
+    toy.optimizer.applied = 0
+    for t in range(1, 10):
+        toy.backward([gradients(50 + t)])
+        step = toy.finish()
+        counted = [r.gathered for r in step.reduced if r.gathered is not None]
+        assert {float(c.max()) for c in counted} == {4.0}, t
+        toy.apply(step)
+        if t == saved_at:
+            second = Toy(alone(), radius(schedule="rolling"))
+            moved(toy, second, dict(reducer_of(toy).state_tensors()))
+            toy = second

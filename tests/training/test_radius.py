@@ -37,7 +37,7 @@ def flags(*more: str) -> str:
         "--bf16 --radius-select seeded",
         "--radius-schedule rolling --bf16",
         "--radius-residual in-place",
-        "--fp16 --initial-loss-scale 65536",
+        "--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32",
     ],
 )
 def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options: str) -> None:
@@ -58,7 +58,7 @@ def test_the_log_line_shows_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
     assert len(steps) == 9 and "density" not in steps[1]
     assert log.index(steps[1]) < log.index(switch) < log.index(steps[3])
     assert "density: 0.3" in steps[3] and "residual norm: " in steps[3]
-    assert "index kept: " in steps[5] and "residual norm: 0 " in steps[5]
+    assert "index kept: " in steps[5] and "residual norm: 0 " not in steps[5]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     sparse = [line for line in lines if line.get("density", 1) < 1]
     assert [line["iteration"] for line in sparse] == [4, 5, 7, 8]
@@ -80,6 +80,45 @@ def test_a_dense_checkpoint_starts_it(ranks: Ranks, tmp_path: Path) -> None:
     # Step 5 has no index yet, 6 is the first resample.
     found = metrics_of(tmp_path / "radius", "density")
     assert [density < 1 for density in found] == [False, False, True, True, False]
+
+
+def test_moments_left_behind_do_not_leave_the_resamples_behind(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Updates are counted from 1 again, which is before Radius began."""
+    late = flags("--radius-start-iter 6 --train-iters 12")
+    ranks.run(1, train, f"{late} --exit-interval 7", tmp_path / "run")
+    ranks.run(1, train, f"{late} --load {tmp_path / 'run'} --no-load-optim", tmp_path / "next")
+    found = metrics_of(tmp_path / "next", "density")
+    assert [density < 1 for density in found] == [True, True, False, True, True]
+
+
+def test_a_checkpoint_too_late_for_any_resample_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    dense = TINY.replace("--train-iters 8", "--train-iters 7")
+    ranks.run(1, train, dense, tmp_path / "dense")
+    late = flags(f"--radius-interval 6 --load {tmp_path / 'dense'}")
+    (said,) = ranks.run(1, on_rank_refused, late, tmp_path / "late")
+    assert "with 2 steps left, radius_interval 6: no update from 8 to 9" in said
+    assert said.endswith("--radius-interval 4 would do")
+    anew = flags(f"--radius-start-iter 3 --load {tmp_path / 'dense'} --no-load-optim")
+    (said,) = ranks.run(1, on_rank_refused, anew, tmp_path / "anew")
+    assert "radius_start_iter 3 is past the last update of this run, 2" in said
+    fits = late.replace("--radius-interval 6", "--radius-interval 4")
+    ranks.run(1, train, fits, tmp_path / "fits")
+    log = (tmp_path / "fits" / "log.txt").read_text()
+    assert "radius: on from here, after update 8" in log
+
+
+def test_resetting_the_same_path_says_what_becomes_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    reset = flags("--reset-grad-state")
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "run")
+    ranks.run(1, train, f"{reset} --load {tmp_path / 'run'}", tmp_path / "other")
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert "gradient path radius starts anew" in log and "radius: on from here, after" in log
+    ranks.run(1, train, reset, tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "--reset-grad-state is ignored: this run goes on" in log
+    assert log.count("radius: on from here, after") == 1
 
 
 def on_rank_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:

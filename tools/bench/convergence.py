@@ -174,7 +174,8 @@ def run_all(
     """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
 
     A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
-    gets a row that says so. Returns the names of runs that failed or had to be left out.
+    gets a row that says so. Returns the names of runs that failed or had to be left out, which are
+    all that have not started when the runner is `stopping`.
     """
     done = {row["name"] for row in read_rows(results, plan)}
     waiting = [run for run in wanted if run.name not in done]
@@ -183,6 +184,11 @@ def run_all(
     (work / "console").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
+            if getattr(runner, "stopping", False) and waiting:
+                _say(f"stopped: {len(waiting)} runs are left for another start")
+                failed += [run.name for run in waiting]
+                waiting = []
+                continue
             for run in _ready(waiting, done, running.values(), jobs):
                 waiting.remove(run)
                 _say(f"{run.name}: starts")

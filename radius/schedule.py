@@ -1,0 +1,27 @@
+"""Whether a resample falls into a run. Loads no torch."""
+
+from __future__ import annotations
+
+
+def fitting_interval(first: int, last: int, interval: int) -> int:
+    """`interval` where one of the updates `first` to `last` is a multiple of it, else the largest
+    that would do; 0 where there are no such updates."""
+    longest = min(interval, last)
+    return next((t for t in range(longest, 0, -1) if last // t * t >= max(first, 1)), 0)
+
+
+def why_no_resample(start: int, first: int, last: int, interval: int) -> str:
+    """Why none comes in the updates `first` to `last`, and what would help; "" where one does."""
+    begin = max(start, first)
+    fitting = fitting_interval(begin, last, interval)
+    if fitting == interval:
+        return ""
+    if not fitting:
+        return (
+            f"radius_start_iter {start} is past the last update of this run, {last}; give "
+            f"--radius-start-iter {first}, or train for longer"
+        )
+    return (
+        f"radius_interval {interval}: no update from {begin} to {last}, which is what is left of "
+        f"this run, is a multiple of it; --radius-interval {fitting} would do"
+    )
