@@ -123,6 +123,10 @@ class _Place:
         weight.copy_(grad)
 
     def direction(
-        self, old_weight: torch.Tensor, moments: Sequence[torch.Tensor], hyper: Any
+        self,
+        old_weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Any,
+        gathered: torch.Tensor | None = None,
     ) -> torch.Tensor:
         raise AssertionError("nothing is selected by this")
