@@ -20,8 +20,9 @@ def radius_bytes(
     value_bytes: int,
     device: str,
 ) -> dict[str, int]:
-    """Bytes by kind for matrices of so many entries. `values`: what is only there while it is
-    sent, in `value_bytes` each, and the counts of steps that a rolling schedule adds to them."""
+    """Bytes by kind for matrices of so many entries. `values`: what is sent, in `value_bytes` each,
+    and the counts of steps that a rolling schedule adds to them; a CPU keeps their memory from step
+    to step, on a GPU they are there while they are sent."""
     sizes = list(matrices)
     if density >= 1:
         return {"index": 0, "residual": 0, "values": 0}
@@ -37,13 +38,16 @@ def radius_bytes(
     }
 
 
-def memory_note(entries: int, kinds: dict[str, int]) -> str:
+def memory_note(entries: int, kinds: dict[str, int], device: str) -> str:
     """The sentence for the log of a rank whose matrices have so many entries."""
     index, residual, values = (_size(kinds[kind]) for kind in ("index", "residual", "values"))
+    papers = f"(the paper: {_size(PAPERS * entries)} of booleans and residual)"
+    if device == "cpu":
+        kept = f"{index} of index, {residual} of residual and {values} of values"
+        return f"radius: keeps {kept} for {entries:,} entries {papers}"
     return (
         f"radius: keeps {index} of index and {residual} of residual for {entries:,} entries, and "
-        f"{values} of values while they are sent (the paper: {_size(PAPERS * entries)} of booleans "
-        "and residual)"
+        f"{values} of values while they are sent {papers}"
     )
 
 

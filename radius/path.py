@@ -117,6 +117,7 @@ class RadiusPath:
         return PathParts(layout=DenseLayout(), reducer=RadiusReducer(groups.dp, matrices, settings))
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""
         options = self._options(config)
         each = BYTES[config.precision.grad_dtype]
         rolling = options.radius_schedule == "rolling"

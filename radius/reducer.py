@@ -259,7 +259,7 @@ class RadiusReducer:
             value_bytes=grad.element_size(),
             device=grad.device.type,
         )
-        return memory_note(sum(matrices), kinds)
+        return memory_note(sum(matrices), kinds, grad.device.type)
 
     def _switched(self) -> str:
         settings = self.settings

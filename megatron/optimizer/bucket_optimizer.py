@@ -115,13 +115,20 @@ class BucketOptimizer:
     ) -> None:
         state = self.states[bucket.index]
         runs = index.runs if self.engine.wants_update else ()
-        old_weights = [state.master[run.start : run.stop].clone() for run in runs]
+        # The index takes all runs at once, so that old weights are copied whole where they matter.
+        weights = [state.master[run.start : run.stop] for run in runs]
+        if hyper.weight_decay:
+            weights = [weight.clone() for weight in weights]
         index.apply(self.rule, reduced, state.master, state.moments, hyper, factor=factor)
-        for run, old_weight in zip(runs, old_weights, strict=True):
+        for run, weight in zip(runs, weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
+            values = reduced.values[run.values]
             waited = None if reduced.gathered is None else reduced.gathered[run.values]
-            update = self.rule.direction(old_weight, moments, hyper, waited)
-            reduced.values[run.values].copy_(update)
+            for start in range(0, values.numel(), self._chunk):
+                cut = slice(start, start + self._chunk)
+                mine = [moment[cut] for moment in moments]
+                counts = None if waited is None else waited[cut]
+                values[cut].copy_(self.rule.direction(weight[cut], mine, hyper, counts))
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(state.master))
 

@@ -12,6 +12,7 @@ from tests.contract.harness import PathCase, Toy, case_id, gradients, same
 from tests.radius.toys import (
     CASES,
     MATRICES,
+    OWN_CASES,
     STEPS,
     masks_of,
     params_of,
@@ -43,6 +44,11 @@ def test_a_nan_leaves_residual_and_index_alone_at_every_position(
 ) -> None:
     for name in ("second.weight", "norm.weight"):
         assert ranks.run(world, on_rank_poisoned, case, name) == [[[]] * STEPS] * world
+
+
+@pytest.mark.parametrize("case", OWN_CASES, ids=case_id)
+def test_a_nan_leaves_them_alone_under_other_settings(ranks: Ranks, case: PathCase) -> None:
+    assert ranks.run(2, on_rank_poisoned, case, "second.weight") == [[[]] * STEPS] * 2
 
 
 def on_rank_dropped(groups: ProcessGroups, position: int, kind: str) -> dict:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.data_parallel.interface import BucketUpdate, GradBucket, Slice, StepContext
+from megatron.data_parallel.interface import BucketUpdate, GradBucket, Slice, Step, StepContext
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW, Hyper
 from megatron.parallel.groups import Group
 from radius.bitmap import BitmapIndex
@@ -160,6 +162,38 @@ def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(residual: s
     assert most_at_once(lambda: bench.step(8)) <= index + bits + 5 * MIB
 
 
+class Whole:
+    """An engine of one bucket, as far as the optimizer sees it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.buckets = [bench.bucket]
+        self.layout: Any = SimpleNamespace(bind=lambda *_: None, scatter=lambda *_: None)
+        self.infos = {"w": SimpleNamespace(param=bench.weight)}
+        self.wants_update = True
+
+    def slices(self) -> Iterator[Any]:
+        yield SimpleNamespace(name="w", leaves=()), self.buckets[0], Slice(0, ENTRIES)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
+    dtype: torch.dtype, weight_decay: float
+) -> None:
+    """One part in four; without weight decay they are not read."""
+    bench = Bench("0.1", dtype, schedule="rolling")
+    for t in range(1, 6):
+        bench.step(t)
+    reduced = bench.reducer.reduce(bench.bucket, StepContext(6)).wait()
+    engine: Any = Whole(bench)
+    optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+    step = Step(ok=True, norm=1.0, factor=0.5, reduced=[reduced])
+    taken = most_at_once(lambda: optimizer.step(step, lr=0.0, weight_decay=weight_decay))
+    kept = 4 * ENTRIES / 4 if weight_decay else 0
+    # `frozen` entries are gathered chunk by chunk as well.
+    assert kept <= taken <= kept + 5 * MIB, taken / MIB
+
+
 def test_a_bitmap_is_as_large_as_planned() -> None:
     index = BitmapIndex(ENTRIES // 1024 * 1024, torch.device("cpu"))
     planned = index_bytes(index.length, index.length // 3, "cuda")
@@ -175,8 +209,12 @@ def test_the_log_tells_it_beside_the_papers() -> None:
         value_bytes=4,
         device="cpu",
     )
-    assert memory_note(10_000_500, kinds) == (
+    assert memory_note(10_000_500, kinds, "cpu") == (
+        "radius: keeps 16 MB of index, 40 MB of residual and 16 MB of values for 10,000,500 "
+        "entries (the paper: 50 MB of booleans and residual)"
+    )
+    assert memory_note(10_000_500, kinds, "cuda") == (
         "radius: keeps 16 MB of index and 40 MB of residual for 10,000,500 entries, and 16 MB of "
         "values while they are sent (the paper: 50 MB of booleans and residual)"
     )
-    assert "9.02 kB of index" in memory_note(1, kinds | {"index": 9020})
+    assert "9.02 kB of index" in memory_note(1, kinds | {"index": 9020}, "cpu")

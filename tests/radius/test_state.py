@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megatron.parallel.groups import ProcessGroups
-from tests.contract.harness import SHAPES, PathCase, Toy, gradients, same
+from tests.contract.harness import SHAPES, PathCase, Toy, case_id, gradients, same
 from tests.radius.toys import (
+    CASES,
     MATRICES,
+    OWN_CASES,
     STEPS,
     alone,
     densities,
@@ -41,7 +43,7 @@ def on_rank_resumed(groups: ProcessGroups, case: PathCase) -> list[list[str]]:
     return found
 
 
-@every_case
+@pytest.mark.parametrize("case", [*CASES, *OWN_CASES], ids=case_id)
 def test_resumed_at_every_position_of_an_interval_is_uninterrupted(
     ranks: Ranks, case: PathCase
 ) -> None:

@@ -28,6 +28,15 @@ def radius(**options: Any) -> PathCase:
     return PathCase("radius", {f"radius_{name}": value for name, value in short.items()})
 
 
+OWN_CASES = [
+    radius(select="gradient"),
+    radius(select="gradient", schedule="rolling"),
+    radius(residual="none"),
+]
+"""Settings that the contract tests leave out: the first two differ from others only in what they
+select by, the last keeps nothing of what it does not send."""
+
+
 def reducer_of(toy: Toy) -> Any:
     """Any, so that tests may look inside."""
     return toy.engine.reducer
