@@ -89,7 +89,7 @@ for path in paths:
     sent = [line["bytes_sent"] for line in lines if "bytes_sent" in line]
     print(f"{path:6}  validation loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
           f"{losses[-1] / losses[0]:.0%} of the first; each rank sent {sum(sent) / 1e9:.2f} GB, "
-          f"{sent[-1] / max(1, sent[0]):.0%} of the first step's bytes in the last")
+          f"in most steps {sorted(sent)[len(sent) // 2] / max(1, sent[0]):.0%} of the first's")
 PY
 cat <<END
 
