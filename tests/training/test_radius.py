@@ -51,7 +51,7 @@ def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options
 def test_the_log_line_shows_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, train, flags(), tmp_path)
     log = (tmp_path / "log.txt").read_text().splitlines()
-    (memory,) = [line for line in log if "of residual for" in line]
+    (memory,) = [line for line in log if "radius: keeps" in line]
     assert "the paper" in memory
     (switch,) = [line for line in log if "radius: on from here" in line]
     steps = [line for line in log if "] iteration " in line]
