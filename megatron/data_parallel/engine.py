@@ -261,14 +261,15 @@ class GradientEngine:
 
 
 def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:
-    """A sum, which is not finite if an entry is not and is far cheaper than `isfinite().all()`.
+    """A norm, which is not finite if an entry is not and is far cheaper than `isfinite().all()`.
 
-    torch adds bf16 up in fp32 and rounds once, to a type of the same range; an fp16 result would
-    overflow where no entry does.
+    Nor is it where squares overflow: an entry so large that a sparse path does not send would wait
+    in its residual and spoil every later norm. torch adds bf16 up in fp32 and rounds once, to a
+    type of the same range; an fp16 result would overflow where no entry does.
     """
     if values.dtype != torch.float16:
-        return values.sum().float()
-    return torch.stack([piece.sum() for piece in _widened(values)]).sum()
+        return torch.linalg.vector_norm(values).float()
+    return torch.stack([torch.linalg.vector_norm(piece) for piece in _widened(values)]).sum()
 
 
 def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
