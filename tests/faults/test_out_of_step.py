@@ -48,10 +48,11 @@ def check(fault: str, phase: str, ended: Ended) -> None:
     assert ended.all_stderr.count("parts from the others") == 1, ended.all_stderr
 
 
-def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
-    again = start_ranks(2, run_dir, FLAGS).finish()
-    assert again.codes == [0, 0], again.all_stderr
-    assert losses(run_dir) == unbroken
+def check_recovery(run_dir: Path, unbroken: dict[int, float], world: int = 2) -> None:
+    again = start_ranks(world, run_dir, FLAGS).finish()
+    assert set(again.codes) == {0}, again.all_stderr
+    # Four ranks add up in another order than two.
+    assert losses(run_dir) == (unbroken if world == 2 else pytest.approx(unbroken, abs=1e-4))
 
 
 def test_one_too_many_and_one_left_out(tmp_path: Path) -> None:
@@ -112,16 +113,22 @@ def test_matrix_of_collectives(
 @pytest.mark.parametrize("kind", ["extra-collective", "skip-collective"])
 @pytest.mark.parametrize("phase", ["backward", "reduce", "evaluate"])
 def test_matrix_of_collectives_of_four(
-    kind: str, phase: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    kind: str,
+    phase: str,
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Most of four agree, so that nothing has to be guessed."""
     record_property("fault", f"{kind}, one of four ranks")
     flags = FLAGS.replace("--eval-interval 4", "--eval-interval 3")
     fault = f"{kind}:2:3:{phase}"
-    ended = start_ranks(4, tmp_path, f"{flags} --micro-batch-size 1", fault=fault).finish()
+    ended = start_ranks(4, tmp_path, flags, fault=fault).finish()
     check(fault, phase, ended)
     record_property("seconds", ended.seconds_after_fault())
     record_property("detected", 1)
+    check_recovery(tmp_path, unbroken, world=4)
+    record_property("recovered", 1)
 
 
 def on_rank_evaluation(groups: ProcessGroups, run_dir: Path) -> str:

@@ -155,7 +155,9 @@ def test_matrix(
 
 
 @pytest.mark.matrix
-def test_four_ranks(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_four_ranks(
+    tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
+) -> None:
     """One of four is stopped: the other three blame that one, once."""
     record_property("fault", "stop, one of four ranks")
     flags = f"--train-iters {STEPS} {TIMEOUT}"
@@ -168,6 +170,10 @@ def test_four_ranks(tmp_path: Path, record_property: Callable[[str, object], Non
     record_property("seconds", seconds)
     assert seconds < LATE
     record_property("detected", 1)
+    again = start_ranks(4, tmp_path, flags).finish()
+    assert again.codes == [0, 0, 0, 0], again.all_stderr
+    assert losses(tmp_path) == pytest.approx(unbroken, abs=1e-4)
+    record_property("recovered", 1)
 
 
 def test_launcher_exits_with_the_first_causes_code(tmp_path: Path, unbroken: dict) -> None:
