@@ -55,9 +55,9 @@ def _left_by(pid: int) -> list[str]:
 def _started(*arguments: str) -> subprocess.Popen[str]:
     """A run whose ranks sleep; returns when they do."""
     ranks = ["bash", "-c", "echo asleep; exec sleep 600"]
-    process = subprocess.Popen(
-        [str(SCRIPT), *arguments, "--", *ranks], stdout=subprocess.PIPE, text=True
-    )
+    # env gives signals back that whoever started the tests ignores, as nohup does.
+    command = ["env", "--default-signal", str(SCRIPT), *arguments, "--", *ranks]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "asleep\n"
     return process
 
