@@ -13,6 +13,7 @@ resample, which also chooses the entries anew.
 `chunk_index`, `pieces`  on a CPU int32 offsets within chunks, which stay in cache,
 `bitmap`, `kernels`      on a GPU a bit for each entry, compacted without asking the host
 `selection`              exactly the k largest entries, or a draw from a seed
+`ddp_hook`, `by_hand`    the same in other people's loops, with or without torch's DDP
 `baselines`              the methods that the paper compares with
 =======================  ==========================================================================
 
