@@ -92,17 +92,18 @@ def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
 
 @pytest.mark.parametrize("pending", [1e20, 1e30, 3e38])
 @pytest.mark.parametrize("world", [1, 2])
-def test_in_place_what_waits_does_not_keep_resamples_from_passing(
-    ranks: Ranks, world: int, pending: float
+@pytest.mark.parametrize("residual", ["separate", "in-place"])
+def test_a_gradient_too_large_to_square_is_skipped_at_once_and_keeps_no_resample_from_passing(
+    ranks: Ranks, world: int, residual: str, pending: float
 ) -> None:
-    """A gradient that is finite, but whose square is not, is not sent at first."""
-    for found in ranks.run(world, on_rank_with_huge_gradient, pending):
-        assert found["good"] == [True] * 7 + [False] + [True] * 7
+    """It is finite, and not among the entries that are sent."""
+    for found in ranks.run(world, on_rank_with_huge_gradient, residual, pending):
+        assert found["good"] == [True] * 4 + [False] + [True] * 10
         assert found["finite"]
 
 
-def on_rank_with_huge_gradient(groups: ProcessGroups, pending: float) -> dict:
-    toy = Toy(groups, radius(residual="in-place"))
+def on_rank_with_huge_gradient(groups: ProcessGroups, residual: str, pending: float) -> dict:
+    toy = Toy(groups, radius(residual=residual))
     good = []
     for t in range(1, 16):
         mine = gradients(t, groups.dp.rank)
