@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -172,4 +173,7 @@ def _slowest(seconds: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1:]))
+    code = serve(sys.argv[1:])
+    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    sys.stdout.flush()
+    os._exit(code)

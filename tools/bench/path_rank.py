@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -194,4 +195,7 @@ def _console(folder: Path):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    sys.stdout.flush()
+    os._exit(code)
