@@ -12,7 +12,7 @@ from megatron.config.flags import read_flags
 from megatron.config.megatron_names import MEGATRON_NAMES, SYNONYMS
 from megatron.config.notices import notices
 from megatron.config.options import Spec, flag_name, specs_of
-from megatron.config.refused_pairs import check_pairs, pairs_of
+from megatron.config.refused_pairs import check_pairs
 from megatron.config.rules import check
 from megatron.config.values import Given, Scalar, convert, nearest, show_path, show_plain
 from megatron.config.yaml_file import Entry, read_entries
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
     or SystemExit(0) after `--help` and `--help-compat`.
     """
     fields = _Fields(paths)
-    path_pairs = {name: pairs_of(path) for name, path in paths.items()}
+    path_pairs = {name: path.refused_pairs for name, path in paths.items()}
     line = read_flags(argv, fields.by_section, path_pairs)
     file = {} if line.config is None else _read_file(line.config, fields)
     givens = file | line.givens
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
     name = DEFAULT_NAME if line.config is None else Path(line.config).stem
     config = _build(values, path, name)
     check(config, givens)
-    check_pairs(config, path_pairs[path.name])
+    check_pairs(config, path.refused_pairs)
     path.check(config)
     lines = [*line.notices, *_overrides(line.givens, file, specs), *notices(config, givens)]
     return dataclasses.replace(config, notices=tuple(dict.fromkeys(lines)))

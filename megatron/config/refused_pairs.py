@@ -195,11 +195,6 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
 )
 
 
-def pairs_of(path: object) -> Sequence[RefusedPair]:
-    """What a gradient path refuses; most of them nothing."""
-    return getattr(path, "refused_pairs", ())
-
-
 def check_pairs(config: Config, pairs: Sequence[RefusedPair] = REFUSED_PAIRS) -> None:
     """Raise `ConfigError` for the first refused pair that the configuration holds."""
     for pair in pairs:

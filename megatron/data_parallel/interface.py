@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from megatron.config.refused_pairs import RefusedPair
     from megatron.optimizer.rules import Hyper, UpdateRule
     from megatron.parallel.groups import ProcessGroups
 
@@ -310,11 +311,7 @@ class PathParts:
 
 
 class GradientPath(Protocol):
-    """A value of `--grad-path`. The class that implements it imports torch only in `build`.
-
-    It may offer `refused_pairs`, `RefusedPair`s of settings that exclude each other on this path:
-    they are printed by `--help-compat` and checked before `check`.
-    """
+    """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
 
     @property
     def name(self) -> str:
@@ -329,6 +326,12 @@ class GradientPath(Protocol):
     @property
     def config_class(self) -> type | None:
         """Frozen dataclass of its options, one flag for each field."""
+        ...
+
+    @property
+    def refused_pairs(self) -> Sequence[RefusedPair]:
+        """Settings that exclude each other on this path, beside those that do everywhere; printed
+        by `--help-compat` and checked before `check`."""
         ...
 
     def check(self, config: Any) -> None:

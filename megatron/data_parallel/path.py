@@ -21,6 +21,7 @@ class DensePath:
     name = "dense"
     section = None
     config_class = None
+    refused_pairs = ()
 
     def check(self, config: Config) -> None:
         """Runs with every setting."""

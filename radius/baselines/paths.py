@@ -63,6 +63,7 @@ class TopKPath:
     name = "topk"
     section = "topk"
     config_class = TopKConfig
+    refused_pairs = ()
 
     def check(self, config: Config) -> None:
         _check_start(config, "topk_start_iter", _options(config, TopKConfig).topk_start_iter)
@@ -101,6 +102,7 @@ class PowerSGDPath:
     name = "powersgd"
     section = "powersgd"
     config_class = PowerSGDConfig
+    refused_pairs = ()
 
     def check(self, config: Config) -> None:
         start = _options(config, PowerSGDConfig).powersgd_start_iter

@@ -52,6 +52,7 @@ class FakePath:
     name: str
     section: str | None = None
     config_class: type | None = None
+    refused_pairs: tuple[()] = ()
 
     def check(self, config: Any) -> None:
         if config.run.debug and self.section == "sparse":
