@@ -208,7 +208,7 @@ class GradientEngine:
         self._last = self._finishing = False
         self._pending: list[int] = []
         self._work: list[Work] = []
-        self._sums: list[torch.Tensor] = []
+        self._local_norms: list[torch.Tensor] = []
 
     def _launch_full(self) -> None:
         """(3), (4): send every full bucket that no earlier one holds back."""
@@ -223,12 +223,12 @@ class GradientEngine:
                 # Its other copy lives on another stage. Last of all buckets, and after every
                 # backward of this stage, so that no stage waits in it for a microbatch.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
-            self._sums.append(_finite_if_all_are(bucket.grad))
+            self._local_norms.append(_finite_if_all_are(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))
 
     def _agree(self, tag: int, request: int) -> tuple[bool, int]:
         """(5): whether every rank's gradients are finite, and the largest request."""
-        bad = ~torch.isfinite(torch.stack(self._sums)).all()
+        bad = ~torch.isfinite(torch.stack(self._local_norms)).all()
         vote = torch.tensor([0.0, tag, -tag, request], dtype=torch.float64, device=bad.device)
         vote[0] = bad
         self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
