@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
     ],
 )
 def test_what_can_be_is_accepted(flags: str) -> None:
-    read(flags)
+    assert read(flags).gradient.grad_path == "radius"
 
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
