@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from megatron.data_parallel.interface import Run
 from radius import reference
 from radius.marked import FlushedBitmap, Marked
 from radius.reference import BLOCK, GROUP, WORDS, Bits
-from radius.selection import Largest, Selection
+from radius.selection import Given, Largest, Selection
 from radius.tally import Tally
 
 
@@ -129,7 +128,7 @@ class BitmapIndex(Marked):
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
         """Take back what `packed` gave."""
         bits = np.unpackbits(packed.numpy(), count=length).astype(np.bool_)
-        self.choose(start, _Given(torch.from_numpy(bits)))
+        self.choose(start, Given(torch.from_numpy(bits)))
 
     def _chosen(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
@@ -140,21 +139,3 @@ class BitmapIndex(Marked):
 
     def _count_on_device(self, start: int, stop: int) -> int:
         return sum(int(chosen.sum()) for _, _, chosen in self._chosen(start, stop))
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A selection given as booleans."""
-
-    chosen: torch.Tensor
-
-    @property
-    def n(self) -> int:
-        return self.chosen.numel()
-
-    @property
-    def count(self) -> int:
-        return int(self.chosen.sum())
-
-    def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self.chosen[start:stop].nonzero().view(-1).to(torch.int32)

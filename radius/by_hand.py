@@ -12,14 +12,11 @@ a plain all-reduce. `docs/examples/radius_by_hand.py` is a whole loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.interface import Reduced
 from megatron.errors import ConfigError
 from radius.index import BucketIndex, new_index, quota
 from radius.selection import select_largest
@@ -69,7 +66,7 @@ def sparse_all_reduce(
     dist.all_reduce(values.mul_(1.0 / ranks), group=group)
     rest = residual + grad
     index.clear(rest)
-    place_received(values, index, grad)
+    index.place(values, grad)
     return rest
 
 
@@ -81,12 +78,6 @@ def gather_sent(grad: torch.Tensor, index: BucketIndex, out: torch.Tensor) -> No
     # fp16 would overflow where no entry does.
     total = grad.sum(dtype=torch.float32) if grad.dtype == torch.float16 else grad.sum()
     out[:1].add_(total * 0)
-
-
-def place_received(values: torch.Tensor, index: BucketIndex, grad: torch.Tensor) -> None:
-    """Overwrite `grad` by the values at their positions and zeros elsewhere."""
-    no_hyper: Any = None
-    index.apply(_Place(), Reduced(values=values, index=index), grad, (), no_hyper, factor=1.0)
 
 
 def exact_density(density: float) -> Fraction:
@@ -103,30 +94,3 @@ def require_flat(name: str, tensor: torch.Tensor) -> None:
             f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}; must be 1-D and "
             "contiguous; pass tensor.view(-1)"
         )
-
-
-class _Place:
-    """An update rule that puts the gradient where the weight was. An index brings values to their
-    places only to take an optimizer's step there."""
-
-    moments = ()
-    adamw = None
-
-    def apply(
-        self,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        hyper: Any,
-        gathered: torch.Tensor | None = None,
-    ) -> None:
-        weight.copy_(grad)
-
-    def direction(
-        self,
-        old_weight: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        hyper: Any,
-        gathered: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        raise AssertionError("nothing is selected by this")

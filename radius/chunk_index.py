@@ -7,14 +7,13 @@ torch's usual int64 positions, and a fifth of the time that a boolean mask takes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron.data_parallel.interface import Run
 from radius.pieces import Piece, Pieces
-from radius.selection import CHUNK, Selection
+from radius.selection import CHUNK, Given, Selection
 
 
 class ChunkIndex(Pieces):
@@ -99,7 +98,7 @@ class ChunkIndex(Pieces):
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
         """Take back what `packed` gave."""
         bits = np.unpackbits(packed.numpy(), count=length)
-        self.choose(start, _Bits(torch.from_numpy(bits).bool()))
+        self.choose(start, Given(torch.from_numpy(bits).bool()))
 
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """The range by chunks: the chunk's number, and which of its entries."""
@@ -130,24 +129,6 @@ class FlushedIndex(Pieces):
     @property
     def pieces(self) -> Sequence[Piece]:
         return self._pieces
-
-
-@dataclass(frozen=True)
-class _Bits:
-    """A selection given as booleans."""
-
-    chosen: torch.Tensor
-
-    @property
-    def n(self) -> int:
-        return self.chosen.numel()
-
-    @property
-    def count(self) -> int:
-        return int(self.chosen.sum())
-
-    def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self.chosen[start:stop].nonzero().view(-1).int()
 
 
 def _in_runs(offsets: torch.Tensor) -> bool:

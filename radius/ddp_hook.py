@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
-from radius.by_hand import exact_density, gather_sent, place_received
+from radius.by_hand import exact_density, gather_sent
 from radius.index import BucketIndex, new_index, quota
 from radius.selection import select_largest
 from radius.torch_update import TorchUpdate
@@ -157,7 +157,7 @@ class RadiusHook:
                 if kept is None:
                     part.copy_(mean)
                 else:
-                    place_received(mean, kept.index, part)
+                    kept.index.place(mean, part)
             return buffer
 
         return self._mean(values).then(place)

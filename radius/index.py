@@ -66,6 +66,11 @@ class BucketIndex(SparseIndex, Protocol):
         """Gather finite entries times `scale` and leave zeros where they were."""
         ...
 
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
+        elsewhere."""
+        ...
+
     def clear(self, flat: torch.Tensor) -> None:
         """Set the entries at the positions to 0, whatever they are."""
         ...

@@ -55,6 +55,11 @@ class Marked(ABC):
         """Set the entries at the positions to 0."""
         self._kernels.clear(self.bits, flat)
 
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
+        elsewhere."""
+        self._kernels.expand(self.bits, values, flat)
+
     def apply(
         self,
         rule: UpdateRule,

@@ -77,6 +77,17 @@ class Pieces(ABC):
         if scale != 1.0:
             out.mul_(scale)
 
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
+        elsewhere."""
+        flat.zero_()
+        for piece in self.pieces:
+            part, mine = piece.of(flat), values[piece.values]
+            if piece.offsets is None:
+                part.copy_(mine)
+            else:
+                part.index_add_(0, piece.offsets, mine)
+
     def clear(self, flat: torch.Tensor) -> None:
         """Set the entries at the positions to 0, whatever they are."""
         for piece in self.pieces:

@@ -253,6 +253,24 @@ def _around(counts: torch.Tensor, wanted: torch.Tensor, total: int) -> torch.Ten
 
 
 @dataclass(frozen=True)
+class Given:
+    """A selection given as booleans, one for each entry."""
+
+    chosen: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        return self.chosen.numel()
+
+    @property
+    def count(self) -> int:
+        return int(self.chosen.sum())
+
+    def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self.chosen[start:stop].nonzero().view(-1).int()
+
+
+@dataclass(frozen=True)
 class Draw:
     """Runs of entries of the whole tensor, `[starts, starts + lengths)`, ascending int64 on the
     CPU; those of them that are on this rank are what it chooses."""
