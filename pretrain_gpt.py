@@ -243,7 +243,7 @@ def build_trainer(
     from megatron.pipeline.stage import Stage
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
-    from megatron.run_state import RunState
+    from megatron.run_state import RunState, opened
     from megatron.timers import Timers
     from megatron.training import Progress, Trainer
 
@@ -264,9 +264,13 @@ def build_trainer(
     if config.training.compile:
         model.compile_layers()
     infos = model.parameter_infos()
+    own_identity = identity(config, vocabulary)
+    path = GRADIENT_PATHS[config.gradient.grad_path]
+    with opened(origin, config, own_identity) as start:
+        parts = groups.world.agreed(lambda: path.build(config, infos, groups, start))
     engine = GradientEngine(
         infos,
-        GRADIENT_PATHS[config.gradient.grad_path].build(config, infos, groups),
+        parts,
         groups,
         cap=bucket_elements(config, groups.dp.size),
         grad_dtype=getattr(torch, config.precision.grad_dtype),
@@ -282,7 +286,7 @@ def build_trainer(
         optimizer=optimizer,
         scaler=scaler,
         metrics=metrics,
-        identity=identity(config, vocabulary),
+        identity=own_identity,
         data_files=data_files(config) if runtime.is_writer else {},
     )
     count = parameter_count(config.model, vocabulary.size)

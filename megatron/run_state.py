@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import CheckpointError
 from megatron.metrics import Metrics
-from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_identity import (
@@ -48,9 +49,9 @@ from megatron.run_identity import (
 )
 from megatron.training import Progress
 
-PATH, RESIDUAL = "path/", "residual/"
-"""Where checkpoints keep a gradient path's state: what all data-parallel ranks share, and what each
-has of its own."""
+PATH, RESIDUAL, MASK = "path/", "residual/", "mask/"
+"""Where checkpoints keep a gradient path's state: what all data-parallel ranks share, what each has
+of its own, and which entries of parameters exist."""
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
@@ -65,6 +66,42 @@ class Origin:
 
     path: Path
     own: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint a run starts from, as its gradient path may see it; a `Saved`."""
+
+    checkpoint: Checkpoint
+    goes_on: bool
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        return self.checkpoint.names(prefix)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.checkpoint.read(name)
+
+
+@contextmanager
+def opened(
+    origin: Origin | None, config: Config, identity: Mapping[str, Any]
+) -> Iterator[Start | None]:
+    """What `GradientPath.build` is given of the checkpoint a run starts from, None at step 0."""
+    if origin is None:
+        yield None
+        return
+    with Checkpoint.open(origin.path, verify=False) as saved:
+        yield Start(saved, _goes_on(saved, origin, config, identity))
+
+
+def _goes_on(
+    saved: Checkpoint, origin: Origin, config: Config, identity: Mapping[str, Any]
+) -> bool:
+    """Whether the gradient path continues from the checkpoint, rather than starting there."""
+    if path_differences(saved.state.get("identity", {}), identity):
+        return False
+    # A run that is started again and again by one command leaves its path once.
+    return origin.own or not (config.checkpoint.finetune or config.checkpoint.reset_grad_state)
 
 
 def locate_checkpoint(
@@ -233,25 +270,36 @@ class RunState:
 
     def _shards(self) -> Iterator[Shard]:
         rank, size = self.groups.dp.rank, self.groups.dp.size
-        shared = {name: tensor for name, tensor, _ in self._shared()}
-        shared |= {f"{PATH}{name}": t for name, t in self.engine.reducer.shared_tensors()}
-        owners = owner({name: tensor.nbytes for name, tensor in shared.items()}, size)
-        for name, tensor in shared.items():
+        shared = {shard.name: shard for shard in self._shared()}
+        owners = owner({name: shard.tensor.nbytes for name, shard in shared.items()}, size)
+        for name, shard in shared.items():
             if owners[name] == rank:
-                yield whole(name, tensor)
+                yield shard
         for name, tensor in self.engine.reducer.state_tensors():
             own = whole(f"{RESIDUAL}{name}", tensor)
             yield of_rank(own, data_parallel_rank=rank, data_parallel_size=size)
 
-    def _shared(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """State equal on all data-parallel ranks: name, logical view, kind ("param" or moment).
-
-        Padding rows of the vocabulary lie at the end of the slice and are left out.
-        """
-        skip_moments = self.config.checkpoint.no_save_optim
+    def _shared(self) -> Iterator[Shard]:
+        """State equal on all data-parallel ranks. Of a parameter that is stored in part its mask
+        is saved once, and of its weight and moments the entries there are."""
+        for info, _, _ in self.engine.slices():
+            mask = self.engine.layout.mask(info.name)
+            if mask is not None:
+                yield whole(f"{MASK}{info.name}", _logical(info, mask))
         for kind, name, flat in self.optimizer.tensors():
-            if kind == "param" or not skip_moments:
-                yield f"{kind}/{name}", _logical(self.engine.infos[name], flat), kind
+            if kind == PARAM or not self.config.checkpoint.no_save_optim:
+                yield self._shard(kind, self.engine.infos[name], flat)
+        for name, tensor in self.engine.shared_tensors():
+            yield whole(f"{PATH}{name}", tensor)
+
+    def _shard(self, kind: str, info: ParamInfo, flat: torch.Tensor) -> Shard:
+        """Padding rows of the vocabulary are left out: they lie at the end of a slice that is
+        stored whole, and have no entries in one that is not."""
+        name, shape = f"{kind}/{info.name}", info.logical_shape
+        if self.engine.layout.mask(info.name) is None:
+            return whole(name, _logical(info, flat))
+        zeros = (0,) * len(shape)
+        return Shard(name, flat, shape, zeros, shape, mask=f"{MASK}{info.name}")
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -267,7 +315,7 @@ class RunState:
         with Checkpoint.open(origin.path, verify=False) as saved:
             self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
             self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
-            if not weights_only and self._goes_on(saved, origin.own):
+            if _goes_on(saved, origin, self.config, self.identity):
                 self._take_path(saved)
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
@@ -318,30 +366,34 @@ class RunState:
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
         stored = set(saved.names())
-        for name, view, kind in self._shared():
-            if kind != "param" and fresh_moments:
+        for kind, name, flat in self.optimizer.tensors():
+            if kind != PARAM and fresh_moments:
                 continue
-            if name not in stored:
+            if f"{kind}/{name}" not in stored:
                 raise CheckpointError(
-                    f"{saved.path}: has no {name}: it was saved without optimizer state or by "
-                    "another optimizer; give --load and --no-load-optim to start that from nothing"
+                    f"{saved.path}: has no {kind}/{name}: it was saved without optimizer state or "
+                    "by another optimizer; give --load and --no-load-optim to start that from "
+                    "nothing"
                 )
-            view.copy_(saved.read(name))
+            self._fill(self.engine.infos[name], flat, saved.read(f"{kind}/{name}"))
         self.optimizer.loaded()
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
             self.scaler.load(saved.state["loss_scaler"])
 
+    def _fill(self, info: ParamInfo, flat: torch.Tensor, logical: torch.Tensor) -> None:
+        """Write a tensor of a checkpoint to a state's stored entries."""
+        if self.engine.layout.mask(info.name) is None:
+            _logical(info, flat).copy_(logical)
+            return
+        padded = logical.new_zeros(info.param.shape)
+        padded.view(-1)[: logical.numel()] = logical.view(-1)
+        self.engine.layout.gather(info.name, padded.to(flat.device), flat)
+
     def _take_path(self, saved: Checkpoint) -> None:
         shared = {name.removeprefix(PATH): saved.read(name) for name in saved.names(PATH)}
         own = self.groups.world.agreed(lambda: dict(self._own(saved)))
-        self.engine.reducer.load_state_tensors(own, shared)
-
-    def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
-        """Whether the gradient path continues from the checkpoint, rather than starting there."""
-        same = not path_differences(saved.state.get("identity", {}), self.identity)
-        # A run that is started again and again by one command leaves its path once.
-        return same and (own or not self.config.checkpoint.reset_grad_state)
+        self.engine.load_state_tensors(own, shared)
 
     def _own(self, saved: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's share of per-rank state; for another number of ranks the mean of the old

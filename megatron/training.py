@@ -247,6 +247,7 @@ class Trainer:
                 weight_decay = self.weight_decay.at(progress.applied_samples)
                 self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
                 self.engine.commit(step)
+                self.optimizer.rewire()
                 progress.applied_samples += batch_size
             else:
                 self.engine.abort()

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import Interval, at_least, between, option, section
-from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.memory import radius_bytes
@@ -84,8 +84,7 @@ class RadiusPath:
     """A fixed set of entries of each matrix, chosen anew every T steps, with error feedback."""
 
     name = "radius"
-    section = "radius"
-    config_class = RadiusConfig
+    sections: Mapping[str, type] = {"radius": RadiusConfig}
     refused_pairs = RADIUS_PAIRS
 
     def check(self, config: Config) -> None:
@@ -94,7 +93,13 @@ class RadiusPath:
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(options, config.total_iterations())
 
-    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+    def build(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.reducer import RadiusReducer, RadiusSettings
 
@@ -132,7 +137,7 @@ class RadiusPath:
         return {"gradients": each * sum(math.prod(shape) for shape in shapes.values()), **own}
 
     def _options(self, config: Config) -> RadiusConfig:
-        options = config.extensions[self.section]
+        options = config.extensions["radius"]
         assert isinstance(options, RadiusConfig)
         return options
 

@@ -89,9 +89,10 @@ class RadiusReducer:
         return self.settings.residual == "in-place" and bool(self._entries)
 
     def attach(self, buckets: Sequence[GradBucket]) -> None:
+        assert not self._first, "which entries exist is settled before Radius starts"
         self._own = [self._take_on(bucket) for bucket in buckets]
         if self._entries:
-            self._notes.append(self._memory())
+            self._notes = [self._memory()]
 
     def _take_on(self, bucket: GradBucket) -> RadiusBucket:
         parts: list[Part] = []
@@ -108,7 +109,7 @@ class RadiusReducer:
         own = self._own[bucket.index]
         own.flushed_norm = None
         self._step = step
-        own.phase = self._phase(step.t) if own.parts else Phase.WHOLE
+        own.phase = self._phase(step) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
         self._stored += bucket.numel
         self._sent += values.numel()
@@ -123,8 +124,10 @@ class RadiusReducer:
             work.under_way = work.launch()
         return work
 
-    def _phase(self, t: int) -> Phase:
-        settings = self.settings
+    def _phase(self, step: StepContext) -> Phase:
+        settings, t = self.settings, step.t
+        if not step.settled:
+            return Phase.WHOLE
         if self._first and settings.schedule == "rolling":
             return Phase.ROLLING
         # Updates may be counted anew (`--no-load-optim`) where entries are chosen already.
@@ -157,7 +160,7 @@ class RadiusReducer:
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"
-        return selects and self._phase(step.t) in CHOOSING
+        return selects and self._phase(step) in CHOOSING
 
     def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
         own = self._own[bucket.index]
@@ -184,9 +187,6 @@ class RadiusReducer:
         if not self._entries or self._first:
             return ""
         return why_no_resample(settings.start, first, last, settings.interval)
-
-    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
-        assert not self._first, "which entries exist is settled before Radius starts"
 
     # ---- choosing ------------------------------------------------------------------------------
 

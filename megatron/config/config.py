@@ -27,7 +27,7 @@ from megatron.config.running import (
 class Config:
     """Every setting of a run, by section.
 
-    `extensions` holds the section that the gradient path brings. `name` is the stem of the
+    `extensions` holds the sections that the gradient path brings. `name` is the stem of the
     configuration file; `notices` are lines to be announced once. These two are no settings and do
     not count in comparisons.
     """

@@ -61,24 +61,24 @@ class _Fields:
         self.takers: dict[str, list[str]] = {}
         """The paths that take an option."""
         self.extensions: dict[str, Spec] = {}
-        self.homes = {spec.name: [spec.section] for spec in SPECS.values()}
-        """The sections that have a field; paths may share options, each in its own section."""
+        self.homes = {spec.name: spec.section for spec in SPECS.values()}
+        """The section that has a field; paths may share it."""
         for name, path in paths.items():
             for spec in self.of_path(path).values():
                 assert spec.name not in SPECS, f"{spec.name}: an option of {name} and a field"
                 self.extensions.setdefault(spec.name, spec)
                 self.takers.setdefault(spec.name, []).append(name)
-                homes = self.homes.setdefault(spec.name, [])
-                if spec.section not in homes:
-                    homes.append(spec.section)
-        self.sections = {*SECTIONS, *(path.section for path in paths.values() if path.section)}
+                home = self.homes.setdefault(spec.name, spec.section)
+                assert home == spec.section, f"{spec.name}: in {home} and in {spec.section}"
+        self.sections = {*SECTIONS, *(name for path in paths.values() for name in path.sections)}
 
     @staticmethod
     def of_path(path: GradientPath) -> dict[str, Spec]:
         """The options of one path."""
-        if path.section is None or path.config_class is None:
-            return {}
-        return specs_of(path.config_class, path.section)
+        found: dict[str, Spec] = {}
+        for section, cls in path.sections.items():
+            found |= specs_of(cls, section)
+        return found
 
     @property
     def by_section(self) -> dict[str, list[Spec]]:
@@ -112,10 +112,10 @@ def _given(path: str, entry: Entry, fields: _Fields) -> tuple[str, Given]:
         raise ConfigError(f"{where}: {key} is a section; write its keys below it, further right")
     if entry.key not in fields.homes:
         raise ConfigError(f"{where}: {key}: no such key{_hint(entry.key, fields)}")
-    if entry.section is not None and entry.section not in fields.homes[entry.key]:
+    if entry.section is not None and entry.section != fields.homes[entry.key]:
         raise ConfigError(
             f"{where}: {key} stands under {entry.section}; it belongs under "
-            f"{' or '.join(fields.homes[entry.key])}"
+            f"{fields.homes[entry.key]}"
         )
     return entry.key, Given(origin=f"{where}: {key}", value=entry.value, from_file=True)
 
@@ -166,10 +166,10 @@ def _build(values: Mapping[str, Any], path: GradientPath, name: str) -> Config:
         section: cls(**{n: values[n] for n in specs_of(cls, section) if n in values})
         for section, cls in SECTIONS.items()
     }
-    extensions: dict[str, object] = {}
-    if path.section is not None and path.config_class is not None:
-        taken = {n: values[n] for n in _Fields.of_path(path) if n in values}
-        extensions[path.section] = path.config_class(**taken)
+    extensions: dict[str, object] = {
+        section: cls(**{n: values[n] for n in specs_of(cls, section) if n in values})
+        for section, cls in path.sections.items()
+    }
     return Config(**sections, extensions=extensions, name=name)
 
 

@@ -133,5 +133,8 @@ class DenseLayout:
             for leaf in leaves:
                 leaf.data = flat.view(param.shape)
 
+    def mask(self, name: str) -> torch.Tensor | None:
+        return None
+
     def fingerprint(self) -> str:
         return hashlib.sha256(b"dense").hexdigest()

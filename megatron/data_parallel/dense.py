@@ -80,9 +80,6 @@ class AllReduceReducer:
     def why_idle(self, first: int, last: int) -> str:
         return ""
 
-    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
-        pass
-
     def stats(self, *, full: bool = False) -> ReducerStats:
         stats = ReducerStats(bytes_sent=self.bytes_sent, wait_seconds=self.wait_seconds)
         self.bytes_sent, self.wait_seconds = 0, 0.0

@@ -11,8 +11,9 @@ collective, so ranks cannot send in different orders however their backwards int
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from megatron.data_parallel.buckets import BucketPlan, entries_of, fingerprint, plan_buckets
 from megatron.data_parallel.interface import (
+    BucketLayout,
     BucketUpdate,
     GradBucket,
     ParamInfo,
@@ -38,6 +40,8 @@ NORM_ROW = 1 << 16
 """Entries summed in fp32 before fp64 takes over."""
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
+REWIRER = "rewirer/"
+"""What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
 PIECE = {"cpu": 256 * 1024, "cuda": 64 * 1024 * 1024}
 """Entries widened at a time: on a CPU they stay in cache."""
 
@@ -70,14 +74,33 @@ class GradientEngine:
         overlap: bool = True,
     ) -> None:
         self.infos = {info.name: info for info in infos}
-        self.layout, self.reducer, self.groups = parts.layout, parts.reducer, groups
-        self._overlap = overlap
-        plans = plan_buckets(entries_of(infos, parts.layout), cap=cap)
-        self.fingerprint = fingerprint(plans, parts.layout)
-        _compare_fingerprints(self.fingerprint, groups)
+        self.reducer, self.rewirer, self.groups = parts.reducer, parts.rewirer, groups
+        self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
+        self._handles = [
+            leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
+            for info in infos
+            for leaf in info.leaves
+        ]
+        self._context = StepContext(t=1)
+        self.rebucket(parts.layout)
+
+    def rebucket(self, layout: BucketLayout) -> None:
+        """Between steps: have buckets for the coordinates of `layout`, which hold no gradient yet.
+
+        Whoever keeps states by the buckets there were has to bring them over
+        (`BucketOptimizer.rebucket`). Collective over each data-parallel group: raises `ConfigError`
+        where its ranks have different coordinates.
+        """
+        infos = list(self.infos.values())
+        plans = plan_buckets(entries_of(infos, layout), cap=self._cap)
+        self.layout, self.fingerprint = layout, fingerprint(plans, layout)
+        _compare_fingerprints(self.fingerprint, self.groups)
+        # The old buckets go before the new ones come.
+        self.buckets: list[GradBucket] = []
+        self._slots: dict[str, _Slot] = {}
         device = infos[0].param.device
         self.buckets = [
-            _allocate(index, plan, grad_dtype, device) for index, plan in enumerate(plans)
+            _allocate(index, plan, self._grad_dtype, device) for index, plan in enumerate(plans)
         ]
         self.reducer.attach(self.buckets)
         self._slots = {
@@ -88,19 +111,14 @@ class GradientEngine:
         self._arrivals = [
             sum(self._slots[name].arrivals for name in bucket.slices) for bucket in self.buckets
         ]
-        self._handles = [
-            leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
-            for info in infos
-            for leaf in info.leaves
-        ]
-        self._context = StepContext(t=1)
         self._start_over()
 
     # ---- the step ------------------------------------------------------------------------------
 
     def begin(self, context: StepContext) -> None:
         """Open a step; gradients of any number of backwards add up from here."""
-        self._context = context
+        settled = self.rewirer is None or self.rewirer.settled
+        self._context = dataclasses.replace(context, settled=settled)
         self._start_over()
 
     def expect_last_backward(self) -> None:
@@ -191,8 +209,29 @@ class GradientEngine:
         return int(self._sum_over_model(total))
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        """Counters of the reducer since the last call; `full`: also what takes a pass to find."""
-        return self.reducer.stats(full=full)
+        """Counters since the last call; `full`: also what takes a pass to find."""
+        stats = self.reducer.stats(full=full)
+        if self.rewirer is None:
+            return stats
+        extra = {**stats.extra, **self.rewirer.stats()}
+        return dataclasses.replace(stats, extra=extra, notes=(*stats.notes, *self.rewirer.notes()))
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The path's state that is equal on all data-parallel ranks, for the checkpoint."""
+        yield from self.reducer.shared_tensors()
+        if self.rewirer is not None:
+            for name, tensor in self.rewirer.state_tensors():
+                yield f"{REWIRER}{name}", tensor
+
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take back what `shared_tensors` and the reducer's `state_tensors` gave."""
+        theirs = {name: t for name, t in shared.items() if name.startswith(REWIRER)}
+        self.reducer.load_state_tensors(own, {n: t for n, t in shared.items() if n not in theirs})
+        if self.rewirer is not None:
+            named = {name.removeprefix(REWIRER): tensor for name, tensor in theirs.items()}
+            self.rewirer.load_state_tensors(named)
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""

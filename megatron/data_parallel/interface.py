@@ -9,7 +9,7 @@ Nothing here imports torch when it runs, so that flags can be checked before tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -88,10 +88,12 @@ class GradBucket:
 @dataclass(frozen=True)
 class StepContext:
     """What a reducer may know of the step: `t`, the applied update it would become (Adam's t,
-    from 1), and `loss_scale`, the factor by which this step's gradients are too large."""
+    from 1), and `loss_scale`, the factor by which this step's gradients are too large. `settled`:
+    the coordinates that exist now stay, so that state may be kept by them."""
 
     t: int
     loss_scale: float = 1.0
+    settled: bool = True
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,19 @@ class BucketLayout(Protocol):
         parameter is fp32 and stored whole, make its leaves views of `flat` and save the copy."""
         ...
 
+    def mask(self, name: str) -> torch.Tensor | None:
+        """Which entries of the flattened parameter are stored (bool, 1-D, on the CPU); None where
+        all are. Vocabulary padding is not, where there is a mask."""
+        ...
+
     def fingerprint(self) -> str:
         """Hex digest of which coordinates exist; equal on every data-parallel rank."""
         ...
+
+
+Masks = Mapping[str, "torch.Tensor"]
+"""Which entries of parameters exist: bool, 1-D, one for each entry of the flattened parameter as it
+lies in this rank's memory, by logical name. A parameter without a mask has all of its entries."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +264,8 @@ class GradientReducer(Protocol):
         ...
 
     def attach(self, buckets: Sequence[GradBucket]) -> None:
-        """These are the buckets; called once, before anything else."""
+        """These are the buckets; called before anything else, and again when other coordinates
+        exist (`StepContext.settled` was False until then), which finds no state."""
         ...
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
@@ -274,11 +287,6 @@ class GradientReducer(Protocol):
     def why_idle(self, first: int, last: int) -> str:
         """Why this path would do nothing that the dense one does not in the updates `first` to
         `last`, with what would help, as an error's line; "" where it does something."""
-        ...
-
-    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
-        """The layout of a parameter changed: stored entry i now lies at `kept[i]` (int64, -1 =
-        gone) of `new_numel`; entries that are new start from nothing."""
         ...
 
     def stats(self, *, full: bool = False) -> ReducerStats:
@@ -303,11 +311,71 @@ class GradientReducer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewiring:
+    """Other coordinates: `layout` says which. What both layouts store is kept bit by bit, what is
+    new starts from zero; with `reset_moments` all moments do."""
+
+    layout: BucketLayout
+    reset_moments: bool = False
+
+
+class Rewirer(Protocol):
+    """Changes which coordinates exist while a run goes on. Every data-parallel rank has one, sees
+    the same weights and must decide the same."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the coordinates that exist now stay for good."""
+        ...
+
+    def after_update(
+        self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
+    ) -> Rewiring | None:
+        """What to change after the applied update `t`; None, mostly, for nothing. `weights` are
+        the fp32 master weights of the stored entries, 1-D, found only as they are iterated over."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Numbers for log line and metrics since the last call, as `ReducerStats.extra`."""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the log since the last call."""
+        ...
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """State for the checkpoint, equal on all data-parallel ranks, by name."""
+        ...
+
+    def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `state_tensors` gave; whatever else is in `shared` is not its own."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathParts:
-    """What a path builds for a run: its layout and its reducer."""
+    """What a path builds for a run: its layout, its reducer, and what changes the layout, if
+    anything does."""
 
     layout: BucketLayout
     reducer: GradientReducer
+    rewirer: Rewirer | None = None
+
+
+class Saved(Protocol):
+    """The checkpoint a run starts from, as far as a path may look at it. `goes_on`: it is of the
+    same path with the same settings, which continues; else the path starts there."""
+
+    @property
+    def goes_on(self) -> bool: ...
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        """Names of its tensors: `param/NAME`, `mask/NAME`."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor in its logical shape on the CPU, 0 where entries are not stored."""
+        ...
 
 
 class GradientPath(Protocol):
@@ -319,13 +387,9 @@ class GradientPath(Protocol):
         ...
 
     @property
-    def section(self) -> str | None:
-        """Name of its section in the configuration file, None without options of its own."""
-        ...
-
-    @property
-    def config_class(self) -> type | None:
-        """Frozen dataclass of its options, one flag for each field."""
+    def sections(self) -> Mapping[str, type]:
+        """Its sections of the configuration file, with a frozen dataclass of options for each: one
+        flag for each field. Paths may share a section."""
         ...
 
     @property
@@ -338,8 +402,15 @@ class GradientPath(Protocol):
         """Raise `ConfigError` for settings this path cannot run with."""
         ...
 
-    def build(self, config: Any, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
-        """Layout and reducer for these parameters."""
+    def build(
+        self,
+        config: Any,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
+        """Layout and reducer for these parameters, which hold their initial weights; `saved`: the
+        checkpoint whose weights they will get instead."""
         ...
 
     def plan_bytes(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

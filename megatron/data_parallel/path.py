@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -19,14 +19,19 @@ class DensePath:
     """Bucketed, overlapped all-reduce of every gradient."""
 
     name = "dense"
-    section = None
-    config_class = None
+    sections: Mapping[str, type] = {}
     refused_pairs = ()
 
     def check(self, config: Config) -> None:
         """Runs with every setting."""
 
-    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+    def build(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from megatron.data_parallel.dense import AllReduceReducer
 

@@ -13,12 +13,22 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, SparseIndex, Step
+from megatron.data_parallel.interface import (
+    ALIGNMENT,
+    BucketLayout,
+    GradBucket,
+    ParamInfo,
+    Reduced,
+    SparseIndex,
+    Step,
+)
 from megatron.optimizer.rules import Hyper, UpdateRule
 
 CPU_CHUNK = 256 * 1024
 """Entries: five fp32 streams of this length stay within a few MiB of cache."""
 CUDA_CHUNK = 64 * 1024 * 1024
+PARAM = "param"
+"""What the master weights are called among the kinds of state."""
 
 
 @dataclass
@@ -39,16 +49,10 @@ class BucketOptimizer:
     def __init__(self, engine: GradientEngine, rule: UpdateRule) -> None:
         self.engine, self.rule = engine, rule
         self.applied = 0
-        self.states = [self._allocate(bucket) for bucket in engine.buckets]
-        for info, bucket, where in engine.slices():
-            engine.layout.bind(info.name, where.of(self.states[bucket.index].master), info.leaves)
         on_cpu = engine.buckets[0].grad.device.type == "cpu"
         self._chunk = CPU_CHUNK if on_cpu else CUDA_CHUNK
-        longest = max(bucket.numel for bucket in engine.buckets)
-        self._scratch = torch.empty(
-            min(self._chunk, longest), dtype=torch.float32, device=engine.buckets[0].grad.device
-        )
         assert self._chunk % ALIGNMENT == 0
+        self._open()
 
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
         """Apply a good step: `lr` and `weight_decay` are this update's; buckets whose parameters
@@ -60,10 +64,41 @@ class BucketOptimizer:
             )
             self._update(bucket, reduced, step.factor, hyper)
 
+    def rewire(self) -> None:
+        """After a step that was applied and committed: let the gradient path change which
+        coordinates exist. Every rank calls it after the same steps."""
+        if (rewirer := self.engine.rewirer) is None:
+            return
+        change = rewirer.after_update(self.applied, self.engine.layout, self.weights())
+        if change is not None:
+            self.rebucket(change.layout, reset_moments=change.reset_moments)
+
+    def rebucket(self, layout: BucketLayout, *, reset_moments: bool = False) -> None:
+        """Go over to the coordinates of `layout`: what is stored before and after keeps weight and
+        moments bit by bit, what is new begins at zero. `reset_moments`: all moments do."""
+        before, engine = self.engine.layout, self.engine
+        old = {(kind, name): flat for kind, name, flat in self.tensors()}
+        engine.rebucket(layout)
+        self._open()
+        for kind, name, flat in self.tensors():
+            values = old.pop((kind, name))
+            if reset_moments and kind != PARAM:
+                continue
+            # By way of the whole tensor: layouts need not know of each other.
+            whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
+            before.scatter(name, values, whole)
+            layout.gather(name, whole, flat)
+        self.loaded()
+
+    def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
+        """The master weights of each parameter's stored entries, views."""
+        for info, bucket, where in self.engine.slices():
+            yield info, where.of(self.states[bucket.index].master)
+
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Every state as (kind, logical name, stored entries): kind is "param" for the master
         weight, else the moment's name. The tensors are views: writing to them loads them."""
-        kinds = ("param", *self.rule.moments)
+        kinds = (PARAM, *self.rule.moments)
         for info, bucket, where in self.engine.slices():
             state = self.states[bucket.index]
             for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
@@ -76,8 +111,16 @@ class BucketOptimizer:
 
     def loaded(self) -> None:
         """Master weights were written to: bring the 16-bit parameters up to date."""
-        for info, bucket, where in self.engine.slices():
-            self._bring_up(info.name, where.of(self.states[bucket.index].master))
+        for info, weight in self.weights():
+            self._bring_up(info.name, weight)
+
+    def _open(self) -> None:
+        """States for the engine's buckets: the parameters' weights, and moments of zero."""
+        self.states = [self._allocate(bucket) for bucket in self.engine.buckets]
+        for info, weight in self.weights():
+            self.engine.layout.bind(info.name, weight, info.leaves)
+        longest = max(self.states, key=lambda state: state.master.numel()).master
+        self._scratch = longest.new_empty(min(self._chunk, longest.numel()))
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:

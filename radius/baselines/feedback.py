@@ -143,9 +143,6 @@ class FeedbackReducer(ABC):
             f"{last}; start at {first}, or train for longer"
         )
 
-    def remap(self, name: str, kept: torch.Tensor, new_numel: int) -> None:
-        raise AssertionError("the baselines store whole parameters, whose layout never changes")
-
     def stats(self, *, full: bool = False) -> ReducerStats:
         dense = self._dense.stats()
         stats = ReducerStats(

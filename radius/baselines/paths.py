@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.config import Interval, at_least, option, section
-from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.baselines.sizes import count, is_smaller
@@ -61,14 +61,19 @@ class TopKPath:
     """Naive top-k: every rank's largest entries go to every other rank."""
 
     name = "topk"
-    section = "topk"
-    config_class = TopKConfig
+    sections: Mapping[str, type] = {"topk": TopKConfig}
     refused_pairs = ()
 
     def check(self, config: Config) -> None:
         _check_start(config, "topk_start_iter", _options(config, TopKConfig).topk_start_iter)
 
-    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+    def build(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.baselines.topk import TopKReducer
 
@@ -100,15 +105,20 @@ class PowerSGDPath:
     """PowerSGD: gradients of matrices as products of two thin ones."""
 
     name = "powersgd"
-    section = "powersgd"
-    config_class = PowerSGDConfig
+    sections: Mapping[str, type] = {"powersgd": PowerSGDConfig}
     refused_pairs = ()
 
     def check(self, config: Config) -> None:
         start = _options(config, PowerSGDConfig).powersgd_start_iter
         _check_start(config, "powersgd_start_iter", start)
 
-    def build(self, config: Config, infos: Sequence[ParamInfo], groups: ProcessGroups) -> PathParts:
+    def build(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.baselines.powersgd import PowerSGDReducer
 

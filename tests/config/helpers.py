@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,22 +40,16 @@ class PruneConfig:
     prune_share: float = option(default=0.9, help="Share of entries that are gone.")
 
 
-@section
-class BothConfig(SparseConfig, PruneConfig):
-    """Options of the two together."""
-
-
 @dataclass
 class FakePath:
     """A gradient path as far as the configuration sees it."""
 
     name: str
-    section: str | None = None
-    config_class: type | None = None
+    sections: dict[str, type] = field(default_factory=dict)
     refused_pairs: tuple[()] = ()
 
     def check(self, config: Any) -> None:
-        if config.run.debug and self.section == "sparse":
+        if config.run.debug and self.name == "sparse":
             raise ConfigError("debug true: the path sparse cannot run with it; drop --debug")
 
 
@@ -63,9 +57,9 @@ PATHS: dict[str, Any] = {
     path.name: path
     for path in (
         FakePath("dense"),
-        FakePath("sparse", "sparse", SparseConfig),
-        FakePath("prune", "prune", PruneConfig),
-        FakePath("prune+sparse", "prune+sparse", BothConfig),
+        FakePath("sparse", {"sparse": SparseConfig}),
+        FakePath("prune", {"prune": PruneConfig}),
+        FakePath("prune+sparse", {"prune": PruneConfig, "sparse": SparseConfig}),
     )
 }
 

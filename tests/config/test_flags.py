@@ -157,7 +157,7 @@ def test_no_heavy_import() -> None:
         import sys
         from megatron.config import parse, to_yaml
         class Dense:
-            name = "dense"; section = config_class = None; refused_pairs = ()
+            name = "dense"; sections = {}; refused_pairs = ()
             def check(self, config): pass
         config = parse(sys.argv[1:], paths={"dense": Dense()})
         to_yaml(config.resolve(2))

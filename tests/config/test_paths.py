@@ -6,7 +6,6 @@ from pathlib import Path
 
 from megatron.config import to_yaml
 from tests.config.helpers import (
-    BothConfig,
     PruneConfig,
     SparseConfig,
     read,
@@ -28,11 +27,10 @@ def test_the_selected_path_brings_its_section() -> None:
 
 def test_paths_may_share_options(tmp_path: Path) -> None:
     config = read("--grad-path", "prune+sparse", "--sparse-density", "0.5", "--prune-share", "0.1")
-    both = BothConfig(sparse_density=0.5, prune_share=0.1)
-    assert config.extensions == {"prune+sparse": both}
+    both = {"prune": PruneConfig(prune_share=0.1), "sparse": SparseConfig(sparse_density=0.5)}
+    assert config.extensions == both
     for text in (
         "sparse: {sparse_density: 0.5}\nprune: {prune_share: 0.1}\n",
-        "prune+sparse: {sparse_density: 0.5, prune_share: 0.1}\n",
         "sparse_density: 0.5\nprune_share: 0.1\n",
     ):
         text = yaml_text() + "grad_path: prune+sparse\n" + text
@@ -55,7 +53,7 @@ def test_options_of_other_paths_are_refused(tmp_path: Path) -> None:
     )
     text = yaml_text() + "model:\n  prune_share: 0.1\n"
     assert refused_yaml(tmp_path / "a.yaml", text) == (
-        "a.yaml:9: prune_share stands under model; it belongs under prune or prune+sparse"
+        "a.yaml:9: prune_share stands under model; it belongs under prune"
     )
 
 

@@ -6,7 +6,7 @@ inherits them all. Gradients come out of a real backward: the loss is sum(parame
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,9 +196,12 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> lis
 def _config(case: PathCase) -> Any:
     """What a path looks at in a run's configuration, with the case's options for its own."""
     path = GRADIENT_PATHS[case.name]
-    extensions = {}
-    if path.section is not None and path.config_class is not None:
-        extensions[path.section] = path.config_class(**case.options)
+    extensions = {
+        section: cls(
+            **{f.name: case.options[f.name] for f in fields(cls) if f.name in case.options}
+        )
+        for section, cls in path.sections.items()
+    }
     return SimpleNamespace(
         extensions=extensions,
         training=SimpleNamespace(seed=1, skip_train=False),
