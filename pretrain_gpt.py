@@ -292,6 +292,8 @@ def build_trainer(
     count = parameter_count(config.model, vocabulary.size)
     metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
     metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
+    for note in parts.notes:
+        metrics.say(note)
     if origin is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
     progress = state.restore(origin) if origin is not None else Progress()

@@ -354,12 +354,13 @@ class Rewirer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PathParts:
-    """What a path builds for a run: its layout, its reducer, and what changes the layout, if
-    anything does."""
+    """What a path builds for a run: its layout, its reducer, what changes the layout, if anything
+    does, and sentences for the log."""
 
     layout: BucketLayout
     reducer: GradientReducer
     rewirer: Rewirer | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Saved(Protocol):
