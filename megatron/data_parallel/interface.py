@@ -313,10 +313,12 @@ class GradientReducer(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Rewiring:
     """Other coordinates: `layout` says which. What both layouts store is kept bit by bit, what is
-    new starts from zero; with `reset_moments` all moments do."""
+    new starts from zero, and so does what was there but is `anew`: positions in the flattened
+    parameter (int64), by name. With `reset_moments` all moments start from zero."""
 
     layout: BucketLayout
     reset_moments: bool = False
+    anew: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
 
 
 class Rewirer(Protocol):

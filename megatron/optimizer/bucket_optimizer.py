@@ -15,10 +15,10 @@ import torch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import (
     ALIGNMENT,
-    BucketLayout,
     GradBucket,
     ParamInfo,
     Reduced,
+    Rewiring,
     SparseIndex,
     Step,
 )
@@ -71,23 +71,25 @@ class BucketOptimizer:
             return
         change = rewirer.after_update(self.applied, self.engine.layout, self.weights())
         if change is not None:
-            self.rebucket(change.layout, reset_moments=change.reset_moments)
+            self.rebucket(change)
 
-    def rebucket(self, layout: BucketLayout, *, reset_moments: bool = False) -> None:
-        """Go over to the coordinates of `layout`: what is stored before and after keeps weight and
-        moments bit by bit, what is new begins at zero. `reset_moments`: all moments do."""
+    def rebucket(self, change: Rewiring) -> None:
+        """Go over to other coordinates, for the engine and the states. Collective, as
+        `GradientEngine.rebucket`."""
         before, engine = self.engine.layout, self.engine
         old = {(kind, name): flat for kind, name, flat in self.tensors()}
-        engine.rebucket(layout)
+        engine.rebucket(change.layout)
         self._open()
         for kind, name, flat in self.tensors():
             values = old.pop((kind, name))
-            if reset_moments and kind != PARAM:
+            if change.reset_moments and kind != PARAM:
                 continue
             # By way of the whole tensor: layouts need not know of each other.
             whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
             before.scatter(name, values, whole)
-            layout.gather(name, whole, flat)
+            if name in change.anew:
+                whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
+            change.layout.gather(name, whole, flat)
         self.loaded()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
