@@ -5,7 +5,8 @@
     `run_lock`: one run in a folder
 1   `parallel`: rank arithmetic (`dims`) apart from process-group handles (`groups`)
 2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point
-3   `model`, `data`, `optimizer`, `low_memory`, `data_parallel.{buckets,engine,dense}`
+3   `model`, `data`, `optimizer`, `low_memory`, `sparse`,
+    `data_parallel.{buckets,engine,dense}`
 4   `pipeline`, `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
     `training`, `run_state`, `run_identity` and `run_folder` (what outlives a run), `metrics`,

@@ -12,11 +12,11 @@ resample, which also chooses the entries anew.
 `index`                  which entries are sent, and who serves which device:
 `chunk_index`, `pieces`  on a CPU int32 offsets within chunks, which stay in cache,
 `bitmap`, `kernels`      on a GPU a bit for each entry, compacted without asking the host
-`selection`              exactly the k largest entries, or a draw from a seed
 `ddp_hook`, `by_hand`    the same in other people's loops, with or without torch's DDP
 `baselines`              the methods that the paper compares with
 =======================  ==========================================================================
 
-Imports of `megatron` are limited to its gradient interface, the stock layout and reducer, and, for
-the paths, the options; nothing here is loaded with torch until a path is built.
+`megatron.sparse` finds the k largest entries and counts bits. Other imports of `megatron` are
+limited to its gradient interface, the stock layout and reducer, and, for the paths, the options;
+nothing here is loaded with torch until a path is built.
 """

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.interface import Run
-from radius import reference
+from megatron.sparse.reference import BLOCK, GROUP, WORDS, Bits, aligned_pieces, put, unpack
+from megatron.sparse.selection import Given, Largest, Selection
 from radius.marked import FlushedBitmap, Marked
-from radius.reference import BLOCK, GROUP, WORDS, Bits
-from radius.selection import Given, Largest, Selection
 from radius.tally import Tally
 
 
@@ -65,10 +64,10 @@ class BitmapIndex(Marked):
             where = (found.values, found.threshold, found.cutoff, found.shard)
             self._kernels.write_bits(self._words, start, *where)
         else:
-            for lo, hi in reference.aligned_pieces(start, stop):
+            for lo, hi in aligned_pieces(start, stop):
                 chosen = torch.zeros(hi - lo, dtype=torch.bool)
                 chosen[selection.positions(lo - start, hi - start).long().cpu()] = True
-                reference.put(self._words, lo, chosen)
+                put(self._words, lo, chosen)
         self._tally.replace(start, stop, selection.count)
         self._bits = None
 
@@ -132,10 +131,10 @@ class BitmapIndex(Marked):
 
     def _chosen(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
-        for lo, hi in reference.aligned_pieces(start, stop):
+        for lo, hi in aligned_pieces(start, stop):
             words = self._words.view(-1)[lo // 32 : -(-hi // 32)]
             skipped = lo // 32 * 32
-            yield lo, hi, reference.unpack(words)[lo - skipped : hi - skipped]
+            yield lo, hi, unpack(words)[lo - skipped : hi - skipped]
 
     def _count_on_device(self, start: int, stop: int) -> int:
         return sum(int(chosen.sum()) for _, _, chosen in self._chosen(start, stop))

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.interface import GradBucket, SparseIndex
+from megatron.sparse.selection import CHUNK, Selection
 from radius.index import BucketIndex, Part, new_index
 from radius.residual import Residual, squares
-from radius.selection import CHUNK, Selection
 
 INDEX = "index/"
 """What a checkpoint calls the chosen entries of a parameter, with its name behind it."""

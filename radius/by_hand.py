@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
+from megatron.sparse.selection import select_largest
 from radius.index import BucketIndex, new_index, quota
-from radius.selection import select_largest
 
 
 def select(update: torch.Tensor, density: float) -> BucketIndex:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.interface import Run
+from megatron.sparse.selection import CHUNK, Given, Selection
 from radius.pieces import Piece, Pieces
-from radius.selection import CHUNK, Given, Selection
 
 
 class ChunkIndex(Pieces):

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
+from megatron.sparse.selection import select_largest
 from radius.by_hand import exact_density, gather_sent
 from radius.index import BucketIndex, new_index, quota
-from radius.selection import select_largest
 from radius.torch_update import TorchUpdate
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]

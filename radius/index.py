@@ -12,7 +12,7 @@ from megatron.data_parallel.interface import SparseIndex
 if TYPE_CHECKING:
     import torch
 
-    from radius.selection import Selection
+    from megatron.sparse.selection import Selection
 
 
 def quota(density: Fraction, entries: int) -> int:

@@ -1,24 +1,21 @@
 """Triton kernels that bring together a flat bucket and the compact vector of its chosen entries.
 
 `reference.py` has the same functions in plain torch, but for AdamW, which it takes from torch.
-A program has some blocks of 1024 entries: their words of the bitmap and the number of entries
-chosen before them say where its values lie, so that nothing is counted, listed or waited for.
-Imported on CUDA alone.
+How a program finds its values is told in `megatron.sparse.kernels`. Imported on CUDA alone.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from radius.reference import BLOCK, GROUP, WORDS, Bits
-from radius.selection_kernels import count_blocks as count_blocks
-from radius.selection_kernels import launch, popcount
-from radius.selection_kernels import write_bits as write_bits
+from megatron.sparse.kernels import chosen_entries, launch_over
+from megatron.sparse.kernels import count_blocks as count_blocks
+from megatron.sparse.kernels import write_bits as write_bits
+from megatron.sparse.reference import BLOCK, GROUP, Bits
 
 # Blocks of a program: as many as its registers allow several programs to share a multiprocessor.
 _TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
@@ -31,25 +28,25 @@ def compact(
 ) -> None:
     """See `reference.compact`; one pass, `clear` included."""
     options = {"TAKE": True, "SCALE": scale != 1.0, "CLEAR": clear}
-    _launch(_compact, _TO_COMPACT, bits, bits.blocks, flat, out, scale, 0, **options)
+    launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, out, scale, 0, **options)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
     """See `reference.clear`."""
     options = {"TAKE": False, "SCALE": False, "CLEAR": True}
-    _launch(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
+    launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0) -> None:
     """See `reference.expand`; `first` divides by `reference.GROUP`."""
     assert first % GROUP == 0
     blocks = -(-out.numel() // BLOCK)
-    _launch(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
+    launch_over(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
     """See `reference.place`."""
-    _launch(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
+    launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
 
 
 def adamw(
@@ -73,7 +70,7 @@ def adamw(
     weight and moments where they are `frozen`. `gathered`: fp32 c for each value, which the second
     moment takes as c gradients of square g^2 / c each."""
     beta1, beta2 = betas
-    _launch(
+    launch_over(
         _adamw,
         _TO_UPDATE,
         bits,
@@ -99,52 +96,6 @@ def adamw(
     )
 
 
-def _launch(
-    kernel: Any, at_once: int, bits: Bits, blocks: int, *arguments: Any, **options: Any
-) -> None:
-    """Start a kernel that takes so many blocks at once and is first told which are chosen; without
-    patches it gets tensors there that it does not look at."""
-    if bits.patch is None or bits.patches is None:
-        chosen = (bits.words, bits.offsets, bits.words, bits.words)
-    else:
-        chosen = (bits.words, bits.offsets, bits.patch, bits.patches)
-    sizes = {"BLOCKS": at_once, "WORDS": WORDS, "PATCHED": bits.patches is not None}
-    launch(kernel, -(-blocks // at_once), *chosen, *arguments, **options, **sizes)
-
-
-@triton.jit
-def _chosen(
-    words,
-    patch,
-    patches,
-    first,
-    PATCHED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Whether each entry of the blocks from the first on is chosen, and how many of them are before
-    it; [entries]."""
-    at = tl.arange(0, BLOCKS * WORDS)
-    if PATCHED:
-        row = tl.load(patch + first + at // WORDS).to(tl.int64)
-        own = tl.load(words + first * WORDS + at, mask=row < 0, other=0)
-        word = own | tl.load(patches + row * WORDS + at % WORDS, mask=row >= 0, other=0)
-    else:
-        word = tl.load(words + first * WORDS + at)
-    # Eight entries to a byte, the first in its highest bit: entry e has bit e ^ 7 of its word, and
-    # before it come the bytes below its own and the bits above its own.
-    entry = tl.arange(0, 32)
-    bytes_before = (1 << (entry & 24)) - 1
-    bits_before = ((0xFF00 >> (entry & 7)) & 0xFF) << (entry & 24)
-    bit = (word[:, None] >> (entry ^ 7)[None, :]) & 1
-    count = popcount(word)
-    earlier = popcount(word[:, None] & (bytes_before | bits_before)[None, :])
-    place = (tl.cumsum(count, axis=0) - count)[:, None] + earlier
-    # One dimension, of which Triton cannot give the threads the wrong one.
-    ENTRIES: tl.constexpr = BLOCKS * WORDS * 32
-    return tl.reshape(bit, (ENTRIES,)) != 0, tl.reshape(place, (ENTRIES,))
-
-
 @triton.jit(do_not_specialize=["apart"])
 def _compact(
     words,
@@ -163,7 +114,7 @@ def _compact(
     PATCHED: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    chosen, place = chosen_entries(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
     source = flat + first * WORDS * 32 + tl.arange(0, BLOCKS * WORDS * 32) + apart
     if TAKE:
         value = tl.load(source, mask=chosen)
@@ -193,7 +144,7 @@ def _expand(
     begin = tl.program_id(0).to(tl.int64) * BLOCKS
     first = begin + first_block
     begin *= WORDS * 32
-    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    chosen, place = chosen_entries(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
     at = tl.arange(0, BLOCKS * WORDS * 32) + apart
     within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)
     value = tl.load(values + tl.load(offsets + first) + place, mask=chosen & within, other=0)
@@ -230,7 +181,7 @@ def _adamw(
     PATCHED: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCKS
-    chosen, place = _chosen(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
+    chosen, place = chosen_entries(words, patch, patches, first, PATCHED, BLOCKS, WORDS)
     at = tl.arange(0, BLOCKS * WORDS * 32) + apart
     begin, before = first * WORDS * 32, tl.load(offsets + first)
     within = at < tl.minimum(length - begin, BLOCKS * WORDS * 32).to(tl.int32)

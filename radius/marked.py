@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.data_parallel.interface import Reduced, Run
+from megatron.sparse.reference import BLOCK, CHUNK, Bits, pack
 from radius import reference
-from radius.reference import BLOCK, CHUNK, Bits
 
 if TYPE_CHECKING:
     from megatron.optimizer.rules import Hyper, UpdateRule
@@ -192,7 +192,7 @@ def _set_run(words: torch.Tensor, start: int, stop: int) -> None:
     for word, low, high in edges:
         mask = torch.zeros(32, dtype=torch.bool)
         mask[low:high] = True
-        flat[word : word + 1].bitwise_or_(int(reference.pack(mask)))
+        flat[word : word + 1].bitwise_or_(int(pack(mask)))
 
 
 def _triton() -> ModuleType:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.data_parallel.interface import Reduced, Run
-from radius.selection import CHUNK
+from megatron.sparse.selection import CHUNK
 
 if TYPE_CHECKING:
     from megatron.optimizer.rules import Hyper, UpdateRule

@@ -33,12 +33,12 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
+from megatron.sparse.selection import Selection, draw_seeded, select_largest
 from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, quota
 from radius.memory import memory_note, radius_bytes
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import why_no_resample
-from radius.selection import Selection, draw_seeded, select_largest
 from radius.work import RadiusWork
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from megatron.data_parallel.interface import ALIGNMENT, GradBucket
+from megatron.sparse.selection import CHUNK
 from radius.index import BucketIndex, Part
-from radius.selection import CHUNK
 
 LARGEST = 2.0**55
 """Of what an aborted step may leave in the gradient buffer: 65536 squares of it, which the norm of

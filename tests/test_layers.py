@@ -14,14 +14,14 @@ LAYERS = (
     ("errors", "config", "runtime", "status", "timers", "run_lock"),
     ("parallel",),
     ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
-    ("model", "data", "optimizer", "data_parallel", "low_memory"),
+    ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_identity", "run_folder", "metrics", "report")
     + ("profiling",),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
-FOR_EXTENSIONS = ("megatron.config", "megatron.data_parallel", "megatron.errors")
+FOR_EXTENSIONS = ("megatron.config", "megatron.data_parallel", "megatron.errors", "megatron.sparse")
 WITHOUT_TORCH = (
     "megatron.errors",
     "megatron.status",

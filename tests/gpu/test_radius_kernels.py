@@ -9,8 +9,8 @@ import torch
 
 from megatron.data_parallel.interface import Reduced
 from megatron.optimizer.rules import AdamW, Hyper
+from megatron.sparse.selection import draw_seeded, select_largest
 from radius.bitmap import BitmapIndex
-from radius.selection import draw_seeded, select_largest
 from tests.gpu.test_training_on_cuda import no_host_sync
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -19,11 +19,12 @@ HYPER = Hyper(t=3, lr=1e-2, weight_decay=0.0)
 
 def test_kernels_equal_plain_torch(device: torch.device) -> None:
     if device.type != "cuda":
-        return  # tests/radius has Triton's interpreter run the same comparisons
-    from tests.radius.kernel_comparisons import COMPARISONS
+        return  # tests/radius and tests/sparse have Triton's interpreter run the same comparisons
+    from tests.radius.kernel_comparisons import COMPARISONS as MOVING
+    from tests.sparse.kernel_comparisons import COMPARISONS as CHOOSING
 
     torch.manual_seed(0)
-    for comparison in COMPARISONS:
+    for comparison in (*CHOOSING, *MOVING):
         comparison(device)
 
 

@@ -12,11 +12,10 @@ import torch
 
 from megatron.data_parallel.interface import Reduced
 from megatron.optimizer.rules import AdamW, Hyper
-from radius import kernels, reference, selection, selection_kernels
+from megatron.sparse.reference import BLOCK, GROUP, Bits
+from megatron.sparse.selection import draw_seeded, select_largest
+from radius import kernels, reference
 from radius.bitmap import BitmapIndex
-from radius.reference import BLOCK, GROUP, TIE_BLOCK, Bits
-from radius.selection import draw_seeded, select_largest
-from radius.shard import Shard
 
 LENGTH = 13 * BLOCK + 1000
 """Not a whole number of blocks; the last bucket of a model need not be one either."""
@@ -109,90 +108,10 @@ def compare_adamw(device: torch.device) -> None:
                     assert torch.equal(found == before, wanted == before)
 
 
-def compare_counting(device: torch.device) -> None:
-    values = torch.randn(20000, device=device) * 1e-3
-    values[:3000] = 0
-    values[5000:5100] = 0.25
-    one = torch.ones((), dtype=torch.bool, device=device)
-    quarter = torch.tensor(0.25, device=device).view(torch.int32)
-    for bracket in ((0, 0x7FFFFFFF, 15), (0x38000000, 0x3AFFFFFF, 10), (0x3E800000, 0x3E80FFFF, 0)):
-        numbers = torch.tensor(bracket, device=device)
-        found = selection_kernels.histogram(values, numbers)
-        assert torch.equal(found.cpu(), reference.histogram(values.cpu(), numbers.cpu()))
-        assert found.sum() > 0
-    nothing = torch.tensor((1, 0, 0), device=device)
-    assert not selection_kernels.histogram(values, nothing).any()
-    for shard in (
-        Shard(20000, 20000),
-        Shard(20000, 200000, offset=100000),
-        Shard(20000, 200000, row=20, stride=200, offset=40),
-    ):
-        found = selection_kernels.tie_counts(values, quarter, one, shard)
-        wanted = reference.tie_counts(values.cpu(), quarter.cpu(), one.cpu(), shard)
-        assert torch.equal(found.cpu(), wanted) and found.sum() == 100
-        assert not selection_kernels.tie_counts(values, quarter, ~one, shard).any()
-
-
-def compare_bit_writing(device: torch.device) -> None:
-    whole = torch.randint(-9, 10, (12 * BLOCK,), device=device).float()
-    threshold = torch.tensor(4.0, device=device).view(torch.int32)
-    for start, numel in ((0, 12 * BLOCK), (64, 5000), (4000, 4500), (4097, 31), (4099, 1)):
-        values = whole[:numel].clone()
-        for shard in (
-            Shard(numel, numel),
-            Shard(numel, 10 * numel, offset=2 * numel),
-            Shard(numel, 10 * numel, row=7, stride=70, offset=14),
-        ):
-            cutoff = shard.logical(torch.tensor(numel // 3, device=device))
-            found, wanted = torch.randint(-(2**31), 2**31, (2, 3 * GROUP, 32), device=device).int()
-            wanted.copy_(found)
-            kernels.write_bits(found, start, values, threshold, cutoff, shard)
-            reference.write_bits(wanted, start, values, threshold, cutoff, shard)
-            assert torch.equal(found, wanted)
-            counts = kernels.count_blocks(found)
-            assert torch.equal(counts, reference.count_blocks(found)) and counts.any()
-
-
-def compare_selection(device: torch.device) -> None:
-    """The whole way, a sample first, beside a sort; also where the sample misleads."""
-    size, chooser = selection.SAMPLE, selection._kernels
-    selection.SAMPLE, selection._kernels = 64, lambda values: selection_kernels
-    try:
-        values = torch.randn(6000, device=device)
-        misleading = values.clone()
-        misleading[:: 6000 // 64 | 1] = 1e-9
-        equal = torch.ones(6000, device=device)
-        for case, k in (
-            (values, 2000),
-            (values, 1),
-            (misleading, 3000),
-            (equal, 77),
-            (equal, 6000),
-        ):
-            shard = Shard(case.numel(), case.numel())
-            counter = selection._Counter(case, None)
-            wanted = torch.full((1,), k, device=device)
-            threshold, ties, left = counter.threshold(counter.sampled(wanted, 6000), wanted)
-            cutoff = counter.cutoff(threshold, ties, left, shard)
-            found = selection.Largest(case, threshold, cutoff, shard, k).positions()
-            order = torch.sort(case.cpu().abs(), descending=True, stable=True).indices
-            assert torch.equal(found.cpu().long(), order[:k].sort().values), k
-    finally:
-        selection.SAMPLE, selection._kernels = size, chooser
-
-
-COMPARISONS = (
-    compare_moving,
-    compare_taking,
-    compare_adamw,
-    compare_counting,
-    compare_bit_writing,
-    compare_selection,
-)
+COMPARISONS = (compare_moving, compare_taking, compare_adamw)
 
 
 def main() -> int:
-    assert TIE_BLOCK > BLOCK
     torch.manual_seed(0)
     for comparison in COMPARISONS:
         comparison(torch.device("cpu"))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron.data_parallel.interface import Reduced, Run
 from megatron.optimizer.rules import SGD, AdamW, Hyper
+from megatron.sparse.reference import BLOCK, CHUNK
+from megatron.sparse.selection import draw_seeded, select_largest
 from radius.bitmap import BitmapIndex
 from radius.marked import Marked
-from radius.reference import BLOCK, CHUNK
-from radius.selection import draw_seeded, select_largest
 
 CPU = torch.device("cpu")
 LENGTH = 5 * BLOCK + 333

@@ -10,8 +10,8 @@ import torch
 
 from megatron.data_parallel.interface import Reduced
 from megatron.optimizer.rules import SGD, AdamW, Hyper, UpdateRule
+from megatron.sparse.selection import CHUNK
 from radius.chunk_index import ChunkIndex
-from radius.selection import CHUNK
 
 LENGTHS = [64, 1024, CHUNK, CHUNK + 64, 2 * CHUNK + 4096]
 ADAMW = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)

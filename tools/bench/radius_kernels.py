@@ -27,8 +27,8 @@ import torch  # noqa: E402
 
 from megatron.data_parallel.interface import Reduced  # noqa: E402
 from megatron.optimizer.rules import AdamW, Hyper  # noqa: E402
+from megatron.sparse.selection import select_largest  # noqa: E402
 from radius.bitmap import BitmapIndex  # noqa: E402
-from radius.selection import select_largest  # noqa: E402
 
 AIM = 0.75
 VOCABULARY, BUCKET = 50304, 40_000_000

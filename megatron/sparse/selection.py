@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from radius import reference
-from radius.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK
-from radius.shard import Shard
+from megatron.sparse import reference
+from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK
+from megatron.sparse.shard import Shard
 
 DRAWN_BLOCK = 64
 """Entries drawn together, so that a gather copies runs; also what slices of a bucket align to."""
@@ -324,6 +324,6 @@ def _kernels(values: torch.Tensor) -> ModuleType:
     """Triton's where they serve: on CUDA, if it is installed."""
     if values.device.type != "cuda" or find_spec("triton") is None:
         return reference
-    from radius import selection_kernels
+    from megatron.sparse import kernels
 
-    return selection_kernels
+    return kernels

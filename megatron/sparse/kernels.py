@@ -1,6 +1,9 @@
 """Triton kernels that choose entries: counts of magnitudes and of ties, and the bits of a bitmap.
 
-`reference.py` has the same functions in plain torch. Imported on CUDA alone.
+`reference.py` has the same functions in plain torch. `launch_over` and `chosen_entries` are for
+kernels elsewhere that move the chosen entries: a program has some blocks of 1024 entries, whose
+words of the bitmap and the number of entries chosen before them say where its values lie, so that
+nothing is counted, listed or waited for. Imported on CUDA alone.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from radius.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS
+from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS, Bits
 
 if TYPE_CHECKING:
-    from radius.shard import Shard
+    from megatron.sparse.shard import Shard
 
 _WARPS = 8
 _ENTRIES = GROUP * BLOCK
@@ -27,6 +30,19 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Start so many programs of a Triton kernel on the current stream."""
     # Fused multiplications and additions were Triton's default, and will not be.
     kernel[(programs,)](*arguments, num_warps=_WARPS, enable_fp_fusion=True, **options)
+
+
+def launch_over(
+    kernel: Any, at_once: int, bits: Bits, blocks: int, *arguments: Any, **options: Any
+) -> None:
+    """Start a kernel that takes so many blocks at once and is first told which are chosen; without
+    patches it gets tensors there that it does not look at."""
+    if bits.patch is None or bits.patches is None:
+        chosen = (bits.words, bits.offsets, bits.words, bits.words)
+    else:
+        chosen = (bits.words, bits.offsets, bits.patch, bits.patches)
+    sizes = {"BLOCKS": at_once, "WORDS": WORDS, "PATCHED": bits.patches is not None}
+    launch(kernel, -(-blocks // at_once), *chosen, *arguments, **options, **sizes)
 
 
 def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
@@ -210,12 +226,45 @@ def _write_bits(
 def _count_blocks(words, counts, rows, ROWS: tl.constexpr, WORDS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    held = popcount(tl.load(words + at, mask=(row < rows)[:, None], other=0))
+    held = _popcount(tl.load(words + at, mask=(row < rows)[:, None], other=0))
     tl.store(counts + row, tl.sum(held, axis=1).to(tl.int64), mask=row < rows)
 
 
 @triton.jit
-def popcount(word):
+def chosen_entries(
+    words,
+    patch,
+    patches,
+    first,
+    PATCHED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Whether each entry of the blocks from the first on is chosen, and how many of them are before
+    it; [entries]."""
+    at = tl.arange(0, BLOCKS * WORDS)
+    if PATCHED:
+        row = tl.load(patch + first + at // WORDS).to(tl.int64)
+        own = tl.load(words + first * WORDS + at, mask=row < 0, other=0)
+        word = own | tl.load(patches + row * WORDS + at % WORDS, mask=row >= 0, other=0)
+    else:
+        word = tl.load(words + first * WORDS + at)
+    # Eight entries to a byte, the first in its highest bit: entry e has bit e ^ 7 of its word, and
+    # before it come the bytes below its own and the bits above its own.
+    entry = tl.arange(0, 32)
+    bytes_before = (1 << (entry & 24)) - 1
+    bits_before = ((0xFF00 >> (entry & 7)) & 0xFF) << (entry & 24)
+    bit = (word[:, None] >> (entry ^ 7)[None, :]) & 1
+    count = _popcount(word)
+    earlier = _popcount(word[:, None] & (bytes_before | bits_before)[None, :])
+    place = (tl.cumsum(count, axis=0) - count)[:, None] + earlier
+    # One dimension, of which Triton cannot give the threads the wrong one.
+    ENTRIES: tl.constexpr = BLOCKS * WORDS * 32
+    return tl.reshape(bit, (ENTRIES,)) != 0, tl.reshape(place, (ENTRIES,))
+
+
+@triton.jit
+def _popcount(word):
     """Number of bits set in each int32, by adding neighbours (Warren, Hacker's Delight, 5-1); a
     form in which the compiler sees the machine's own instruction."""
     word = word.to(tl.uint32, bitcast=True)

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from radius import selection
-from radius.reference import CHUNK, TIE_BLOCK
-from radius.selection import DRAWN_BLOCK, draw_seeded, select_largest
-from radius.shard import Shard
+from megatron.sparse import selection
+from megatron.sparse.reference import CHUNK, TIE_BLOCK
+from megatron.sparse.selection import DRAWN_BLOCK, draw_seeded, select_largest
+from megatron.sparse.shard import Shard
 
 DENORMAL = 1e-40
 

@@ -1,0 +1,189 @@
+"""What the kernels of a GPU do, in plain torch: the reference for them, and all that a CPU needs.
+
+A bitmap is int32 words, 32 to a block of 1024 entries, in the order of `numpy.packbits`: the bytes
+of a word in memory are those of entries 8i to 8i + 7, the first entry in the highest bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from megatron.sparse.shard import Shard
+
+BINS = 1 << 16
+"""Ranges of magnitude that are counted in one pass."""
+BLOCK = 1024
+"""Entries for which it is kept how many are chosen before them."""
+WORDS = BLOCK // 32
+GROUP = 4
+"""Blocks that a kernel may take at once: a bitmap has a multiple of so many."""
+CHUNK = 256 * 1024
+"""Entries looked at together: an int32 copy of so many stays within a CPU's cache."""
+TIE_BLOCK = 1 << 16
+MAGNITUDE = 0x7FFFFFFF
+"""Bits of an fp32 number without its sign; as integers they are in the order of the magnitudes."""
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Which of `length` entries are chosen, for the kernels.
+
+    `words` [blocks, 32] int32; `counts` and `offsets` [blocks] int64, number chosen in each block
+    and before it. Where `patch` [blocks] int32 is not negative, row `patch` of `patches` stands
+    for the block's words.
+    """
+
+    length: int
+    words: torch.Tensor
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    patch: torch.Tensor | None = None
+    patches: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        length: int,
+        words: torch.Tensor,
+        counts: torch.Tensor,
+        patch: torch.Tensor | None = None,
+        patches: torch.Tensor | None = None,
+    ) -> Bits:
+        """With the offsets that follow from the counts."""
+        return cls(length, words, counts, counts.cumsum(0) - counts, patch, patches)
+
+    @property
+    def blocks(self) -> int:
+        return self.words.shape[0]
+
+
+def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
+    """Counts of magnitudes, int64 [BINS + 1]: bin i of those whose bits less `first` begin with i
+    when the lowest `shift` are cut off, the last of those above `last`; int64 `bracket` [3] is
+    (first, last, shift)."""
+    if values.device.type == "cpu":
+        return _histogram_on_cpu(values, *bracket.tolist())
+    # One more bin, for what is below the bracket.
+    counts = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
+    first, last, shift = bracket.unbind()
+    for piece in values.view(torch.int32).split(16 * CHUNK):
+        magnitude = piece & MAGNITUDE
+        bins = (magnitude - first) >> shift
+        bins = torch.where(magnitude > last, BINS, torch.where(magnitude < first, BINS + 1, bins))
+        counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
+    return counts[: BINS + 1]
+
+
+def _histogram_on_cpu(values: torch.Tensor, first: int, last: int, shift: int) -> torch.Tensor:
+    counts = torch.zeros(BINS + 1, dtype=torch.int64)
+    if last < first:
+        return counts
+    scratch = torch.empty(min(CHUNK, values.numel()), dtype=torch.int32)
+    for piece in values.view(torch.int32).split(CHUNK):
+        magnitude = torch.bitwise_and(piece, MAGNITUDE, out=scratch[: piece.numel()])
+        if (first, last) == (0, MAGNITUDE):
+            inside = magnitude
+        else:
+            counts[BINS] += int(np.count_nonzero((magnitude > last).numpy()))
+            # What is below becomes negative, which is above everything once unsigned.
+            found = magnitude.sub_(first).numpy()
+            inside = torch.from_numpy(found[np.flatnonzero(found.view(np.uint32) <= last - first)])
+        if inside.numel():
+            counts[:BINS] += torch.bincount(inside.bitwise_right_shift_(shift), minlength=BINS)
+    return counts
+
+
+def tie_counts(
+    values: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor, shard: Shard
+) -> torch.Tensor:
+    """How many magnitudes equal the threshold in each TIE_BLOCK entries of the whole tensor, as far
+    as they are on this rank; int64. Means nothing where `wanted` (bool []) is False."""
+    counts = torch.zeros(-(-shard.total // TIE_BLOCK), dtype=torch.int64, device=values.device)
+    bits, numel = values.view(torch.int32), values.numel()
+    if shard.is_run and values.device.type == "cpu":
+        for block in range(shard.offset // TIE_BLOCK, -(-(shard.offset + numel) // TIE_BLOCK)):
+            first = block * TIE_BLOCK - shard.offset
+            piece = bits[max(first, 0) : first + TIE_BLOCK]
+            counts[block] = int(np.count_nonzero(((piece & MAGNITUDE) == threshold).numpy()))
+        return counts
+    for first in range(0, numel, CHUNK):
+        ties = (bits[first : first + CHUNK] & MAGNITUDE) == threshold
+        local = torch.arange(first, first + ties.numel(), device=values.device)
+        counts.index_add_(0, shard.logical(local) // TIE_BLOCK, ties.long())
+    return counts
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """Whether each entry is chosen: bool, 32 for each of the contiguous int32 words."""
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=words.device)
+    return ((words.view(torch.uint8).view(-1, 1) >> places) & 1).bool().view(-1)
+
+
+def pack(chosen: torch.Tensor) -> torch.Tensor:
+    """The int32 words of a bool tensor whose length divides by 32."""
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=chosen.device)
+    octets = (chosen.view(-1, 8).to(torch.uint8) << places).sum(dim=1, dtype=torch.uint8)
+    return octets.view(torch.int32)
+
+
+def write_bits(
+    words: torch.Tensor,
+    start: int,
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    cutoff: torch.Tensor,
+    shard: Shard,
+) -> None:
+    """Choose, of the entries from `start` on, those above the threshold, or at it and before the
+    cutoff in the whole tensor (see `selection.Largest`)."""
+    for first, stop in aligned_pieces(start, start + values.numel()):
+        magnitude = values[first - start : stop - start].view(torch.int32) & MAGNITUDE
+        local = torch.arange(first - start, stop - start, device=values.device)
+        early = shard.logical(local) < cutoff
+        put(words, first, (magnitude > threshold) | ((magnitude == threshold) & early))
+
+
+def aligned_pieces(start: int, stop: int) -> list[tuple[int, int]]:
+    """[start, stop) cut at multiples of CHUNK."""
+    cuts = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
+    return list(zip(cuts, cuts[1:], strict=False)) if stop > start else []
+
+
+def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
+    """Set the bits from position `start` on to a bool tensor, which may be on the CPU where the
+    words are not."""
+    first, last = start // 32, -(-(start + chosen.numel()) // 32)
+    padded = torch.zeros((last - first) * 32, dtype=torch.bool, device=chosen.device)
+    within = slice(start - first * 32, start - first * 32 + chosen.numel())
+    padded[within] = chosen
+    new = pack(padded).to(words.device, non_blocking=True)
+    target = words.view(-1)[first:last]
+    if within != slice(0, padded.numel()):
+        padded[within] = True
+        new |= target & ~pack(padded).to(words.device, non_blocking=True)
+    target.copy_(new)
+
+
+def count_blocks(words: torch.Tensor) -> torch.Tensor:
+    """Number of bits set in each row of words [m, 32]; int64 [m]."""
+    pieces = words.split(CHUNK // BLOCK)
+    counts = [unpack(piece).view(-1, BLOCK).sum(dim=1) for piece in pieces]
+    return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64, device=words.device)
+
+
+def positions(bits: Bits, first_block: int, last_block: int) -> torch.Tensor:
+    """Chosen entries of blocks [first, last), counted from the first of them; int64."""
+    words = bits.words[first_block:last_block]
+    if bits.patch is not None and bits.patches is not None:
+        patch = bits.patch[first_block:last_block]
+        rows = bits.patches.index_select(0, patch.clamp(min=0))
+        words = torch.where(patch[:, None] >= 0, rows, words)
+    chosen = unpack(words)
+    if chosen.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(chosen.numpy()))
+    return chosen.nonzero().view(-1)
