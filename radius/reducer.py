@@ -239,7 +239,7 @@ class RadiusReducer:
             seed, step = self.settings.seed, self._step.t
             selection = draw_seeded(part.length, part.chosen, seed=seed, step=step, name=part.name)
         else:
-            selection = select_largest(values.float(), part.chosen)
+            selection = select_largest(values, part.chosen)
         kept = own.choose(part, selection, compare=compare)
         if compare:
             self._chosen += part.chosen

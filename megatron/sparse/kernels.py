@@ -126,9 +126,15 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _magnitudes(values, at, numel):
-    """Bits of |x| of the entries `at`, int32; -1 from the `numel`-th on."""
-    found = tl.load(values + at, mask=at < numel, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(at < numel, found & 0x7FFFFFFF, -1)
+    """Bits of |x| as fp32 of the entries `at`, int32; -1 from the `numel`-th on."""
+    found = tl.load(values + at, mask=at < numel, other=0.0)
+    return tl.where(at < numel, _magnitude(found), -1)
+
+
+@triton.jit
+def _magnitude(value):
+    """See `reference.magnitudes`."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit(do_not_specialize=["numel", "apart"])
@@ -204,7 +210,7 @@ def _write_bits(
         found = tl.load(values + begin + at)
     else:
         found = tl.load(values + begin + at, mask=(at >= lowest) & (at < left), other=0.0)
-    magnitude = found.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = _magnitude(found)
     limit, before = tl.load(threshold), tl.load(cutoff)
     if IS_RUN:
         early = at < tl.maximum(tl.minimum(before - offset - begin, ENTRIES), 0).to(tl.int32)

@@ -62,6 +62,18 @@ class Bits:
         return self.words.shape[0]
 
 
+def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    """Bits of |x| as an fp32 number, int32, for fp32, bf16 or fp16 values: widening keeps their
+    order, and which are equal. Written to the beginning of `scratch` (int32) if that is given."""
+    if scratch is None:
+        scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
+    bits = scratch[: values.numel()]
+    if values.dtype == torch.float32:
+        return torch.bitwise_and(values.view(torch.int32), MAGNITUDE, out=bits)
+    bits.view(torch.float32).copy_(values.detach())
+    return bits.bitwise_and_(MAGNITUDE)
+
+
 def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
     """Counts of magnitudes, int64 [BINS + 1]: bin i of those whose bits less `first` begin with i
     when the lowest `shift` are cut off, the last of those above `last`; int64 `bracket` [3] is
@@ -71,8 +83,8 @@ def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
     # One more bin, for what is below the bracket.
     counts = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
     first, last, shift = bracket.unbind()
-    for piece in values.view(torch.int32).split(16 * CHUNK):
-        magnitude = piece & MAGNITUDE
+    for piece in values.split(16 * CHUNK):
+        magnitude = magnitudes(piece)
         bins = (magnitude - first) >> shift
         bins = torch.where(magnitude > last, BINS, torch.where(magnitude < first, BINS + 1, bins))
         counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
@@ -84,8 +96,8 @@ def _histogram_on_cpu(values: torch.Tensor, first: int, last: int, shift: int) -
     if last < first:
         return counts
     scratch = torch.empty(min(CHUNK, values.numel()), dtype=torch.int32)
-    for piece in values.view(torch.int32).split(CHUNK):
-        magnitude = torch.bitwise_and(piece, MAGNITUDE, out=scratch[: piece.numel()])
+    for piece in values.split(CHUNK):
+        magnitude = magnitudes(piece, scratch)
         if (first, last) == (0, MAGNITUDE):
             inside = magnitude
         else:
@@ -104,15 +116,15 @@ def tie_counts(
     """How many magnitudes equal the threshold in each TIE_BLOCK entries of the whole tensor, as far
     as they are on this rank; int64. Means nothing where `wanted` (bool []) is False."""
     counts = torch.zeros(-(-shard.total // TIE_BLOCK), dtype=torch.int64, device=values.device)
-    bits, numel = values.view(torch.int32), values.numel()
+    numel = values.numel()
     if shard.is_run and values.device.type == "cpu":
         for block in range(shard.offset // TIE_BLOCK, -(-(shard.offset + numel) // TIE_BLOCK)):
             first = block * TIE_BLOCK - shard.offset
-            piece = bits[max(first, 0) : first + TIE_BLOCK]
-            counts[block] = int(np.count_nonzero(((piece & MAGNITUDE) == threshold).numpy()))
+            piece = values[max(first, 0) : first + TIE_BLOCK]
+            counts[block] = int(np.count_nonzero((magnitudes(piece) == threshold).numpy()))
         return counts
     for first in range(0, numel, CHUNK):
-        ties = (bits[first : first + CHUNK] & MAGNITUDE) == threshold
+        ties = magnitudes(values[first : first + CHUNK]) == threshold
         local = torch.arange(first, first + ties.numel(), device=values.device)
         counts.index_add_(0, shard.logical(local) // TIE_BLOCK, ties.long())
     return counts
@@ -142,7 +154,7 @@ def write_bits(
     """Choose, of the entries from `start` on, those above the threshold, or at it and before the
     cutoff in the whole tensor (see `selection.Largest`)."""
     for first, stop in aligned_pieces(start, start + values.numel()):
-        magnitude = values[first - start : stop - start].view(torch.int32) & MAGNITUDE
+        magnitude = magnitudes(values[first - start : stop - start])
         local = torch.arange(first - start, stop - start, device=values.device)
         early = shard.logical(local) < cutoff
         put(words, first, (magnitude > threshold) | ((magnitude == threshold) & early))

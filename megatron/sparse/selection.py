@@ -21,9 +21,11 @@ import numpy as np
 import torch
 
 from megatron.sparse import reference
-from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK
+from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK, magnitudes
 from megatron.sparse.shard import Shard
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of values that can be told apart by the bits of their magnitude as fp32."""
 DRAWN_BLOCK = 64
 """Entries drawn together, so that a gather copies runs; also what slices of a bucket align to."""
 FEW = 1 << 19
@@ -85,7 +87,7 @@ class Largest:
 
     def mask(self, start: int, stop: int) -> torch.Tensor:
         """Whether each entry of [start, stop) is chosen."""
-        magnitude = self.values[start:stop].view(torch.int32) & MAGNITUDE
+        magnitude = magnitudes(self.values[start:stop])
         if magnitude.device.type == "cpu" and self.shard.is_run:
             cutoff = int(self.cutoff) - self.shard.offset
             if stop <= cutoff:
@@ -104,15 +106,15 @@ def select_largest(
     sum_bins: SumBins | None = None,
     shard: Shard | None = None,
 ) -> Largest:
-    """The k entries of largest magnitude of a 1-D fp32 tensor without NaN; of equal ones those
-    that come first. Decides at once, without a wait on CUDA; `values` are read again when the
-    selection is used.
+    """The k entries of largest magnitude of a 1-D fp32, bf16 or fp16 tensor without NaN; of equal
+    ones those that come first. Decides at once, without a wait on CUDA; `values` are read again
+    when the selection is used. 16-bit values are widened piece by piece.
 
     Where the tensor is cut over ranks, k counts them all, `shard` says which entries these are, and
     `sum_bins` adds int64 counts over the ranks in place; all of them call this.
     """
     shard = shard or Shard(values.numel(), values.numel())
-    assert values.dtype == torch.float32 and values.dim() == 1 and values.is_contiguous()
+    assert values.dtype in DTYPES and values.dim() == 1 and values.is_contiguous()
     assert 0 <= k <= shard.total and values.numel() == shard.numel > 0
     if values.device.type == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
         return Largest(values, *_by_partition(values, k), shard, k)
@@ -129,7 +131,7 @@ def select_largest(
 
 def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Threshold and cutoff of a tensor too short to be worth counting 65536 bins for."""
-    magnitude = (values.view(torch.int32) & MAGNITUDE).numpy()
+    magnitude = magnitudes(values).numpy()
     threshold = np.partition(magnitude, values.numel() - k)[values.numel() - k]
     wanted = k - int((magnitude > threshold).sum())
     ties = np.flatnonzero(magnitude == threshold)
@@ -210,8 +212,8 @@ class _Counter:
         block, rest = _reaching(counts, wanted)
         places = block * TIE_BLOCK + torch.arange(TIE_BLOCK, device=values.device)
         local, here = shard.local(places)
-        found = values.index_select(0, local.clamp_(0, values.numel() - 1)).view(torch.int32)
-        tied = (((found & MAGNITUDE) == threshold) & here).long()
+        found = magnitudes(values.index_select(0, local.clamp_(0, values.numel() - 1)))
+        tied = ((found == threshold) & here).long()
         self._sum(tied)
         last, _ = _reaching(tied, rest)
         cutoff = torch.where(wanted > 0, block * TIE_BLOCK + last + 1, 0)

@@ -72,10 +72,11 @@ def test_a_choice_replaces_what_was_chosen_in_its_range(
     assert_marks(index, model)
 
 
-def test_draw_and_magnitude_over_several_chunks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draw_and_magnitude_over_several_chunks(dtype: torch.dtype) -> None:
     length = 2 * CHUNK + 5000
     index = BitmapIndex(length, CPU)
-    values = torch.randn(CHUNK + 100)
+    values = torch.randn(CHUNK + 100).to(dtype)
     largest = select_largest(values, CHUNK // 3)
     rest = length - 50 - values.numel()
     draw = draw_seeded(rest, rest // 2, seed=1, step=1, name="w")

@@ -49,7 +49,7 @@ class Bench:
             tied=False,
             tp_sharded=False,
         )
-        self.update = BucketUpdate(where, torch.randn(ENTRIES))
+        self.update = BucketUpdate(where, torch.randn(ENTRIES).to(dtype))
         self.weight = torch.randn(ENTRIES)
         self.moments = [torch.zeros(ENTRIES), torch.zeros(ENTRIES)]
         settings = RadiusSettings(density=Fraction(density), interval=4, start=1, **options)
@@ -151,11 +151,16 @@ def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
     assert residual is not None and residual.nbytes == 4 * ENTRIES
 
 
-@pytest.mark.parametrize("residual", ["separate", "in-place"])
-def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(residual: str) -> None:
+@pytest.mark.parametrize(
+    ("residual", "dtype"),
+    [("separate", torch.float32), ("in-place", torch.float32), ("separate", torch.bfloat16)],
+)
+def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(
+    residual: str, dtype: torch.dtype
+) -> None:
     """The old one, whose end the profiler does not see, goes chunk by chunk as the new one comes;
     both are compared as bits."""
-    bench = Bench("0.4", residual=residual)
+    bench = Bench("0.4", dtype, residual=residual)
     for t in range(1, 8):
         bench.step(t)
     index, bits = 4 * 0.4 * ENTRIES, 2 * ENTRIES / 8

@@ -12,19 +12,26 @@ import torch
 
 from megatron.sparse import kernels, reference, selection
 from megatron.sparse.reference import BLOCK, GROUP, TIE_BLOCK
+from megatron.sparse.selection import DTYPES
 from megatron.sparse.shard import Shard
 
 
 def compare_counting(device: torch.device) -> None:
-    values = torch.randn(20000, device=device) * 1e-3
+    for dtype in DTYPES:
+        _compare_counting(device, dtype)
+
+
+def _compare_counting(device: torch.device, dtype: torch.dtype) -> None:
+    values = (torch.randn(20000, device=device) * 1e-3).to(dtype)
     values[:3000] = 0
     values[5000:5100] = 0.25
+    values[6000:7000] *= 1e-4 if dtype == torch.float16 else 1e-36  # denormal in part
     one = torch.ones((), dtype=torch.bool, device=device)
     quarter = torch.tensor(0.25, device=device).view(torch.int32)
     for bracket in ((0, 0x7FFFFFFF, 15), (0x38000000, 0x3AFFFFFF, 10), (0x3E800000, 0x3E80FFFF, 0)):
         numbers = torch.tensor(bracket, device=device)
         found = kernels.histogram(values, numbers)
-        assert torch.equal(found.cpu(), reference.histogram(values.cpu(), numbers.cpu()))
+        assert torch.equal(found.cpu(), reference.histogram(values.cpu().float(), numbers.cpu()))
         assert found.sum() > 0
     nothing = torch.tensor((1, 0, 0), device=device)
     assert not kernels.histogram(values, nothing).any()
@@ -34,7 +41,7 @@ def compare_counting(device: torch.device) -> None:
         Shard(20000, 200000, row=20, stride=200, offset=40),
     ):
         found = kernels.tie_counts(values, quarter, one, shard)
-        wanted = reference.tie_counts(values.cpu(), quarter.cpu(), one.cpu(), shard)
+        wanted = reference.tie_counts(values.cpu().float(), quarter.cpu(), one.cpu(), shard)
         assert torch.equal(found.cpu(), wanted) and found.sum() == 100
         assert not kernels.tie_counts(values, quarter, ~one, shard).any()
 
@@ -52,11 +59,13 @@ def compare_bit_writing(device: torch.device) -> None:
             cutoff = shard.logical(torch.tensor(numel // 3, device=device))
             found, wanted = torch.randint(-(2**31), 2**31, (2, 3 * GROUP, 32), device=device).int()
             wanted.copy_(found)
-            kernels.write_bits(found, start, values, threshold, cutoff, shard)
             reference.write_bits(wanted, start, values, threshold, cutoff, shard)
-            assert torch.equal(found, wanted)
-            counts = kernels.count_blocks(found)
-            assert torch.equal(counts, reference.count_blocks(found)) and counts.any()
+            for dtype in DTYPES:
+                written = found.clone()
+                kernels.write_bits(written, start, values.to(dtype), threshold, cutoff, shard)
+                assert torch.equal(written, wanted)
+            counts = kernels.count_blocks(wanted)
+            assert torch.equal(counts, reference.count_blocks(wanted)) and counts.any()
 
 
 def compare_selection(device: torch.device) -> None:
@@ -72,6 +81,8 @@ def compare_selection(device: torch.device) -> None:
             (values, 2000),
             (values, 1),
             (misleading, 3000),
+            (values.bfloat16(), 2000),
+            (misleading.half(), 3000),
             (equal, 77),
             (equal, 6000),
         ):

@@ -22,12 +22,12 @@ ENTRIES = GROUP * BLOCK
 
 def cases(dtype: str, flag: bool) -> list[Case]:
     """Kernels for values of a type; `flag` turns every choice of a kernel on or off."""
-    values = {"values": "*fp32", "threshold": "*i32", "numel": "i64", **CUT}
+    values = {"values": dtype, "threshold": "*i32", "numel": "i64", **CUT}
     return [
         (
             kernels._histogram,
             {
-                "values": "*fp32",
+                "values": dtype,
                 "bracket": "*i64",
                 "counts": "*i32",
                 "numel": "i64",

@@ -19,11 +19,13 @@ from megatron.sparse.selection import DRAWN_BLOCK, draw_seeded, select_largest
 from megatron.sparse.shard import Shard
 
 DENORMAL = 1e-40
+HALF = (torch.bfloat16, torch.float16)
 
 
 def largest_by_sorting(values: torch.Tensor, k: int) -> torch.Tensor:
     # By bits: torch's sort on a CPU may take denormal numbers for zeros.
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    bits = torch.int32 if values.dtype == torch.float32 else torch.int16
+    magnitudes = values.view(bits) & torch.iinfo(bits).max
     return torch.sort(magnitudes, descending=True, stable=True).indices[:k].sort().values
 
 
@@ -68,6 +70,33 @@ def test_equals_sorting_over_several_chunks(kind: str) -> None:
     }[kind]
     for k in (1, 1000, int(0.4 * numel), TIE_BLOCK + 1, numel - 1, numel):
         assert_selects(values, k)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_16_bit_number_is_told_apart(dtype: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    values = values[torch.randperm(values.numel())]
+    values = values[~values.isnan()]
+    for k in (1, 300, 30_000, values.numel()):
+        assert_selects(values, k)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "few values", "equal"])
+def test_16_bit_values_are_chosen_as_their_fp32_copies(kind: str, dtype: torch.dtype) -> None:
+    for numel in (1, 77, CHUNK + 4321):
+        values = {
+            "normal": torch.randn(numel) * 1e-3,
+            "few values": torch.randint(-3, 4, (numel,)).float(),
+            "equal": torch.full((numel,), -0.5),
+        }[kind].to(dtype)
+        for k in {1, int(0.4 * numel) + 1, numel}:
+            assert_selects(values, k)
+            wide = select_largest(values.float(), k)
+            found = select_largest(torch.nn.Parameter(values), k)
+            assert torch.equal(found.positions(), wide.positions())
+            assert torch.equal(found.threshold, wide.threshold)
+            assert torch.equal(found.cutoff, wide.cutoff)
 
 
 def test_agrees_with_topk() -> None:
@@ -146,10 +175,11 @@ class Together:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("few_values", [False, True])
-def test_cut_over_ranks_chooses_the_same(axis: int, ranks: int, few_values: bool) -> None:
+@pytest.mark.parametrize("kind", ["normal", "few values", "bf16"])
+def test_cut_over_ranks_chooses_the_same(axis: int, ranks: int, kind: str) -> None:
     shape = (520, 512)
-    whole = torch.randint(-2, 3, shape).float() if few_values else torch.randn(shape)
+    whole = torch.randint(-2, 3, shape).float() if kind == "few values" else torch.randn(shape)
+    whole = whole.bfloat16() if kind == "bf16" else whole
     for k in (0, 1, 100_000, whole.numel()):
         expected = torch.zeros(whole.numel(), dtype=torch.bool)
         expected[largest_by_sorting(whole.view(-1), k)] = True
@@ -195,8 +225,9 @@ class LargestOutput(TorchDispatchMode):
         return out
 
 
-def test_scratch_does_not_grow_with_the_tensor() -> None:
-    values = torch.randint(-30, 30, (12 * CHUNK,)).float()
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_scratch_does_not_grow_with_the_tensor(dtype: torch.dtype) -> None:
+    values = torch.randint(-30, 30, (12 * CHUNK,)).to(dtype)
     with LargestOutput() as seen:
         chosen = select_largest(values, 4 * CHUNK)
         for start in range(0, values.numel(), CHUNK):
