@@ -1,0 +1,236 @@
+"""Compressed storage of a pruned model: what is kept of a parameter beside its dense values.
+
+Gradient, master weight and moments have an entry for each weight that exists and none for those
+that were pruned; the parameter itself stays dense, zeros filled in, for the dense kernels of
+forward and backward (SAMO III-A). Sparse tensors of torch's would each carry int64 positions of
+every dimension; here all states of a parameter share one index over its flattened view (III-B).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron.data_parallel.buckets import DenseLayout
+from megatron.errors import ConfigError
+from megatron.sparse.reference import BLOCK, CHUNK, GROUP, WORDS, Bits
+from samo import reference
+
+if TYPE_CHECKING:
+    from megatron.data_parallel.interface import Masks, ParamInfo
+
+MOST_ENTRIES = 2**31 - 1
+"""Of a parameter on a CPU, whose positions are of 32 bits."""
+
+
+class Count(NamedTuple):
+    """Entries of parameters that exist, and all of them: the paper's f is the ratio."""
+
+    stored: int
+    all: int
+
+
+class CompressedLayout:
+    """A `BucketLayout` of the entries that `masks` marks; a parameter without a mask, or whose mask
+    leaves nothing out, is stored as `DenseLayout` stores it.
+
+    `device`: where the parameters are, unless that is where the masks are. On a CPU an index holds
+    4 bytes for each entry that exists, as the paper's; on a GPU, a bit for each entry of the
+    parameter. Casts go through at most `CHUNK` entries at a time, so that the 16-bit copy of all
+    stored weights that the paper's step makes (2 f bytes a parameter, Eq. 1) is never whole.
+    """
+
+    def __init__(self, masks: Masks, *, device: torch.device | None = None) -> None:
+        self._dense = DenseLayout()
+        self._indices: dict[str, Positions | Bitmap] = {}
+        for name, mask in sorted(masks.items()):
+            assert mask.dtype == torch.bool and mask.dim() == 1, f"{name}: not a flat mask"
+            on = mask.device if device is None else device
+            _refuse_too_long(name, mask.numel(), on)
+            if not mask.all():
+                held = mask.cpu()
+                self._indices[name] = Positions(held) if on.type == "cpu" else Bitmap(held, on)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all indices."""
+        return sum(index.nbytes for index in self._indices.values())
+
+    def count(self, infos: Iterable[ParamInfo]) -> Count:
+        """Of these parameters on this rank; vocabulary padding is no entry."""
+        stored = everything = 0
+        for info in infos:
+            index, entries = self._indices.get(info.name), math.prod(info.logical_shape)
+            stored += entries if index is None else index.stored
+            everything += entries
+        return Count(stored, everything)
+
+    def numel(self, name: str, param: torch.Tensor) -> int:
+        """Number of stored entries of this parameter."""
+        index = self._indices.get(name)
+        if index is None:
+            return self._dense.numel(name, param)
+        assert index.length == param.numel(), f"{name}: the mask is of another length"
+        return index.stored
+
+    def gather(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the stored entries of a dense tensor, cast to `out`'s dtype, into its slice."""
+        index = self._indices.get(name)
+        if index is None:
+            self._dense.gather(name, dense, out)
+        else:
+            index.compress(dense.reshape(-1), out, add=False)
+
+    def gather_add(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the stored entries of a dense gradient to its slice, rounding once."""
+        index = self._indices.get(name)
+        if index is None:
+            self._dense.gather_add(name, dense, out)
+        else:
+            index.compress(dense.reshape(-1), out, add=True)
+
+    def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
+        """Put stored entries back into a dense tensor, cast to its dtype: III-C3's "expand", in
+        place. The other entries are 0 already and stay untouched."""
+        index = self._indices.get(name)
+        if index is None:
+            self._dense.scatter(name, flat, param)
+        else:
+            index.expand(flat, param.view(-1))
+
+    def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
+        """Fill the fp32 master slice from the parameter and set the parameter's other entries to 0,
+        in the one storage of all leaves. fp32 parameters too keep a storage of their own, unless
+        they are stored whole."""
+        index = self._indices.get(name)
+        if index is None:
+            self._dense.bind(name, flat, leaves)
+            return
+        param = leaves[0].detach().view(-1)
+        index.compress(param, flat, add=False)
+        param.zero_()
+        index.expand(flat, param)
+
+    def mask(self, name: str) -> torch.Tensor | None:
+        """Which entries of the flattened parameter exist: bool, on the CPU; None where all do."""
+        index = self._indices.get(name)
+        return None if index is None else index.mask()
+
+    def fingerprint(self) -> str:
+        """Hex digest of which entries exist; that of `DenseLayout` where all do."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        if not self._indices:
+            return self._dense.fingerprint()
+        digest = hashlib.sha256(b"compressed")
+        for name, index in self._indices.items():
+            digest.update(f"\n{name}\n{index.length}\n".encode())
+            digest.update(np.packbits(index.mask().numpy()).tobytes())
+        return digest.hexdigest()
+
+
+class Positions:
+    """Which `stored` of the `length` entries of a flattened parameter exist, by ascending int32
+    positions: what a CPU gathers by fastest."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.length, self.stored = mask.numel(), int(mask.count_nonzero())
+        self._at = torch.empty(self.stored, dtype=torch.int32)
+        done = 0
+        for start in range(0, self.length, CHUNK):
+            found = torch.from_numpy(np.flatnonzero(mask[start : start + CHUNK].numpy()))
+            self._at[done : done + found.numel()] = found.add_(start)
+            done += found.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps."""
+        return self._at.nbytes
+
+    def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+        """Cast the stored entries of `dense` to `out`'s dtype and overwrite it, or add to it."""
+        if dense.dtype == out.dtype and not add:
+            torch.index_select(dense, 0, self._at, out=out)
+            return
+        # Cast after the gathering: torch reads scattered 16-bit numbers in less time than it takes
+        # to read and widen them at once.
+        scratch = dense.new_empty(min(CHUNK, self.stored))
+        for start in range(0, self.stored, CHUNK):
+            at, mine = self._at[start : start + CHUNK], out[start : start + CHUNK]
+            found = torch.index_select(dense, 0, at, out=scratch[: at.numel()])
+            mine.add_(found) if add else mine.copy_(found)
+
+    def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Cast `values` to `out`'s dtype and place them at the stored entries; the others stay."""
+        # What places values in the least time wants int64; int32 positions serve `index_add_`,
+        # which takes twice as long and zeros before it.
+        wide = torch.empty(min(CHUNK, self.stored), dtype=torch.int64)
+        scratch = out.new_empty(wide.numel())
+        for start in range(0, self.stored, CHUNK):
+            at, mine = self._at[start : start + CHUNK], values[start : start + CHUNK]
+            numel = at.numel()
+            out.index_copy_(0, wide[:numel].copy_(at), scratch[:numel].copy_(mine))
+
+    def mask(self) -> torch.Tensor:
+        """Which entries are stored: bool [length], on the CPU."""
+        found = torch.zeros(self.length, dtype=torch.bool)
+        for at in self._at.split(CHUNK):
+            found.index_fill_(0, at.long(), True)
+        return found
+
+
+class Bitmap:
+    """The same by a bit for each entry, on `device`: what a GPU gathers by fastest."""
+
+    def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
+        self.length, self.stored = mask.numel(), int(mask.count_nonzero())
+        self._kernels = _kernels(device)
+        octets = np.zeros(-(-self.length // (GROUP * BLOCK)) * GROUP * BLOCK // 8, np.uint8)
+        octets[: -(-self.length // 8)] = np.packbits(mask.numpy())
+        words = torch.from_numpy(octets).view(torch.int32).view(-1, WORDS).to(device)
+        self._bits = Bits.of(self.length, words, self._kernels.count_blocks(words))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps."""
+        bits = self._bits
+        return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
+
+    def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+        """See `Positions.compress`."""
+        self._kernels.compress(self._bits, dense, out, add=add)
+
+    def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Positions.expand`."""
+        self._kernels.expand(self._bits, values, out)
+
+    def mask(self) -> torch.Tensor:
+        """See `Positions.mask`."""
+        octets = self._bits.words.view(torch.uint8).view(-1).cpu().numpy()
+        return torch.from_numpy(np.unpackbits(octets, count=self.length).view(np.bool_))
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if device.type == "cpu" or find_spec("triton") is None:
+        return reference
+    from samo import kernels
+
+    return kernels
+
+
+def _refuse_too_long(name: str, entries: int, device: torch.device) -> None:
+    if device.type == "cpu" and entries > MOST_ENTRIES:
+        raise ConfigError(
+            f"{name}: {entries} entries on this rank; a pruned parameter has at most "
+            f"{MOST_ENTRIES} on a CPU; split it with a larger --tensor-model-parallel-size"
+        )

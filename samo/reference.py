@@ -1,0 +1,37 @@
+"""What `kernels.py` does, in plain torch: its reference, and what a GPU without Triton uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron.sparse.reference import BLOCK, CHUNK, Bits, positions
+from megatron.sparse.reference import count_blocks as count_blocks
+
+
+def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Overwrite `out` by the chosen entries of `dense`, cast to its dtype, or `add` them to it,
+    rounding once."""
+    for piece, at, mine in _pieces(bits, dense, out):
+        found = piece.index_select(0, at)
+        mine.add_(found) if add else mine.copy_(found)
+
+
+def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Place `values` at the chosen entries of `out`, cast to its dtype; the others stay."""
+    for piece, at, mine in _pieces(bits, out, values):
+        piece.index_copy_(0, at, mine.to(out.dtype))
+
+
+def _pieces(
+    bits: Bits, dense: torch.Tensor, compressed: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """By chunk: its part of the dense vector, chosen positions in that, and their part of the
+    compressed one."""
+    begin = 0
+    for number, piece in enumerate(dense.split(CHUNK)):
+        block = number * (CHUNK // BLOCK)
+        at = positions(bits, block, block + CHUNK // BLOCK)
+        yield piece, at, compressed[begin : begin + at.numel()]
+        begin += at.numel()
