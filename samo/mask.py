@@ -1,0 +1,228 @@
+"""Masks, in memory and in a file: which entries of each pruned tensor exist.
+
+In a file, and where several masks are kept, they take a bit an entry. A file is an archive of
+arrays that `numpy.load` reads: `masks` holds the version of the form and the number of masks,
+`shape/NAME` and `bits/NAME` the logical shape of a tensor and its bits, packed as `numpy.packbits`
+does. The archive keeps a
+CRC-32 of each array, so a damaged file is found out when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.data_parallel.interface import ParamInfo
+from megatron.errors import ConfigError, DataError
+
+VERSION = 1
+_MARK, _SHAPE, _BITS = "masks", "shape/", "bits/"
+_ANEW = "write it anew with tools/prune_checkpoint.py"
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+)
+"""What the readers of archives and arrays raise for bytes that make no sense."""
+
+
+class PackedMasks(Mapping[str, torch.Tensor]):
+    """Masks kept at a bit an entry; each is unpacked anew, on the CPU, when it is asked for.
+
+    `bits`: uint8 [ceil(entries / 8)] by name, the first entry in the highest bit. `shapes`: what a
+    mask is unpacked to.
+    """
+
+    def __init__(
+        self, bits: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        assert bits.keys() == shapes.keys()
+        for name, shape in shapes.items():
+            assert bits[name].shape == (packed_bytes(shape),), f"{name}: bits of another shape"
+        self.bits, self.shapes = dict(bits), dict(shapes)
+
+    @classmethod
+    def of(cls, masks: Mapping[str, torch.Tensor]) -> PackedMasks:
+        """Pack masks, one after another."""
+        bits: dict[str, torch.Tensor] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, mask in masks.items():
+            assert mask.dtype == torch.bool
+            bits[name] = torch.from_numpy(np.packbits(mask.detach().cpu().numpy().reshape(-1)))
+            shapes[name] = tuple(mask.shape)
+        return cls(bits, shapes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name]
+        entries = np.unpackbits(self.bits[name].numpy(), count=math.prod(shape))
+        return torch.from_numpy(entries.view(np.bool_)).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.bits)
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+
+def packed_bytes(shape: Sequence[int]) -> int:
+    """Bytes of the packed mask of a tensor of this shape."""
+    return -(-math.prod(shape) // 8)
+
+
+def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
+    """A mask of the logical shape as the parameter lies in memory: bool [param.numel()], False for
+    the padding rows of a vocabulary, which are last. May share the memory of `logical`."""
+    assert tuple(logical.shape) == tuple(info.logical_shape) and logical.dtype == torch.bool
+    missing = info.param.numel() - logical.numel()
+    assert missing >= 0, "a mask is cut before it is laid out"
+    flat = logical.reshape(-1)
+    return flat if missing == 0 else torch.cat([flat, flat.new_zeros(missing)])
+
+
+def logical_mask(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:
+    """The mask of the logical shape out of one as the parameter lies in memory; a view."""
+    assert flat.shape == (info.param.numel(),) and flat.dtype == torch.bool
+    return flat[: math.prod(info.logical_shape)].view(info.logical_shape)
+
+
+def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
+    """Write masks (bool, of logical shapes) to one file, whole or not at all: the bytes go beside
+    it first, and a file that is there is replaced. Equal masks make equal bytes.
+
+    Raises `ConfigError` where the file cannot be written.
+    """
+    draft = path.parent / f"{path.name}.tmp-{secrets.token_hex(4)}"
+    packed = masks if isinstance(masks, PackedMasks) else PackedMasks.of(masks)
+    try:
+        _write(draft, packed)
+        os.replace(draft, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written: {error.strerror}; choose another place"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def load_masks(path: Path) -> dict[str, torch.Tensor]:
+    """The masks of a file, bool of logical shapes, on the CPU.
+
+    Raises `DataError` naming the file, and the tensor where it is one's fault: for a missing file,
+    one of another kind or version, and a damaged one.
+    """
+    if not path.is_file():
+        what = (
+            "is not a plain file" if path.exists() else f"no such file (looked from {Path.cwd()})"
+        )
+        raise DataError(f"{path}: {what}; give a mask file, as tools/prune_checkpoint.py writes it")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return dict(_read(path, archive))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except _DAMAGE as error:
+        raise DataError(f"{path}: not a mask file, or cut short; {_ANEW}") from error
+
+
+def masks_for(
+    infos: Sequence[ParamInfo], masks: Mapping[str, torch.Tensor], *, source: str
+) -> dict[str, torch.Tensor]:
+    """Masks of logical shapes that came from `source`, as the parameters of this model lie in
+    memory.
+
+    Raises `DataError` for a mask of a tensor that the model does not have, or has in another
+    shape, or never prunes, and for a mask without a stored entry.
+    """
+    known = {info.name: info for info in infos}
+    for name, mask in masks.items():
+        if name not in known:
+            wrong = "of which the model has none; the mask is of another model"
+        elif tuple(mask.shape) != tuple(shape := known[name].logical_shape):
+            wrong = f"but has it in shape {list(mask.shape)}, the model in {list(shape)}"
+        elif len(mask.shape) < 2:
+            wrong = "which has one axis: biases and norms are never pruned; leave it out"
+        elif not mask.any():
+            wrong = "of which it stores no entry; leave at least one"
+        else:
+            continue
+        raise DataError(f"{source}: masks {name}, {wrong}")
+    return {info.name: flat_mask(info, masks[info.name]) for info in infos if info.name in masks}
+
+
+def _write(path: Path, packed: PackedMasks) -> None:
+    arrays = {_MARK: np.array([VERSION, len(packed)], np.int64)}
+    for name, bits in packed.bits.items():
+        arrays[f"{_SHAPE}{name}"] = np.array(packed.shapes[name], np.int64)
+        arrays[f"{_BITS}{name}"] = bits.numpy()
+    with open(path, "xb") as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                # Without a time of its own, so that equal masks make equal files.
+                with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has the names in a folder, where it can be asked to."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path, archive: zipfile.ZipFile) -> Iterator[tuple[str, torch.Tensor]]:
+    version, *count = _array(archive, _MARK, np.int64).tolist()
+    if version != VERSION:
+        raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_ANEW}")
+    members = [name.removesuffix(".npy") for name in archive.namelist()]
+    names = [name.removeprefix(_SHAPE) for name in members if name.startswith(_SHAPE)]
+    alien = {*members} - {_MARK} - {f"{kind}{name}" for kind in (_SHAPE, _BITS) for name in names}
+    if alien:
+        raise DataError(f"{path}: holds {min(alien)!r}, which belongs to no mask; {_ANEW}")
+    if count != [len(names)]:
+        raise ValueError("the archive's list of its members is damaged")
+    for name in names:
+        try:
+            yield name, _read_one(archive, name)
+        except _DAMAGE as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{path}: mask of {name!r} is damaged: {reason}; {_ANEW}") from error
+
+
+def _read_one(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
+    shape = tuple(_array(archive, f"{_SHAPE}{name}", np.int64).tolist())
+    bits = _array(archive, f"{_BITS}{name}", np.uint8)
+    if any(size < 1 for size in shape) or bits.size != packed_bytes(shape):
+        raise ValueError(f"{bits.size} bytes do not hold shape {list(shape)}")
+    return PackedMasks({name: torch.from_numpy(bits)}, {name: shape})[name]
+
+
+def _array(archive: zipfile.ZipFile, name: str, dtype: type[np.generic]) -> np.ndarray:
+    """A vector out of the archive, which compares its CRC when the last byte is read."""
+    with archive.open(f"{name}.npy") as member:
+        array = np.lib.format.read_array(member, allow_pickle=False)
+        if array.dtype != dtype or array.ndim != 1 or member.read(1):
+            raise ValueError(f"{name}: not a vector of {np.dtype(dtype)}")
+    return array
