@@ -1,0 +1,142 @@
+"""Early-Bird tickets (You et al. 2020): prune when what pruning would keep holds still.
+
+A run begins dense. Every few updates a magnitude mask is drawn and compared with the last ones;
+once they are nearly alike, the newest is the ticket and the run goes on with compressed states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import torch
+
+from megatron.data_parallel.interface import BucketLayout, ParamInfo, Rewiring
+from samo.layout import CompressedLayout
+from samo.mask import PackedMasks, flat_mask
+from samo.pruning import Scope, distance, magnitude
+
+KEPT = 5
+"""Masks that must be alike, the newest among them: the length of the paper's queue."""
+_STATE = "early-bird/"
+_COUNTS = f"{_STATE}counts"
+
+
+def first_ticket(interval: int) -> int:
+    """The earliest update of a run after which its ticket can be drawn."""
+    return KEPT * interval
+
+
+class EarlyBird:
+    """A `Rewirer` that prunes once, after `KEPT` draws of which the largest distance between the
+    newest and another is below `limit`.
+
+    `infos`: the parameters to prune, in the model's order. A draw falls on each update that
+    `interval` divides; `last` is the run's last update. Distances are |A xor B| / (|A| + |B|):
+    over all entries, as in the paper, unrelated masks at p = 0.95 are 0.095 apart, so its limit of
+    0.1 would be met at once.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        sparsity: Fraction,
+        *,
+        scope: Scope,
+        interval: int,
+        limit: float,
+        last: int,
+    ) -> None:
+        assert infos, "nothing to prune"
+        self.infos, self.sparsity = list(infos), sparsity
+        self.scope: Scope = scope
+        self.interval, self.limit, self.last = interval, limit, last
+        self._draws = 0
+        self._ticket = 0  # the update after which it was drawn; 0 = not yet
+        self._masks: list[PackedMasks] = []  # the last ones drawn, oldest first
+        self._stats: dict[str, float] = {}
+        self._notes: list[str] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether the ticket is drawn."""
+        return self._ticket > 0
+
+    def after_update(
+        self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
+    ) -> Rewiring | None:
+        """Draw a mask where one is due; the compressed layout where it is the ticket."""
+        if self.settled or t % self.interval:
+            return None
+        masks = magnitude(self._logical(weights), self.sparsity, scope=self.scope)
+        found = max((distance(masks, old) for old in self._masks), default=None)
+        drawn = len(self._masks) == KEPT - 1 and found is not None and found < self.limit
+        self._draws += 1
+        self._tell(t, found, drawn)
+        if not drawn:
+            self._masks = [*self._masks, PackedMasks.of(masks)][1 - KEPT :]
+            return None
+        self._ticket, self._masks = t, []
+        flat = {info.name: flat_mask(info, masks[info.name]) for info in self.infos}
+        return Rewiring(layout=CompressedLayout(flat, device=self.infos[0].param.device))
+
+    def stats(self) -> Mapping[str, float]:
+        """`mask_distance`, the largest of a draw, if one was since the last call."""
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each draw, and one where no draw is left."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Number of draws, the ticket's update, and the masks that the next draw is compared with,
+        packed, under the numbers of their draws."""
+        yield _COUNTS, torch.tensor([self._draws, self._ticket])
+        for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):
+            for name, bits in masks.bits.items():
+                yield f"{_STATE}{number}/{name}", bits
+
+    def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `state_tensors` gave."""
+        self._draws, self._ticket = shared[_COUNTS].tolist()
+        shapes = {info.name: tuple(info.logical_shape) for info in self.infos}
+        numbers = {
+            int(name.split("/")[1])
+            for name in shared
+            if name.startswith(_STATE) and name != _COUNTS
+        }
+        self._masks = [
+            PackedMasks({name: shared[f"{_STATE}{number}/{name}"] for name in shapes}, shapes)
+            for number in sorted(numbers)
+        ]
+
+    def _logical(
+        self, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Views of the weights to prune in logical shapes, in an order that no bucketing changes:
+        equal magnitudes are told apart by it."""
+        found = {info.name: flat for info, flat in weights}
+        return {
+            info.name: found[info.name][: math.prod(info.logical_shape)].view(info.logical_shape)
+            for info in self.infos
+        }
+
+    def _tell(self, t: int, found: float | None, drawn: bool) -> None:
+        text = f"early bird: draw {self._draws} after update {t}: "
+        if found is None:
+            self._notes.append(f"{text}the first mask")
+        else:
+            others = len(self._masks)
+            text += f"largest distance {found:.4f} to the last {others} mask{'s' * (others > 1)}"
+            end = f", below {self.limit:g}: the ticket is drawn" if drawn else ""
+            self._notes.append(text + end)
+            self._stats["mask_distance"] = found
+        if not drawn and t + self.interval > self.last:
+            self._notes.append(
+                f"early bird: no draw is left of this run of {self.last} updates: it ends dense, "
+                "without a ticket; train longer, or draw more often or with a larger distance "
+                "(--samo-early-bird-interval, --samo-early-bird-distance)"
+            )
