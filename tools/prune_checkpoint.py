@@ -1,0 +1,184 @@
+"""Draw the masks of a pruned network from the weights of a checkpoint.
+
+    python tools/prune_checkpoint.py RUN [--step N] --sparsity 0.9 [--scope tensor|global]
+        [--keep-embeddings] --output masks.npz
+
+RUN may also be a folder of checkpoints or one step. Verifies the step, keeps the largest of its
+master weights, writes the masks to a file and says how to train with them: from the initial weights
+or from those of an earlier step, which is how weights are rewound.
+
+Exit code 0 if the file is written, 2 for wrong usage, 4 for a missing or damaged checkpoint, 5 for
+weights that are not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
+from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
+from tools.verify_checkpoint import print_table  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.checkpoint.store import Checkpoint
+
+PARAM = "param/"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = _arguments(arguments)
+    try:
+        sparsity = _check(options)
+        step = find_checkpoint(options.checkpoint, step=options.step, say=_say)
+        if step is None:
+            raise CheckpointError(f"{options.checkpoint}: no checkpoint was committed there")
+        prune(step, sparsity, options)
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"wrote {options.output}")
+    print_ways(step, options.output)
+    return 0
+
+
+def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
+    """Draw the masks of a step that verifies, write them, and print what they keep."""
+    from megatron.checkpoint.store import Checkpoint
+    from samo.mask import save_masks
+    from samo.pruning import is_prunable, magnitude
+
+    with Checkpoint.open(step, verify=False) as saved:
+        shapes = {n.removeprefix(PARAM): saved.shape(n) for n in saved.names(PARAM)}
+        names = [
+            name
+            for name, shape in shapes.items()
+            if is_prunable(name, shape, keep_embeddings=options.keep_embeddings)
+        ]
+        if not names:
+            raise CheckpointError(f"{step}: has no weight matrix to prune")
+        masks = magnitude(Weights(saved, names), sparsity, scope=options.scope)
+        refuse_zeros(saved, masks)
+    save_masks(options.output, masks)
+    over = "each tensor" if options.scope == "tensor" else "all pruned tensors together"
+    print(f"{step}: verifies; the smallest {options.sparsity} of {over} is left out")
+    print_counts(
+        {name: math.prod(shape) for name, shape in shapes.items()},
+        {name: int(mask.count_nonzero()) for name, mask in masks.items()},
+    )
+
+
+def refuse_zeros(saved: Checkpoint, masks: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ConfigError` where a mask keeps entries that the checkpoint, of a pruned network, does
+    not have: which of its zeros would mean nothing."""
+    for name, mask in masks.items():
+        stored = saved.mask(f"{PARAM}{name}")
+        if stored is not None and (extra := int((mask & ~saved.read(stored)).count_nonzero())):
+            raise ConfigError(
+                f"--sparsity: {saved.path} is pruned already, and of {name} {extra} entries that "
+                "would be kept are not in it; give a larger one"
+            )
+
+
+class Weights(Mapping[str, "torch.Tensor"]):
+    """Master weights of a checkpoint by logical name, each read when it is looked up."""
+
+    def __init__(self, saved: Checkpoint, names: Sequence[str]) -> None:
+        self.saved, self.names = saved, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.saved.read(f"{PARAM}{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:
+    """Print what is kept of each pruned tensor, of all of them (p) and of the model (f)."""
+    rows = [(name, entries[name], kept) for name, kept in stored.items()]
+    print_table(
+        [("tensor", "entries", "stored", "share")]
+        + [(name, str(all_), str(kept), f"{kept / all_:.4f}") for name, all_, kept in rows]
+    )
+    pruned, kept = sum(entries[name] for name in stored), sum(stored.values())
+    whole = sum(entries.values())
+    left = whole - pruned + kept
+    print(f"pruned tensors: {kept} of {pruned} entries stored, p = {1 - kept / pruned:.6f}")
+    print(f"whole model: {left} of {whole} entries stored, f = {left / whole:.6f}")
+
+
+def print_ways(step: Path, output: Path) -> None:
+    """Print the commands that train with the masks, by the place the checkpoint lies in."""
+    directory = step.parent
+    run = directory.parent if directory.name == CHECKPOINTS else directory
+    config = run / "config.yaml"
+    command = ["python", "pretrain_gpt.py", "--config"]
+    command.append(str(config) if config.is_file() else "CONFIG_OF_THE_RUN")
+    command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-ticket", "file"]
+    command += ["--samo-mask-file", str(output)]
+    steps = sorted({folder.step for folder in list_steps(directory).committed})
+    load = ["--load", str(run if config.is_file() else directory), "--ckpt-step", "K"]
+    print(f"train from the initial weights (same seed):\n  {shlex.join(command)}")
+    print(
+        f"train from the weights of step K, one of {', '.join(map(str, steps))}:\n"
+        f"  {shlex.join([*command, *load])}"
+    )
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="prune_checkpoint.py",
+        description="Draw the masks of a pruned network from the weights of a checkpoint.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="RUN", help="run, checkpoints or step folder")
+    add("--step", type=int, metavar="N", help="step to read (default: the newest)")
+    add("--sparsity", required=True, metavar="P", help="share of entries to leave out, below 1")
+    add(
+        "--scope",
+        choices=("tensor", "global"),
+        default="tensor",
+        help="whether each tensor loses this share, or all of them together (default: tensor)",
+    )
+    add("--keep-embeddings", action="store_true", help="leave embeddings whole, as biases are")
+    add("--output", required=True, type=Path, metavar="FILE", help="the mask file to write")
+    add("--overwrite", action="store_true", help="replace the file if it is there")
+    return parser.parse_args(arguments)
+
+
+def _check(options: argparse.Namespace) -> Fraction:
+    """The sparsity exactly as it was written. Raises `ConfigError` for a flag that will not do."""
+    try:
+        sparsity = Fraction(options.sparsity)
+    except (ValueError, ZeroDivisionError):
+        sparsity = Fraction(-1)
+    if not 0 <= sparsity < 1:
+        raise ConfigError(f"--sparsity: {options.sparsity}; must be a number from 0 up to below 1")
+    if options.output.exists() and not options.overwrite:
+        raise ConfigError(f"--output: {options.output} exists; choose another or add --overwrite")
+    if not options.output.parent.is_dir():
+        raise ConfigError(f"--output: {options.output.parent} is no folder; make it first")
+    return sparsity
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
