@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath
-from megatron.data_parallel.path import DensePath
+from megatron.data_parallel.path import DensePath, ProductPath
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError
 from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat
@@ -47,6 +47,7 @@ from megatron.runtime import (
 )
 from radius.baselines.paths import PowerSGDPath, TopKPath
 from radius.path import RadiusPath
+from samo.path import SamoPath
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
@@ -58,8 +59,17 @@ if TYPE_CHECKING:
     from megatron.run_state import Origin
     from megatron.training import Readers, Trainer
 
+_SAMO, _RADIUS = SamoPath(), RadiusPath()
 GRADIENT_PATHS: dict[str, GradientPath] = {
-    path.name: path for path in (DensePath(), RadiusPath(), TopKPath(), PowerSGDPath())
+    path.name: path
+    for path in (
+        DensePath(),
+        _SAMO,
+        _RADIUS,
+        ProductPath(_SAMO, _RADIUS),
+        TopKPath(),
+        PowerSGDPath(),
+    )
 }
 """What `--grad-path` may name. A new path is one folder and one entry here."""
 

@@ -16,20 +16,14 @@ from megatron.data_parallel.interface import BucketLayout, ParamInfo, Rewiring
 from samo.layout import CompressedLayout
 from samo.mask import PackedMasks, flat_mask
 from samo.pruning import Scope, distance, magnitude
+from samo.shares import DRAWS
 
-KEPT = 5
-"""Masks that must be alike, the newest among them: the length of the paper's queue."""
 _STATE = "early-bird/"
 _COUNTS = f"{_STATE}counts"
 
 
-def first_ticket(interval: int) -> int:
-    """The earliest update of a run after which its ticket can be drawn."""
-    return KEPT * interval
-
-
 class EarlyBird:
-    """A `Rewirer` that prunes once, after `KEPT` draws of which the largest distance between the
+    """A `Rewirer` that prunes once, after `DRAWS` draws of which the largest distance between the
     newest and another is below `limit`.
 
     `infos`: the parameters to prune, in the model's order. A draw falls on each update that
@@ -71,11 +65,11 @@ class EarlyBird:
             return None
         masks = magnitude(self._logical(weights), self.sparsity, scope=self.scope)
         found = max((distance(masks, old) for old in self._masks), default=None)
-        drawn = len(self._masks) == KEPT - 1 and found is not None and found < self.limit
+        drawn = len(self._masks) == DRAWS - 1 and found is not None and found < self.limit
         self._draws += 1
         self._tell(t, found, drawn)
         if not drawn:
-            self._masks = [*self._masks, PackedMasks.of(masks)][1 - KEPT :]
+            self._masks = [*self._masks, PackedMasks.of(masks)][1 - DRAWS :]
             return None
         self._ticket, self._masks = t, []
         flat = {info.name: flat_mask(info, masks[info.name]) for info in self.infos}

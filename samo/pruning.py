@@ -21,6 +21,7 @@ from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import NumericsError
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, histogram, magnitudes
 from megatron.sparse.selection import Largest, select_largest
+from samo.shares import is_prunable, stored_count
 
 Scope = Literal["tensor", "global"]
 _SHIFT = 15
@@ -34,23 +35,6 @@ def prunable(infos: Sequence[ParamInfo], *, keep_embeddings: bool) -> list[Param
         for info in infos
         if is_prunable(info.name, info.logical_shape, keep_embeddings=keep_embeddings)
     ]
-
-
-def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
-    """Whether a tensor is a weight matrix, or an embedding and these are not kept: biases and
-    norms, which have one axis, never are. An embedding is what has the word in its name."""
-    return len(shape) > 1 and not (keep_embeddings and "embedding" in name)
-
-
-def stored_count(entries: int, sparsity: Fraction) -> int:
-    """Entries to store out of so many: all but floor(p n), and at least one."""
-    assert entries > 0 and 0 <= sparsity < 1
-    return max(entries - math.floor(sparsity * entries), 1)
-
-
-def stored_counts(sizes: Mapping[str, int], sparsity: Fraction) -> dict[str, int]:
-    """Entries to store of each tensor where each is pruned by itself."""
-    return {name: stored_count(entries, sparsity) for name, entries in sizes.items()}
 
 
 def magnitude(

@@ -57,7 +57,8 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
     """Draw the masks of a step that verifies, write them, and print what they keep."""
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
-    from samo.pruning import is_prunable, magnitude
+    from samo.pruning import magnitude
+    from samo.shares import is_prunable
 
     with Checkpoint.open(step, verify=False) as saved:
         shapes = {n.removeprefix(PARAM): saved.shape(n) for n in saved.names(PARAM)}

@@ -20,9 +20,10 @@ from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo import pruning
-from samo.early_bird import KEPT, EarlyBird, first_ticket
+from samo.early_bird import EarlyBird
 from samo.mask import flat_mask
 from samo.pruning import distance, magnitude, prunable
+from samo.shares import DRAWS, first_ticket
 
 P = Fraction("0.75")
 INTERVAL = 3
@@ -95,9 +96,9 @@ def expected_ticket(limit: float, scope: pruning.Scope) -> tuple[int, list[float
     masks, found = [], []
     for t in range(INTERVAL, LAST + 1, INTERVAL):
         masks.append(magnitude(logical(weights_at(t)), P, scope=scope))
-        distances = [distance(masks[-1], old) for old in masks[-KEPT:-1]]
+        distances = [distance(masks[-1], old) for old in masks[-DRAWS:-1]]
         found.append(max(distances, default=None))
-        if len(distances) == KEPT - 1 and max(distances) < limit:
+        if len(distances) == DRAWS - 1 and max(distances) < limit:
             return t, found
     return 0, found
 
@@ -197,7 +198,7 @@ def test_a_saved_queue_goes_on(stop: int | str) -> None:
     state = {name: tensor.clone() for name, tensor in first.state_tensors()}
     assert all(name.startswith("early-bird/") for name in state)
     numbers = {name.split("/")[1] for name in state} - {"counts"}
-    kept = 0 if stop >= ticket else min(stop // INTERVAL, KEPT - 1)
+    kept = 0 if stop >= ticket else min(stop // INTERVAL, DRAWS - 1)
     newest = stop // INTERVAL
     assert numbers == {str(n) for n in range(newest - kept + 1, newest + 1)}
     second.load_state_tensors(state | {"index/first": torch.zeros(1)})

@@ -18,7 +18,8 @@ from torch import nn
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import NumericsError
 from samo import pruning
-from samo.pruning import distance, is_prunable, magnitude, prunable, random, stored_counts
+from samo.pruning import distance, magnitude, prunable, random
+from samo.shares import is_prunable, stored_counts
 
 P = Fraction("0.9")
 

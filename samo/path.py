@@ -1,0 +1,206 @@
+"""`--grad-path samo`, as the composition root sees it. Imports torch only to build."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.data_parallel.interface import Masks, ParamInfo, PathParts, Rewirer, Saved
+from megatron.data_parallel.path import BYTES
+from megatron.errors import ConfigError
+from samo.memory import index_bytes, memory_note, state_bytes
+from samo.options import SamoConfig
+from samo.refused_pairs import SAMO_PAIRS
+from samo.schedule import Schedule, target_of, until_of, why_none
+from samo.shares import first_ticket, is_prunable, stored_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.parallel.groups import ProcessGroups
+
+MASK, PARAM = "mask/", "param/"
+"""What a checkpoint calls masks and master weights, with the parameter's name behind it."""
+
+
+class SamoPath:
+    """Of a pruned network only the stored entries have gradients, master weights and moments."""
+
+    name = "samo"
+    sections: Mapping[str, type] = {"samo": SamoConfig}
+    refused_pairs = SAMO_PAIRS
+
+    def check(self, config: Config) -> None:
+        training = config.training
+        if not training.skip_train and (training.train_iters or training.global_batch_size):
+            _check_length(_options(config), config.total_iterations())
+
+    def build(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        saved: Saved | None = None,
+    ) -> PathParts:
+        from megatron.data_parallel.dense import AllReduceReducer
+        from samo.layout import CompressedLayout
+
+        options, total = _options(config), config.total_iterations()
+        if not config.training.skip_train:
+            # Only the number of ranks tells how many steps so many samples are.
+            _check_length(options, total)
+        layout = CompressedLayout(
+            _masks(options, infos, saved, seed=config.training.seed), device=infos[0].param.device
+        )
+        return PathParts(
+            layout=layout,
+            reducer=AllReduceReducer(groups.dp),
+            rewirer=_rewirer(options, infos, total, seed=config.training.seed),
+            notes=_notes(config, *layout.count(infos), layout.nbytes),
+        )
+
+    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Gradients of what exists, and the index that master weights and moments share."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        stored = self.stored(config, shapes)
+        return {
+            "gradients": BYTES[config.precision.grad_dtype] * sum(stored.values()),
+            "index": index_bytes(sizes, stored, device=config.run.device or "cpu"),
+        }
+
+    def stored(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Entries of each parameter that exist, where each tensor has its share."""
+        options = _options(config)
+        return {
+            name: stored_count(math.prod(shape), options.sparsity)
+            if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
+            else math.prod(shape)
+            for name, shape in shapes.items()
+        }
+
+
+def _options(config: Config) -> SamoConfig:
+    options = config.extensions["samo"]
+    assert isinstance(options, SamoConfig)
+    return options
+
+
+def _schedule(options: SamoConfig, total: int) -> Schedule:
+    assert options.dsr_interval is not None
+    return Schedule(interval=options.dsr_interval, until=options.dsr_until or until_of(total))
+
+
+def _check_length(options: SamoConfig, total: int) -> None:
+    """Refuse a run of `total` steps that ends before what it is to wait for."""
+    interval = options.samo_early_bird_interval
+    waits = options.samo_ticket == "early-bird" and options.sparsity > 0
+    if waits and first_ticket(interval) > total:
+        raise ConfigError(
+            f"samo_early_bird_interval {interval}: the first ticket could be drawn after step "
+            f"{first_ticket(interval)}, the run has {total}; lower it, or train longer"
+        )
+    if options.dsr_interval is not None and (
+        problem := why_none(_schedule(options, total), 1, total)
+    ):
+        raise ConfigError(problem)
+
+
+def _masks(
+    options: SamoConfig, infos: Sequence[ParamInfo], saved: Saved | None, *, seed: int
+) -> Masks:
+    """What the run begins with: the masks of the checkpoint where it goes on, else the ticket's."""
+    from samo.mask import flat_mask, load_masks, masks_for
+    from samo.pruning import magnitude, prunable, random
+
+    if saved is not None and saved.goes_on:
+        there = set(saved.names(MASK))
+        masked = [info for info in infos if f"{MASK}{info.name}" in there]
+        return {info.name: flat_mask(info, saved.read(f"{MASK}{info.name}")) for info in masked}
+    if options.samo_ticket == "early-bird" or options.sparsity == 0:
+        return {}
+    if options.samo_ticket == "file":
+        assert options.samo_mask_file is not None, "checked with the pairs"
+        source = options.samo_mask_file
+        return masks_for(infos, load_masks(Path(source)), source=source)
+    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
+    if options.samo_ticket == "random":
+        shapes = {info.name: info.logical_shape for info in pruned}
+        drawn = random(shapes, options.sparsity, seed=seed)
+    else:
+        drawn = magnitude(_Weights(pruned, saved), options.sparsity, scope=options.samo_scope)
+    return {info.name: flat_mask(info, drawn[info.name]) for info in pruned}
+
+
+class _Weights(Mapping[str, "torch.Tensor"]):
+    """The weights that parameters begin with in logical shape, each read when it is asked for."""
+
+    def __init__(self, infos: Sequence[ParamInfo], saved: Saved | None) -> None:
+        self._infos, self._saved = {info.name: info for info in infos}, saved
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if self._saved is not None:
+            return self._saved.read(f"{PARAM}{name}")
+        info = self._infos[name]
+        entries = math.prod(info.logical_shape)
+        return info.param.detach().reshape(-1)[:entries].view(info.logical_shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+
+def _rewirer(
+    options: SamoConfig, infos: Sequence[ParamInfo], total: int, *, seed: int
+) -> Rewirer | None:
+    from samo.early_bird import EarlyBird
+    from samo.layout import CompressedLayout
+    from samo.pruning import prunable
+    from samo.rewiring import DsrRewirer, RewiringSettings
+
+    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
+    device = infos[0].param.device
+    if options.samo_ticket == "early-bird" and options.sparsity > 0:
+        return EarlyBird(
+            pruned,
+            options.sparsity,
+            scope=options.samo_scope,
+            interval=options.samo_early_bird_interval,
+            limit=options.samo_early_bird_distance,
+            last=total,
+        )
+    if options.dsr_interval is None:
+        return None
+    settings = RewiringSettings(
+        schedule=_schedule(options, total),
+        target=target_of(
+            Fraction(str(options.dsr_fraction)), [math.prod(i.logical_shape) for i in pruned]
+        ),
+        threshold=options.dsr_threshold,
+        reset_moments=options.dsr_reset_moments == "all",
+        seed=seed,
+    )
+    names = [info.name for info in pruned]
+    return DsrRewirer(names, settings, lambda masks: CompressedLayout(masks, device=device))
+
+
+def _notes(config: Config, stored: int, entries: int, index: int) -> tuple[str, str]:
+    kinds = state_bytes(
+        entries,
+        stored,
+        index=index,
+        param_bytes=BYTES[config.precision.param_dtype],
+        grad_bytes=BYTES[config.precision.grad_dtype],
+        moments=1 if config.optimizer.optimizer == "sgd" else 2,
+    )
+    sparsity = _options(config).samo_sparsity
+    return (
+        f"samo: {stored:,} of {entries:,} parameters exist, f = {stored / entries:.4f} "
+        f"(p = {sparsity:g} of what is pruned)",
+        memory_note(kinds, entries, stored),
+    )

@@ -1,0 +1,98 @@
+"""When a network that trains sparse is rewired, and how much of it. Loads no torch.
+
+The defaults are those of "Low-Memory Neural Network Training" (Sohoni et al. 2019), Table 5, which
+takes them from Mostafa and Wang 2019, at the multipliers found best for 10 % of nonzeros, where a
+WideResNet (Table 8) and a Transformer with Adam (Table 9) agree: 1 for the fraction, 0.5 for the
+frequency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+INTERVAL = 200
+"""Updates between rewirings at first: every 100 of Table 5, half as often."""
+FRACTION = 0.01377866
+"""Of all entries of the tensors that are pruned, those there are and those there are not (A.3.1);
+at 10 % of nonzeros it is 13.8 % of these. For the Transformer the best found was 11 to 18 % of the
+nonzeros from 5 to 50 % of them, with longer intervals the more there are (Table 9)."""
+THRESHOLD = 0.001
+"""Magnitude below which weights are pruned, until it adapts."""
+UNTIL = Fraction(19, 20)
+"""Of the run, 190 of 200 epochs: what is left settles the weights that were grown last."""
+EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
+"""Of the epochs in which there are rewirings, those after which the interval doubles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Rewirings come after the updates that the interval divides, up to `until`. `widening`: the
+    interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run where `until` is 0.95."""
+
+    interval: int
+    until: int
+    widening: bool = True
+
+    def due(self, t: int) -> bool:
+        """Whether there is a rewiring after update `t`."""
+        return 0 < t <= self.until and t % self._interval_at(t) == 0
+
+    def any_due(self, first: int, last: int) -> bool:
+        """Whether there is one after any of the updates `first` to `last`."""
+        return any(map(self.due, range(first, min(last, self.until) + 1)))
+
+    @cached_property
+    def last(self) -> int:
+        """The update after the last of them; 0 where there is none."""
+        return next(filter(self.due, range(self.until, 0, -1)), 0)
+
+    def _interval_at(self, t: int) -> int:
+        passed = sum(t * EPOCHS > epochs * self.until for epochs in WIDENED_AFTER)
+        return self.interval << passed if self.widening else self.interval
+
+
+def until_of(total: int) -> int:
+    """The last update after which a run of `total` may be rewired, where nothing else is said."""
+    return int(UNTIL * total)
+
+
+def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
+    """How many weights a rewiring should prune of tensors with so many entries each, rounded; at
+    least one."""
+    return max(1, round(fraction * sum(entries)))
+
+
+def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str:
+    """Why so large a fraction cannot be pruned at a time of tensors of which `stored` entries
+    exist, and what would do; "" where it can. A rewiring may prune twice the target, and the
+    threshold would double for ever on its way to a target that is out of reach."""
+    target, total = target_of(fraction, entries), sum(entries)
+    if 2 * target <= stored:
+        return ""
+    return (
+        f"dsr_fraction {float(fraction):g}: {target} of {total} entries are more than half of "
+        f"the {stored} that are not pruned; --dsr-fraction {stored / total / 4:.2g} would do"
+    )
+
+
+def why_none(schedule: Schedule, first: int, last: int) -> str:
+    """Why none of the updates `first` to `last` is followed by a rewiring, and what would help;
+    "" where one is."""
+    if schedule.any_due(first, last):
+        return ""
+    end = min(last, schedule.until)
+    if end < first:
+        return (
+            f"dsr_until {schedule.until} is before update {first}, the next of this run; give a "
+            "larger one"
+        )
+    halves = [schedule.interval >> n for n in range(1, schedule.interval.bit_length())]
+    fitting = next((n for n in halves if replace(schedule, interval=n).any_due(first, last)), 0)
+    way_out = f"--dsr-interval {fitting} would do" if fitting else "train for longer"
+    return (
+        f"dsr_interval {schedule.interval}: the network is rewired after no update from {first} to "
+        f"{end}, the last that may be; {way_out}"
+    )
