@@ -8,6 +8,8 @@ master weights and moments exist for the others alone, and so do the messages be
 `mask`                     masks on disk, and between logical shape and a rank's memory
 `pruning`                  which weights exist from the start: the largest, or a random draw
 `early_bird`, `rewiring`   which exist while a run goes on: Early-Bird tickets, DSR
+`schedule`                 when DSR rewires, and how much: the report's defaults (no torch)
+`storage`                  bits of a sparse network as the DSR report counts them (no torch)
 `layout`                   compressed storage: a gradient in, a weight out, by a shared index
 `kernels`, `reference`     the same moves on a GPU in one pass each, and in plain torch
 =========================  ========================================================================

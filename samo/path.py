@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes
 from samo.options import SamoConfig
 from samo.refused_pairs import SAMO_PAIRS
-from samo.schedule import Schedule, target_of, until_of, why_none
+from samo.schedule import Schedule, target_of, until_of, why_none, why_too_many
 from samo.shares import first_ticket, is_prunable, stored_count
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from megatron.config import Config
     from megatron.parallel.groups import ProcessGroups
+    from samo.layout import CompressedLayout
 
 MASK, PARAM = "mask/", "param/"
 """What a checkpoint calls masks and master weights, with the parameter's name behind it."""
@@ -59,7 +60,7 @@ class SamoPath:
         return PathParts(
             layout=layout,
             reducer=AllReduceReducer(groups.dp),
-            rewirer=_rewirer(options, infos, total, seed=config.training.seed),
+            rewirer=_rewirer(options, infos, layout, total, seed=config.training.seed),
             notes=_notes(config, *layout.count(infos), layout.nbytes),
         )
 
@@ -156,15 +157,17 @@ class _Weights(Mapping[str, "torch.Tensor"]):
 
 
 def _rewirer(
-    options: SamoConfig, infos: Sequence[ParamInfo], total: int, *, seed: int
+    options: SamoConfig,
+    infos: Sequence[ParamInfo],
+    layout: CompressedLayout,
+    total: int,
+    *,
+    seed: int,
 ) -> Rewirer | None:
     from samo.early_bird import EarlyBird
-    from samo.layout import CompressedLayout
     from samo.pruning import prunable
-    from samo.rewiring import DsrRewirer, RewiringSettings
 
     pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
-    device = infos[0].param.device
     if options.samo_ticket == "early-bird" and options.sparsity > 0:
         return EarlyBird(
             pruned,
@@ -174,19 +177,36 @@ def _rewirer(
             limit=options.samo_early_bird_distance,
             last=total,
         )
-    if options.dsr_interval is None:
-        return None
+    return None if options.dsr_interval is None else _dsr(options, pruned, layout, total, seed)
+
+
+def _dsr(
+    options: SamoConfig,
+    pruned: Sequence[ParamInfo],
+    layout: CompressedLayout,
+    total: int,
+    seed: int,
+) -> Rewirer:
+    from samo.rewiring import DsrRewirer, RewiringSettings
+
+    fraction = Fraction(str(options.dsr_fraction))
+    entries = [math.prod(info.logical_shape) for info in pruned]
+    stored = sum(layout.numel(info.name, info.param) for info in pruned)
+    if problem := why_too_many(fraction, entries, stored):
+        raise ConfigError(problem)
     settings = RewiringSettings(
         schedule=_schedule(options, total),
-        target=target_of(
-            Fraction(str(options.dsr_fraction)), [math.prod(i.logical_shape) for i in pruned]
-        ),
+        target=target_of(fraction, entries),
         threshold=options.dsr_threshold,
         reset_moments=options.dsr_reset_moments == "all",
         seed=seed,
     )
-    names = [info.name for info in pruned]
-    return DsrRewirer(names, settings, lambda masks: CompressedLayout(masks, device=device))
+    device = pruned[0].param.device
+    return DsrRewirer(
+        [info.name for info in pruned],
+        settings,
+        lambda masks: type(layout)(masks, device=device),
+    )
 
 
 def _notes(config: Config, stored: int, entries: int, index: int) -> tuple[str, str]:

@@ -39,6 +39,10 @@ WITHOUT_TORCH = (
     "megatron.data.sampler",
     "megatron.checkpoint.manifest",
     "megatron.checkpoint.commit",
+    "samo.schedule",
+    "samo.storage",
+    "samo.shares",
+    "samo.memory",
     "pretrain_gpt",
 )
 WITHOUT_NUMPY = ("megatron.errors", "megatron.config", "megatron.parallel.dims")

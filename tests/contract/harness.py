@@ -6,6 +6,7 @@ inherits them all. Gradients come out of a real backward: the loss is sum(parame
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,10 @@ class PathCase:
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
 """Dense up to step 4, which is the first resample; 8 and 12 are the next."""
+RANDOM = {"samo_sparsity": 0.5, "samo_ticket": "random"}
+EARLY_BIRD = {"samo_ticket": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
+"""Whose ticket is the fifth draw."""
+DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 PATHS = [
     PathCase("dense"),
     PathCase("radius", SHORT, lossless=False),
@@ -69,6 +74,14 @@ PATHS = [
         fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
         keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
     ),
+    PathCase("samo", RANDOM),
+    PathCase("samo", {"samo_sparsity": 0.75, "samo_scope": "global"}),
+    # Pruned by its tenth update.
+    PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
+    PathCase("samo", RANDOM | DSR),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False),
+    # Pruned after its fifth update, so that the eighth is the first resample.
+    PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
     # Each rank selects from its own share of the batch, so other shares select other entries.
     PathCase("topk", {"topk_density": 0.1}, lossless=False, linear=False),
     # The best factors of a sum are not the sum of the best factors.
@@ -95,10 +108,11 @@ class Toy:
         overlap: bool = True,
         lr: float = 1e-2,
         weight_decay: float = 0.1,
+        saved: SavedToy | None = None,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
-        parts = GRADIENT_PATHS[case.name].build(_config(case), self.infos, groups)
+        parts = GRADIENT_PATHS[case.name].build(_config(case), self.infos, groups, saved)
         self.engine = GradientEngine(
             self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
         )
@@ -129,6 +143,7 @@ class Toy:
             return
         self.optimizer.step(step, lr=self.lr, weight_decay=self.weight_decay)
         self.engine.commit(step)
+        self.optimizer.rewire()
 
     def step(
         self,
@@ -153,13 +168,29 @@ class Toy:
                 reduced.index.gather(torch.arange(bucket.numel), positions)
                 dense = torch.zeros(bucket.numel, dtype=dense.dtype)
                 dense.index_copy_(0, positions, reduced.values)
-            found[info.name] = where.of(dense).float().clone()
+            found[info.name] = self.whole(info.name, where.of(dense).float())
         return found
+
+    def whole(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """The flattened parameter of which these are the stored entries, 0 elsewhere."""
+        found = torch.zeros(math.prod(SHAPES[name]))
+        self.engine.layout.scatter(name, stored, found)
+        return found
+
+    def exists(self, name: str) -> torch.Tensor:
+        """Which entries of the flattened parameter are stored."""
+        mask = self.engine.layout.mask(name)
+        return torch.ones(math.prod(SHAPES[name]), dtype=torch.bool) if mask is None else mask
+
+    def entry(self, name: str) -> int:
+        """A position in the flattened parameter that is stored, not the first."""
+        return int(self.exists(name).nonzero()[1])
 
     def residual(self) -> dict[str, torch.Tensor]:
         """This rank's residual by name, flat; zeros for a path that keeps none. Where a path has
         an index, what it keeps are the entries outside it."""
-        found = {info.name: torch.zeros(info.param.numel()) for info in self.infos}
+        stored = {name: int(self.exists(name).sum()) for name in SHAPES}
+        found = {name: torch.zeros(numel) for name, numel in stored.items()}
         shared = dict(self.engine.reducer.shared_tensors())
         for name, kept in self.engine.reducer.state_tensors():
             bits = shared.get(f"index/{name}", torch.zeros(0, dtype=torch.uint8)).numpy()
@@ -167,7 +198,7 @@ class Toy:
             outside = torch.ones(found[name].numel(), dtype=torch.bool)
             outside[: inside.numel()] &= ~inside[: outside.numel()]
             found[name][outside] = kept
-        return found
+        return {name: self.whole(name, kept) for name, kept in found.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything a skipped step must leave alone."""
@@ -176,9 +207,31 @@ class Toy:
             found[f"{kind}/{name}"] = tensor.clone()
         for name, tensor in self.engine.reducer.state_tensors():
             found[f"reducer/{name}"] = tensor.clone()
-        for name, tensor in self.engine.reducer.shared_tensors():
+        for name, tensor in self.engine.shared_tensors():
             found[f"shared/{name}"] = tensor.clone()
+        for name in SHAPES:
+            found[f"mask/{name}"] = self.exists(name).clone()
         return found
+
+
+class SavedToy:
+    """What a toy leaves behind in a checkpoint, as a path looks at it; a `Saved`."""
+
+    goes_on = True
+
+    def __init__(self, toy: Toy) -> None:
+        masks = {name: toy.engine.layout.mask(name) for name in SHAPES}
+        self._masks = {
+            f"mask/{name}": mask.clone().view(SHAPES[name])
+            for name, mask in masks.items()
+            if mask is not None
+        }
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        return tuple(name for name in self._masks if name.startswith(prefix))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._masks[name]
 
 
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -205,6 +258,8 @@ def _config(case: PathCase) -> Any:
     return SimpleNamespace(
         extensions=extensions,
         training=SimpleNamespace(seed=1, skip_train=False),
+        precision=SimpleNamespace(param_dtype="float32", grad_dtype="float32"),
+        optimizer=SimpleNamespace(optimizer="adam"),
         total_iterations=lambda: TOTAL_ITERATIONS,
     )
 

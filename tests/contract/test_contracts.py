@@ -23,6 +23,7 @@ from tests.contract.harness import (
     TIED,
     WORLDS,
     PathCase,
+    SavedToy,
     Toy,
     case_id,
     gradients,
@@ -103,6 +104,7 @@ def on_rank_mean(
     found = []
     for number in range(6):
         before = toy.residual()
+        exists = {name: toy.exists(name) for name in SHAPES}
         mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
         toy.backward(mine, loss_scale=scale)
         step = toy.finish()
@@ -111,7 +113,7 @@ def on_rank_mean(
         found.append(
             {
                 "reduced": reduced,
-                "gradient": {n: (mine[0][n] + mine[1][n]).reshape(-1) for n in SHAPES},
+                "gradient": {n: (mine[0][n] + mine[1][n]).reshape(-1) * exists[n] for n in SHAPES},
                 "before": before,
                 "after": toy.residual(),
             }
@@ -279,7 +281,7 @@ def on_rank_bad_step(
             before = toy.state()
             poisoned = gradients(7, number, groups.dp.rank)
             if groups.dp.rank == bad_rank:
-                poisoned[name].view(-1)[5] = bad_value
+                poisoned[name].view(-1)[toy.entry(name)] = bad_value
             found["ok"].append(toy.step([poisoned]).ok)
             found["changed"] += same(before, toy.state())
         found["ok"].append(toy.step([gradients(number, groups.dp.rank)]).ok)
@@ -311,7 +313,7 @@ def on_rank_hidden(groups: ProcessGroups, case: PathCase, value: float) -> tuple
     before = toy.state()
     bad = gradients(1)
     if groups.dp.rank == 0:
-        bad["second.weight"][3, 3] = value
+        bad["second.weight"].view(-1)[toy.entry("second.weight")] = value
     step = toy.step([bad])
     return step.ok, same(before, toy.state())
 
@@ -482,13 +484,13 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
         first.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     saved = {(k, n): t.clone() for k, n, t in first.optimizer.tensors()}
     carried = {n: t.clone() for n, t in first.engine.reducer.state_tensors()}
-    shared = {n: t.clone() for n, t in first.engine.reducer.shared_tensors()}
-    second = Toy(groups, case)
+    shared = {n: t.clone() for n, t in first.engine.shared_tensors()}
+    second = Toy(groups, case, saved=SavedToy(first))
     for kind, name, tensor in second.optimizer.tensors():
         tensor.copy_(saved[kind, name])
     second.optimizer.applied = first.optimizer.applied
     second.optimizer.loaded()
-    second.engine.reducer.load_state_tensors(carried, shared)
+    second.engine.load_state_tensors(carried, shared)
     for number in range(left_at, 12):
         second.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     return same(through.state(), second.state())
