@@ -1,0 +1,72 @@
+"""Each Triton kernel of SAMO beside plain torch, on a device; `tests/gpu` calls these too.
+
+Run as a program they run one after the other on the CPU, by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import torch
+
+from megatron.sparse.reference import BLOCK, Bits
+from samo import kernels, reference
+from samo.layout import Bitmap
+
+LENGTH = 5 * BLOCK + 1000
+"""Not a whole number of blocks, as few parameters are."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def some_bits(device: torch.device, kept: float) -> Bits:
+    """Of a mask with a block in which nothing exists and one in which all does."""
+    mask = torch.rand(LENGTH, generator=torch.Generator().manual_seed(1)) < kept
+    mask[BLOCK : 2 * BLOCK] = False
+    mask[2 * BLOCK : 3 * BLOCK] = True
+    return Bitmap(mask, device)._bits
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """What two correct casts to a type may differ by: the interpreter cuts bits of bf16 off where a
+    GPU rounds."""
+    return 2**-7 if dtype == torch.bfloat16 and device.type == "cpu" else 0.0
+
+
+def compare_compressing(device: torch.device) -> None:
+    for kept, dtype, out_dtype, add in product((0.1, 0.6), DTYPES, DTYPES, (False, True)):
+        bits = some_bits(device, kept)
+        dense = torch.randn(LENGTH, device=device).to(dtype)
+        found = torch.randn(int(bits.counts.sum()), device=device).to(out_dtype)
+        wanted = found.clone()
+        kernels.compress(bits, dense, found, add=add)
+        reference.compress(bits, dense, wanted, add=add)
+        slack = rounding(out_dtype, device)
+        torch.testing.assert_close(found, wanted, rtol=slack, atol=0.0)
+
+
+def compare_expanding(device: torch.device) -> None:
+    for kept, dtype in product((0.1, 0.6), DTYPES):
+        bits = some_bits(device, kept)
+        values = torch.randn(int(bits.counts.sum()), device=device)
+        found = torch.full((LENGTH,), 7.0, dtype=dtype, device=device)
+        wanted = found.clone()
+        kernels.expand(bits, values, found)
+        reference.expand(bits, values, wanted)
+        assert torch.equal(found == 7, wanted == 7) and (wanted == 7).any()
+        torch.testing.assert_close(found, wanted, rtol=rounding(dtype, device), atol=0.0)
+
+
+COMPARISONS = (compare_compressing, compare_expanding)
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    for comparison in COMPARISONS:
+        comparison(torch.device("cpu"))
+    print("all equal")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
