@@ -3,16 +3,16 @@
 Forward and backward run on dense 16-bit parameters in which pruned weights are 0; gradients, fp32
 master weights and moments exist for the others alone, and so do the messages between ranks.
 
-=========================  ========================================================================
-`path`, `memory`           `--grad-path samo`: options, refusals, bytes for the planner (no torch)
-`mask`                     masks on disk, and between logical shape and a rank's memory
-`pruning`                  which weights exist from the start: the largest, or a random draw
-`early_bird`, `rewiring`   which exist while a run goes on: Early-Bird tickets, DSR
-`schedule`                 when DSR rewires, and how much: the report's defaults (no torch)
-`storage`                  bits of a sparse network as the DSR report counts them (no torch)
-`layout`                   compressed storage: a gradient in, a weight out, by a shared index
-`kernels`, `reference`     the same moves on a GPU in one pass each, and in plain torch
-=========================  ========================================================================
+=================================  =================================================================
+`path`, `memory`                   `--grad-path samo`: what it builds, bytes for the planner
+`options`, `refused_pairs`         its flags, and what they exclude (no torch)
+`mask`                             masks on disk, and between logical shape and a rank's memory
+`pruning`, `shares`                which weights exist from the start, and how many
+`early_bird`                       which from a ticket on, drawn while the dense run goes on
+`rewiring`, `schedule`, `storage`  dynamic sparse reparameterization: which, when, in how many bits
+`layout`                           compressed storage: a gradient in, a weight out, by one index
+`kernels`, `reference`             the same moves on a GPU in one pass each, and in plain torch
+=================================  =================================================================
 
 Imports of `megatron` are limited to its gradient interface, the stock layout, reducer and path, the
 selection of entries and, for the path, the options; nothing here is loaded with torch until a path
