@@ -17,6 +17,10 @@ import torch
 from megatron.data_parallel.interface import ALIGNMENT, BucketLayout, ParamInfo, Slice
 
 
+PIECE = 256 * 1024
+"""Entries cast at a time on a CPU, so that they stay in its cache."""
+
+
 class BucketClass(NamedTuple):
     """What all parameters of a bucket have in common. 1-D parameters keep to themselves, so that
     sparse paths can leave them dense whatever the grid (contract 5)."""
@@ -120,7 +124,13 @@ class DenseLayout:
         out.copy_(dense.reshape(-1))
 
     def gather_add(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
-        out.add_(dense.reshape(-1))
+        flat = dense.reshape(-1)
+        if flat.dtype == out.dtype or flat.device.type != "cpu":
+            out.add_(flat)
+            return
+        # torch would widen all of it first, in memory of its own.
+        for sums, piece in zip(out.split(PIECE), flat.split(PIECE), strict=True):
+            sums.add_(piece.to(out.dtype))
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
         if param.data_ptr() != flat.data_ptr():
