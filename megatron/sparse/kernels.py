@@ -134,7 +134,11 @@ def _magnitudes(values, at, numel):
 @triton.jit
 def _magnitude(value):
     """See `reference.magnitudes`."""
-    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if value.dtype == tl.bfloat16:  # by bits: a conversion may lose those of denormal numbers
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & 0x7FFFFFFF
 
 
 @triton.jit(do_not_specialize=["numel", "apart"])
