@@ -17,21 +17,18 @@ from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.convergence import Processes, prepare, run_all
 from tools.bench.convergence_measure import measure, study_seconds
+from tools.bench.convergence_radius import MOST_RUNS, radius, rolling, study
 from tools.bench.convergence_report import groups_of
 from tools.bench.convergence_rows import read_rows
 from tools.bench.convergence_study import (
     EARLY,
-    MOST_RUNS,
     START,
     Plan,
     Run,
     dense_of,
     flags_of,
     fork_steps,
-    radius,
-    rolling,
     stages,
-    study,
 )
 
 PLAN = Plan(steps=200, tokens=64, sequence=16, valid_tokens=64)

@@ -10,10 +10,13 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tests.bench.test_convergence import PLAN, STUDY, line_of
+from tools.bench.convergence_model import parameters
 from tools.bench.convergence_plot import mean_difference
-from tools.bench.convergence_report import READING, goals_of, groups_of, write_report
+from tools.bench.convergence_radius import baseline, radius
+from tools.bench.convergence_radius_page import RADIUS, goals_of
+from tools.bench.convergence_report import READING, groups_of, write_report
 from tools.bench.convergence_rows import WINDOWS, append_row, curve, read_rows, row_of
-from tools.bench.convergence_study import START, Plan, Run, baseline, parameters, radius
+from tools.bench.convergence_study import START, Plan, Run
 
 # -------------------------------------------------------------------------------------- rows
 
@@ -40,7 +43,7 @@ def test_row_holds_what_a_run_left(tmp_path: Path) -> None:
 
 def test_payload_of_several_ranks_is_in_dense_bytes(tmp_path: Path) -> None:
     run = baseline("topk", "topk", [])
-    dense = 2 * 3 / 4 * 4 * parameters(PLAN)
+    dense = 2 * 3 / 4 * 4 * parameters(PLAN.sequence)
     lines = [line_of(i, bytes_sent=dense / 2) for i in range(40, 201)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"iteration": 200, "valid_loss": 4.5}\n')
@@ -128,10 +131,10 @@ def test_report_is_written_and_keeps_what_was_read_into_it(tmp_path: Path) -> No
     pytest.importorskip("matplotlib")
     results, said = tmp_path / "results.jsonl", []
     with pytest.raises(ConfigError, match="no finished run"):
-        write_report(results, tmp_path, STUDY, say=said.append)
+        write_report(results, tmp_path, RADIUS, say=said.append)
     for row in ROWS:
         append_row(results, row)
-    write_report(results, tmp_path / "out", STUDY, say=said.append)
+    write_report(results, tmp_path / "out", RADIUS, say=said.append)
     page = tmp_path / "out" / "convergence.md"
     text = page.read_text()
     assert "| radius 0.1 | 1, 2, 3 | 5 | 0.118 | 1.000 | 10% | 7.2000 | +0.2000 | 0.0577 |" in text
@@ -139,7 +142,7 @@ def test_report_is_written_and_keeps_what_was_read_into_it(tmp_path: Path) -> No
     assert "beyond twice the error" in text and text.endswith(f"{READING}\n")
     assert text.index("| dense |") < text.index("| radius 0.1 |") < text.index("| radius 0.5 |")
     page.write_text(text + "\nIt holds.\n")
-    write_report(results, tmp_path / "out", STUDY, say=said.append)
+    write_report(results, tmp_path / "out", RADIUS, say=said.append)
     assert page.read_text().endswith(f"{READING}\n\nIt holds.\n")
     values = json.loads((tmp_path / "out" / "convergence.json").read_text())
     assert values["goals"][0]["met"] and values["plan"] == asdict(PLAN)

@@ -1,4 +1,4 @@
-"""What a gradient path costs in loss: a declared set of runs, all but the first forked from them.
+"""What a gradient path costs in loss: a declared set of runs, most of them forked from dense ones.
 
     python tools/bench/convergence.py --text-folder TEXT --jobs 2      run what is missing
     python tools/bench/convergence.py --report                         table and plots
@@ -28,16 +28,14 @@ sys.path.insert(0, str(REPO))
 from megatron.errors import ConfigError, NumericsError, SparsetronError  # noqa: E402
 from megatron.status import read_status  # noqa: E402
 from tools.bench.convergence_measure import measure  # noqa: E402
+from tools.bench.convergence_model import VOCABULARY  # noqa: E402
+from tools.bench.convergence_radius_page import RADIUS  # noqa: E402
 from tools.bench.convergence_report import write_report  # noqa: E402
 from tools.bench.convergence_rows import append_row, read_rows, row_of  # noqa: E402
-from tools.bench.convergence_study import (  # noqa: E402
-    VOCABULARY,
-    Plan,
-    Run,
-    dense_of,
-    stages,
-    study,
-)
+from tools.bench.convergence_study import Plan, Run, dense_of, stages  # noqa: E402
+
+STUDIES = {"radius": RADIUS}
+DOCS = REPO / "docs" / "benchmarks"
 
 Runner = Callable[[Sequence[str], int, Path], int]
 """Runs flags of `pretrain_gpt.py` on so many ranks, its words going to a file; the exit code."""
@@ -98,17 +96,18 @@ def _main(options: argparse.Namespace) -> int:
         valid_tokens=options.valid_tokens,
         dtype=options.dtype,
     )
-    runs = study()
+    study = STUDIES[options.study]
+    runs, results = study.runs, options.results or DOCS / f"{study.stem}.jsonl"
     wanted = [run for run in runs if not options.only or run.name in options.only]
     if unknown := set(options.only or ()) - {run.name for run in runs}:
         raise ConfigError(f"--only: {', '.join(sorted(unknown))}: no such run; see --list")
     if options.list:
-        done = {row["name"] for row in read_rows(options.results, plan)}
+        done = {row["name"] for row in read_rows(results, plan)}
         for run in wanted:
             print(f"{run.name:42} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        write_report(options.results, options.out, runs, say=_say)
+        write_report(results, options.out, study, say=_say)
         return 0
     processes = Processes(threads=options.threads)
     signal.signal(signal.SIGTERM, lambda *_: processes.stop())
@@ -122,7 +121,7 @@ def _main(options: argparse.Namespace) -> int:
         plan,
         data=data,
         work=options.work,
-        results=options.results,
+        results=results,
         jobs=options.jobs,
         runner=processes,
     )
@@ -216,7 +215,7 @@ def _ready(waiting: Sequence[Run], done: set[str], running: Iterable[Run], jobs:
     busy = sum(min(run.ranks, jobs) for run in running)
     found: list[Run] = []
     for run in waiting:
-        if run.is_dense or dense_of(run).name in done:
+        if run.start is None or dense_of(run).name in done:
             busy += min(run.ranks, jobs)
             if busy > jobs:
                 break
@@ -253,11 +252,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add, folder = parser.add_argument, REPO / "docs" / "benchmarks"
+    add = parser.add_argument
+    add("--study", choices=STUDIES, default="radius", help="default: %(default)s")
     add("--text-folder", type=Path, default=Path("data/wikipedia"), help="default: %(default)s")
     add("--work", type=Path, default=Path("runs/convergence"), help="folder of data and runs")
-    add("--results", type=Path, default=folder / "convergence.jsonl", help="a line for each run")
-    add("--out", type=Path, default=folder, help="folder of convergence.md, .json and .png")
+    add("--results", type=Path, help="a line for each run; default: with the report")
+    add("--out", type=Path, default=DOCS, help="folder of the study's .md, .json and .png")
     add("--only", nargs="+", metavar="RUN", help="some runs, by name")
     add("--jobs", type=int, default=1, help="runs at once")
     add("--threads", type=int, default=1, help="threads of each rank")

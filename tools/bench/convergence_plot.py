@@ -1,37 +1,54 @@
-"""convergence.png: losses less the dense run's along the run, and the gaps at the end."""
+"""The plot of a study: losses less the dense run's along the run, and the gaps at the end."""
 
 from __future__ import annotations
 
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.report.charts import PALETTE
 from megatron.report.series import smooth
-from tools.bench.convergence_rows import Row
+from tools.bench.convergence_rows import Row, setting
+from tools.bench.convergence_study import DENSE
 
 if TYPE_CHECKING:
     from tools.bench.convergence_report import Group
 
-DENSITIES = ("0.1", "0.4")
 SMOOTHED = 5
 """Points of a curve that are averaged."""
 
 
-def write_plot(path: Path, rows: Sequence[Row], groups: Sequence[Group]) -> bool:
-    """Draw the study; False without matplotlib."""
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A diagram of the training loss of some groups along the run."""
+
+    title: str
+    groups: tuple[str, ...]
+
+
+def write_plot(
+    path: Path,
+    rows: Sequence[Row],
+    groups: Sequence[Group],
+    *,
+    panels: Sequence[Panel],
+    colors: Mapping[str, str],
+) -> bool:
+    """Draw a study: its panels beside each other, below them the gaps at the end, whose colour the
+    first word of the variant tells. False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
     shown = [group for group in groups if group.gap is not None]
     figure = Figure(figsize=(11, 5 + 0.24 * len(shown)), dpi=130, layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=[4, 0.5 + 0.24 * len(shown)])
-    for column, density in enumerate(DENSITIES):
-        _curves(figure.add_subplot(grid[0, column]), density, rows)
-    _gaps(figure.add_subplot(grid[1, :]), shown)
+    grid = figure.add_gridspec(2, len(panels), height_ratios=[4, 0.5 + 0.24 * len(shown)])
+    for column, panel in enumerate(panels):
+        _curves(figure.add_subplot(grid[0, column]), panel, rows)
+    _gaps(figure.add_subplot(grid[1, :]), shown, colors)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
     os.replace(temporary, path)
@@ -46,19 +63,18 @@ def difference(row: Row, dense: Row) -> list[tuple[int, float]]:
 
 def mean_difference(group: str, rows: Sequence[Row]) -> list[tuple[int, float]]:
     """`difference` averaged over the seeds of a group."""
-    dense = {(row["seed"], row["beta2"]): row for row in rows if row["start"] is None}
+    dense = {setting(row): row for row in rows if row["variant"] == DENSE}
     found: dict[int, list[float]] = {}
     for row in rows:
-        reference = dense.get((row["seed"], row["beta2"]))
+        reference = dense.get(setting(row))
         if row["group"] == group and reference is not None:
             for step, value in difference(row, reference):
                 found.setdefault(step, []).append(value)
     return [(step, statistics.fmean(found[step])) for step in sorted(found)]
 
 
-def _curves(axes: Any, density: str, rows: Sequence[Row]) -> None:
-    names = [f"radius_{density}", f"rolling_{density}-update", f"rolling_{density}-seeded"]
-    for name, color in zip(names, PALETTE, strict=False):
+def _curves(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    for name, color in zip(panel.groups, PALETTE, strict=False):
         points = mean_difference(name, rows)
         if points:
             steps, values = zip(*points, strict=True)
@@ -66,14 +82,13 @@ def _curves(axes: Any, density: str, rows: Sequence[Row]) -> None:
             axes.plot(steps, smooth(values, SMOOTHED), color=color, linewidth=1.6, label=label)
     axes.axhline(0, color="#6b7280", linewidth=0.8)
     axes.set_xlabel("step")
-    axes.set_title(f"density {density}: training loss less dense", loc="left", fontsize=11)
+    axes.set_title(panel.title, loc="left", fontsize=11)
     _plain(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _gaps(axes: Any, groups: Sequence[Group]) -> None:
-    colors: Mapping[str, str] = {"radius": PALETTE[0], "rolling": PALETTE[1]}
+def _gaps(axes: Any, groups: Sequence[Group], colors: Mapping[str, str]) -> None:
     for place, group in enumerate(groups):
         axes.errorbar(
             group.gap,

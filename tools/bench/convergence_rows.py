@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.metrics.files import JSONL, lines_of, parse_line
-from tools.bench.convergence_study import CLIP, Plan, Run, parameters
+from tools.bench.convergence_model import parameters
+from tools.bench.convergence_study import CLIP, EARLY_BIRD_DISTANCE, Plan, Run
 
 WINDOWS = 100
 """Points of a loss curve; each is the mean of that share of the run's steps."""
@@ -27,6 +28,8 @@ def row_of(run: Run, plan: Plan, folder: Path, *, exit_code: int) -> Row:
 
     `valid_loss` is None where it ended for its numbers. `payload`: bytes sent over those of a
     dense step, mean and largest of the steps after the fork (at one rank entries stand for bytes).
+    `ticket`, of a pruned run: the step after which it was drawn; `stored`: the share of parameters
+    that a smaller or pruned model trains.
     `curve`: (last step, mean training loss) of each whole window. Raises `DataError` where the
     folder does not hold what a finished run leaves.
     """
@@ -36,7 +39,8 @@ def row_of(run: Run, plan: Plan, folder: Path, *, exit_code: int) -> Row:
     taken = [steps[i] for i in sorted(steps)]
     losses = {i: float(step["lm_loss"]) for i, step in steps.items()}
     norms = [float(step["grad_norm"]) for step in taken if step["grad_norm"] is not None]
-    payload = [_payload(step, run, plan) for step in taken]
+    ticket = _ticket(run, plan, steps)
+    payload = [_payload(step, run, plan, ticket=ticket) for step in taken]
     row: Row = {
         "name": run.name,
         "group": run.group,
@@ -62,7 +66,12 @@ def row_of(run: Run, plan: Plan, folder: Path, *, exit_code: int) -> Row:
     if kept:
         stride = -(-len(kept) // MOST_KEPT)
         row["index_kept"] = [[i, round(share, 4)] for i, share in kept[::stride]]
-    return row
+    return row | _of_pruning(run, plan, ticket)
+
+
+def setting(row: Row) -> tuple[int, float, str]:
+    """What a row shares with the dense run that it is compared with: seed, beta2 and optimizer."""
+    return row["seed"], row["beta2"], row.get("optimizer", "adam")
 
 
 def curve(losses: Mapping[int, float], plan: Plan) -> list[tuple[int, float]]:
@@ -125,11 +134,40 @@ def _read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
     return steps, valid
 
 
-def _payload(record: Mapping[str, Any], run: Run, plan: Plan) -> float:
-    """Of a step, as a share of the dense path's in fp32 (an all-reduce by the ring model)."""
-    if run.ranks == 1:
-        return float(record["density"])
-    return record["bytes_sent"] / (8 * (run.ranks - 1) / run.ranks * parameters(plan))
+def _of_pruning(run: Run, plan: Plan, ticket: int | None) -> Row:
+    """What rows of the runs have that a study of pruning is for, and of no others."""
+    row: Row = {} if run.optimizer == "adam" else {"optimizer": run.optimizer}
+    if run.sparsity is not None:
+        row |= {"sparsity": float(run.sparsity), "ticket": ticket}
+    if run.entries(plan) != parameters(plan.sequence):
+        row["stored"] = round(_stored(run, plan), 6)
+    return row
+
+
+def _stored(run: Run, plan: Plan) -> float:
+    """Parameters that are trained, over those of the model that all runs share."""
+    return run.entries(plan) / parameters(plan.sequence)
+
+
+def _ticket(run: Run, plan: Plan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The step after which there is what the run trains, None where that never came. An early bird
+    tells a distance for each mask it draws and draws none after its ticket."""
+    if run.ticket == "early-bird":
+        drawn = [i for i, step in steps.items() if "mask_distance" in step]
+        last = max(drawn, default=None)
+        alike = last is not None and float(steps[last]["mask_distance"]) < EARLY_BIRD_DISTANCE
+        return last if alike else None
+    return 0 if run.start is None else plan.start_step(run.start) - 1
+
+
+def _payload(record: Mapping[str, Any], run: Run, plan: Plan, *, ticket: int | None) -> float:
+    """Of a step, as a share of the dense path's in fp32 (an all-reduce by the ring model). A path
+    tells which share of what is stored it sent."""
+    if run.ranks > 1:
+        dense = 8 * (run.ranks - 1) / run.ranks * parameters(plan.sequence)
+        return record["bytes_sent"] / dense
+    pruned = ticket is not None and record["iteration"] > ticket
+    return float(record["density"]) * (_stored(run, plan) if pruned else 1.0)
 
 
 def _tail(losses: Mapping[int, float], plan: Plan) -> float | None:

@@ -1,33 +1,48 @@
-"""Which runs a convergence study is made of, and the command line of each. No torch.
+"""What a convergence study is made of: the size that its runs share, a run, and its command line.
+No torch.
 
-Dense runs come first; every other run leaves the dense run of its seed and beta2 at a checkpoint,
-so that what it gains or loses against it is the gradient path's doing alone. At data-parallel size
+Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
+so that what one gains or loses against it is the gradient path's doing alone. At data-parallel size
 1 a path that is linear in the gradient gives the numbers of any size (DESIGN 2.2, contract 11);
-baselines that are not run their four ranks.
+baselines that is not true of run their four ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
-from megatron.config import ModelConfig
 from megatron.errors import ConfigError
-from megatron.model.flops import parameter_count
+from tools.bench.convergence_model import HEADS, SHAPE, Shape, parameters, stored
 
 REFERENCE_STEPS = 2000
 """Intervals of a study are given for this many steps, and shrink with the run."""
 LEAST_STEPS = 200
 """The shortest interval of the study is 10, which is then one step."""
-MOST_RUNS = 40
 SEEDS = (1, 2, 3)
 START, EARLY = 0.2, 0.05
-INTERVAL = 50
-LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 256, 4, 8192
+"""Shares of a run at which others leave it."""
+DENSE = "dense"
+EARLY_BIRD_DISTANCE = 0.1
+"""Masks that differ less are alike."""
 CLIP = 1.0
+SGD_LR = 0.1
+"""Highest learning rate of SGD with momentum."""
+SGD = {
+    "optimizer": "sgd",
+    "lr": f"{SGD_LR:g}",
+    "min-lr": f"{SGD_LR / 10:g}",
+    "weight-decay": f"{1e-4 / SGD_LR:g}",
+}
+"""Flags of SGD where they are not AdamW's. Decay is decoupled, a share lr x decay of the weight in
+each step: the same share in both."""
 
 Flag = tuple[str, str]
+Optimizer = Literal["adam", "sgd"]
+Ticket = Literal["magnitude", "random", "early-bird"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +84,22 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run. `variant` names what is compared, without seed and beta2; `start` is the share of
-    the run after which the path takes over, None for a dense run; `interval` is given for
-    `REFERENCE_STEPS`; `flags` are the path's own, without the leading dashes."""
+    """One run. `variant` names what is compared, without seed, beta2 and optimizer; `start` is the
+    share of the run after which the path takes over from a dense run, None for a run from the
+    beginning. `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`.
+    `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes."""
 
     variant: str
     seed: int
     beta2: float = 0.999
+    optimizer: Optimizer = "adam"
+    shape: Shape = SHAPE
     start: float | None = None
     path: str = "dense"
     interval: int | None = None
+    every: tuple[tuple[str, int], ...] = ()
+    sparsity: Fraction | None = None
+    ticket: Ticket | None = None
     flags: tuple[Flag, ...] = ()
     ranks: int = 1
 
@@ -92,107 +113,30 @@ class Run:
         """Runs that differ in their seed only share it."""
         beta2 = "" if self.beta2 == 0.999 else f"-beta2_{self.beta2:g}"
         start = "" if self.start in (None, START) else f"-start_{self.start:g}"
-        return f"{self.variant}{start}{beta2}"
+        optimizer = "" if self.optimizer == "adam" else f"-{self.optimizer}"
+        return f"{self.variant}{start}{beta2}{optimizer}"
 
     @property
     def is_dense(self) -> bool:
-        """Whether others leave from it."""
-        return self.start is None
+        """Whether others leave from it, and are compared with it."""
+        return self.variant == DENSE
 
-
-def study() -> tuple[Run, ...]:
-    """All runs, those first that matter most: a study may be stopped at any of them."""
-    runs = [Run(variant="dense", seed=seed) for seed in SEEDS]
-    runs += [Run(variant="dense", seed=SEEDS[0], beta2=0.95)]
-    for seed in SEEDS:
-        runs += [radius(0.1, seed=seed), radius(0.4, seed=seed)]
-        runs += [rolling(d, select, seed=seed) for d in (0.1, 0.4) for select in SELECTIONS]
-    runs += [radius(0.1, beta2=0.95), *(rolling(0.1, s, beta2=0.95) for s in SELECTIONS)]
-    runs += [radius(0.4, start=EARLY), radius(0.1, start=EARLY)]
-    runs += [rolling(0.1, select, start=EARLY) for select in SELECTIONS]
-    runs += [rolling(0.4, "update", start=EARLY)]
-    runs += [radius(0.1, label="no_feedback", more=[("radius-residual", "none")])]
-    runs += [
-        radius(d, label="by_gradient", more=[("radius-select", "gradient")]) for d in (0.1, 0.4)
-    ]
-    runs += [radius(0.5), radius(0.4, interval=10), radius(0.4, interval=200)]
-    runs += [radius(0.1, interval=10), radius(0.1, interval=200)]
-    runs += [baseline("topk", "topk_0.1", [("topk-density", "0.1")])]
-    runs += [baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")])]
-    assert len(runs) <= MOST_RUNS and len({run.name for run in runs}) == len(runs)
-    return tuple(runs)
-
-
-SELECTIONS = ("update", "seeded")
-
-
-def radius(
-    density: float,
-    *,
-    seed: int = SEEDS[0],
-    beta2: float = 0.999,
-    start: float = START,
-    interval: int = INTERVAL,
-    label: str = "",
-    more: Sequence[Flag] = (),
-) -> Run:
-    """Radius as published, or with one thing changed that `label` names."""
-    changed = f"-{label}" if label else ""
-    period = "" if interval == INTERVAL else f"-interval_{interval}"
-    return Run(
-        variant=f"radius_{density:g}{period}{changed}",
-        seed=seed,
-        beta2=beta2,
-        start=start,
-        path="radius",
-        interval=interval,
-        flags=(("radius-density", f"{density:g}"), *more),
-    )
-
-
-def rolling(
-    density: float,
-    select: str,
-    *,
-    seed: int = SEEDS[0],
-    beta2: float = 0.999,
-    start: float = START,
-) -> Run:
-    """Radius whose tensors are flushed part by part."""
-    return Run(
-        variant=f"rolling_{density:g}-{select}",
-        seed=seed,
-        beta2=beta2,
-        start=start,
-        path="radius",
-        interval=INTERVAL,
-        flags=(
-            ("radius-density", f"{density:g}"),
-            ("radius-schedule", "rolling"),
-            ("radius-select", select),
-        ),
-    )
-
-
-def baseline(path: str, variant: str, flags: Sequence[Flag]) -> Run:
-    """A method whose result depends on the number of ranks."""
-    return Run(variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4)
-
-
-def parameters(plan: Plan) -> int:
-    """Parameters of the model."""
-    model = ModelConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        seq_length=plan.sequence,
-    )
-    return parameter_count(model, VOCABULARY)
+    def entries(self, plan: Plan) -> int:
+        """Parameters that are trained, once those to prune are pruned."""
+        if self.sparsity is None:
+            return parameters(plan.sequence, self.shape)
+        return stored(plan.sequence, self.sparsity, self.shape)
 
 
 def dense_of(run: Run) -> Run:
-    """The dense run that another leaves from."""
-    return Run(variant="dense", seed=run.seed, beta2=run.beta2)
+    """The dense run that another leaves from, or is compared with."""
+    return Run(variant=DENSE, seed=run.seed, beta2=run.beta2, optimizer=run.optimizer)
+
+
+def checked(runs: Sequence[Run], *, most: int) -> tuple[Run, ...]:
+    """The runs of a study, as long as they are not too many and have names of their own."""
+    assert len(runs) <= most and len({run.name for run in runs}) == len(runs)
+    return tuple(runs)
 
 
 def fork_steps(plan: Plan) -> list[int]:
@@ -204,8 +148,8 @@ def fork_steps(plan: Plan) -> list[int]:
 def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
     """What `pretrain_gpt.py` is given for a run; `data` holds what `prepare` made."""
     values: dict[str, object] = {
-        "num-layers": LAYERS,
-        "hidden-size": HIDDEN,
+        "num-layers": run.shape[0],
+        "hidden-size": run.shape[1],
         "num-attention-heads": HEADS,
         "seq-length": plan.sequence,
         "attention-dropout": 0,
@@ -231,7 +175,13 @@ def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
         "grad-path": run.path,
         "run-dir": runs_dir / run.name,
     }
+    values |= SGD if run.optimizer == "sgd" else {}
+    if run.sparsity is not None:
+        values |= {"samo-sparsity": float(run.sparsity), "samo-ticket": run.ticket}
+    if run.ticket == "early-bird":
+        values["samo-early-bird-distance"] = EARLY_BIRD_DISTANCE
     values |= dict(run.flags)
+    values |= {flag: plan.scaled(interval) for flag, interval in run.every}
     if run.interval is not None:
         assert run.start is not None
         values["radius-interval"] = plan.scaled(run.interval)

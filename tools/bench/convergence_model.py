@@ -1,0 +1,45 @@
+"""The models of the convergence studies: one that all runs share, pruned or not, and a small one
+that has as many parameters as that has left. No torch."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from megatron.config import ModelConfig
+from megatron.model.flops import parameter_count
+
+LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 256, 4, 8192
+
+Shape = tuple[int, int]
+"""Layers and width; everything else follows."""
+SHAPE: Shape = (LAYERS, HIDDEN)
+
+
+def parameters(sequence: int, shape: Shape = SHAPE) -> int:
+    """Parameters of the model for sequences of this length."""
+    layers, hidden = shape
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=HEADS, seq_length=sequence
+    )
+    return parameter_count(model, VOCABULARY)
+
+
+def stored(sequence: int, sparsity: Fraction, shape: Shape = SHAPE) -> int:
+    """Parameters that are left when each matrix and embedding is pruned to this sparsity."""
+    layers, hidden = shape
+    square = hidden * hidden
+    sizes = [VOCABULARY * hidden, sequence * hidden]
+    sizes += [3 * square, square, 4 * square, 4 * square] * layers
+    return parameters(sequence, shape) - sum(math.floor(sparsity * size) for size in sizes)
+
+
+def shape_of(entries: int, sequence: int) -> Shape:
+    """The shape with a number of parameters nearest to `entries`, at most twice as deep as the
+    model that all runs share and not wider."""
+    shapes = [
+        (layers, hidden)
+        for layers in range(1, 2 * LAYERS + 1)
+        for hidden in range(HEADS, HIDDEN + 1, HEADS)
+    ]
+    return min(shapes, key=lambda shape: abs(parameters(sequence, shape) - entries))
