@@ -4,11 +4,13 @@
     python tools/bench/convergence.py --report                         table and plots
     python tools/bench/convergence.py --text-folder TEXT --measure     how long would it take?
     python tools/bench/convergence.py --list
+    python tools/bench/convergence.py --study pruning [...]            instead of radius
 
 GPT of 4 layers x 256 with a vocabulary of 8192 learnt from TEXT (`train*` and `valid*`, as
 `tools/preprocess_data.py` reads them). Each finished run is a line of RESULTS at once; started
-again, the tool skips those and goes on with runs that were interrupted. Ctrl-C or SIGTERM lets the
-running ones save. Exit code 1 if a run failed.
+again, the tool skips those and goes on with runs that were interrupted. A run that another study
+has finished in WORK gets its line without a start. Ctrl-C or SIGTERM lets the running ones save.
+Exit code 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ sys.path.insert(0, str(REPO))
 
 from megatron.errors import ConfigError, NumericsError, SparsetronError  # noqa: E402
 from megatron.status import read_status  # noqa: E402
+from tools.bench.convergence_finished import is_finished  # noqa: E402
 from tools.bench.convergence_measure import measure  # noqa: E402
 from tools.bench.convergence_model import VOCABULARY  # noqa: E402
+from tools.bench.convergence_pruning_page import PRUNING  # noqa: E402
 from tools.bench.convergence_radius_page import RADIUS  # noqa: E402
 from tools.bench.convergence_report import write_report  # noqa: E402
 from tools.bench.convergence_rows import append_row, read_rows, row_of  # noqa: E402
-from tools.bench.convergence_study import Plan, Run, dense_of, stages  # noqa: E402
+from tools.bench.convergence_study import Plan, Run, dense_of, flags_of, stages  # noqa: E402
 
-STUDIES = {"radius": RADIUS}
+STUDIES = {"radius": RADIUS, "pruning": PRUNING}
 DOCS = REPO / "docs" / "benchmarks"
 
 Runner = Callable[[Sequence[str], int, Path], int]
@@ -198,7 +202,13 @@ def run_all(
                 _say(f"left out, since their dense run is missing: {', '.join(names)}")
                 return failed + names
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                run, code = running.pop(future), future.result()
+                run = running.pop(future)
+                try:
+                    code = future.result()
+                except ConfigError as error:
+                    _say(f"{run.name}: {error}")
+                    failed.append(run.name)
+                    continue
                 if code not in (0, NumericsError.exit_code):
                     _say(f"{run.name}: exit code {code}; see {work / 'console' / run.name}.txt")
                     failed.append(run.name)
@@ -224,8 +234,12 @@ def _ready(waiting: Sequence[Run], done: set[str], running: Iterable[Run], jobs:
 
 
 def run_one(run: Run, plan: Plan, *, data: Path, work: Path, runner: Runner) -> int:
-    """All starts that a run still takes; the exit code of the last."""
+    """All starts that a run still takes; the exit code of the last, 0 where it takes none."""
     folder = work / "runs"
+    flags = flags_of(run, plan, data=data, runs_dir=folder)
+    if is_finished(folder / run.name, flags, run.ranks):
+        _say(f"{run.name}: was finished before")
+        return 0
     for flags in stages(run, plan, data=data, runs_dir=folder):
         code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
         if code:
