@@ -4,7 +4,6 @@ runs left."""
 from __future__ import annotations
 
 import json
-import math
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from megatron.config import ModelConfig, parse
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
+from samo.path import SamoPath
 from tests.bench.test_convergence import PLAN, line_of, run_some
 from tests.bench.test_convergence import Fake as FakeRunner
 from tools.bench.convergence_model import HEADS, LAYERS, VOCABULARY, parameters, shape_of, stored
@@ -114,11 +114,12 @@ def test_as_many_entries_are_stored_as_a_model_has_left() -> None:
     model = GPT(
         config, vocab_size=VOCABULARY, seed=1, dtype=torch.float32, device=torch.device("cpu")
     )
-    left = 0
-    for info in model.parameter_infos():
-        size = math.prod(info.logical_shape)
-        left += size - math.floor(sparsity * size) * (len(info.logical_shape) > 1)
-    assert stored(sequence, sparsity, (layers, hidden)) == left
+    shapes = {info.name: info.logical_shape for info in model.parameter_infos()}
+    line = flags_of(
+        from_scratch(sparsity, rewired=False), PLAN, data=Path("data"), runs_dir=Path("runs")
+    )
+    left = SamoPath().stored(parse(line, paths=GRADIENT_PATHS), shapes)
+    assert stored(sequence, sparsity, (layers, hidden)) == sum(left.values())
 
 
 def test_small_model_is_the_nearest_in_parameters() -> None:

@@ -3,11 +3,11 @@ that has as many parameters as that has left. No torch."""
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from megatron.config import ModelConfig
 from megatron.model.flops import parameter_count
+from samo.shares import stored_count
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 256, 4, 8192
 
@@ -31,7 +31,8 @@ def stored(sequence: int, sparsity: Fraction, shape: Shape = SHAPE) -> int:
     square = hidden * hidden
     sizes = [VOCABULARY * hidden, sequence * hidden]
     sizes += [3 * square, square, 4 * square, 4 * square] * layers
-    return parameters(sequence, shape) - sum(math.floor(sparsity * size) for size in sizes)
+    gone = sum(size - stored_count(size, sparsity) for size in sizes)
+    return parameters(sequence, shape) - gone
 
 
 def shape_of(entries: int, sequence: int) -> Shape:
