@@ -21,7 +21,7 @@ from tools.bench.convergence_study import (
 MOST_RUNS = 24
 SPARSITY = Fraction(9, 10)
 REWIRED = (Fraction(9, 10), Fraction(8, 10), Fraction(7, 10))
-EARLY_BIRD_INTERVAL = 20
+EARLY_BIRD_INTERVAL = 10
 DSR_INTERVAL = 50
 """Steps between masks drawn, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
 SMALL_SHAPE = shape_of(stored(Plan.sequence, SPARSITY), Plan.sequence)
