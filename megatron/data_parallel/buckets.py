@@ -16,7 +16,6 @@ import torch
 
 from megatron.data_parallel.interface import ALIGNMENT, BucketLayout, ParamInfo, Slice
 
-
 PIECE = 256 * 1024
 """Entries cast at a time on a CPU, so that they stay in its cache."""
 

@@ -1,0 +1,170 @@
+"""`--grad-path samo` in whole runs: exact resume, what is saved, tickets from a dense run, and the
+way back to a dense one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import Checkpoint
+from megatron.parallel.groups import ProcessGroups
+from tests.ranks import Ranks
+from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
+from tests.training.test_radius import on_rank_refused
+from tests.training.test_resume import check_left_and_resumed
+
+SAMO = "--train-iters 9 --grad-path samo --samo-sparsity 0.8 --eval-interval 100 --log-interval 1"
+EARLY_BIRD = (
+    "--samo-ticket early-bird --samo-early-bird-interval 1 --samo-early-bird-distance 1 "
+    "--samo-sparsity 0.5"
+)
+"""Draws its ticket after update 5."""
+DSR = "--samo-ticket random --dsr-interval 1 --dsr-fraction 0.05"
+RADIUS = "--radius-density 0.3 --radius-interval 3 --radius-start-iter 2"
+
+
+def flags(*more: str) -> str:
+    return " ".join([TINY, SAMO, *more])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--bf16 --samo-ticket random --samo-keep-embeddings",
+        f"{EARLY_BIRD} --bf16",
+        f"{DSR} --dsr-until 9 --dsr-threshold 0.01",
+        f"{DSR} --dsr-reset-moments new --bf16",
+        f"--grad-path samo+radius {RADIUS}",
+        f"--grad-path samo+radius {RADIUS} --radius-schedule rolling --bf16",
+        f"--grad-path samo+radius {RADIUS} {EARLY_BIRD} --radius-start-iter 0",
+        "--fp16 --initial-loss-scale 65536 --samo-scope global",
+        "--optimizer sgd --bf16 --grad-reduce-in-bf16",
+    ],
+)
+def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options: str) -> None:
+    """Dropout is on."""
+    check_left_and_resumed(ranks, 2, flags(options), (2, 4, 5, 6, 7), tmp_path)
+
+
+def test_nothing_pruned_is_the_dense_run_bit_by_bit(ranks: Ranks, tmp_path: Path) -> None:
+    long = f"{TINY} --train-iters 50 --bf16 --global-batch-size 8"
+    (dense, _) = ranks.run(2, train, long, tmp_path / "dense")
+    pruned = f"{long} --grad-path samo --samo-sparsity 0"
+    (found, _) = ranks.run(2, train, pruned, tmp_path / "samo")
+    assert found["state"].keys() == dense["state"].keys()
+    for name, state in dense["state"].items():
+        assert torch.equal(found["state"][name], state), name
+    assert metrics_of(tmp_path / "dense") == metrics_of(tmp_path / "samo")
+
+
+def test_a_checkpoint_holds_each_mask_once_and_what_exists(ranks: Ranks, tmp_path: Path) -> None:
+    """Three states of four bytes for what exists, a bit for every entry that may not."""
+    (found, _) = ranks.run(2, train, flags("--samo-ticket random --bf16"), tmp_path)
+    folder = tmp_path / "checkpoints" / "step_00000009"
+    with Checkpoint.open(folder) as saved:
+        masks = saved.names("mask/")
+        assert len(masks) == 10
+        logical = sum(saved.read(name).numel() for name in saved.names("param/"))
+        stored = 0
+        for name in saved.names("param/"):
+            mask = f"mask/{name.removeprefix('param/')}"
+            weight = saved.read(name)
+            if mask not in masks:
+                stored += weight.numel()
+                continue
+            exists = saved.read(mask)
+            stored += int(exists.sum())
+            assert not weight[~exists].any()
+            assert saved.mask(f"exp_avg/{name.removeprefix('param/')}") == mask
+            param = found["params"][name.removeprefix("param/")].reshape(-1)[: weight.numel()]
+            assert torch.equal(param.view(weight.shape), weight.bfloat16())
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert 12 * stored + logical / 8 <= size < 1.05 * (12 * stored + logical / 8) + 16384
+
+
+def test_a_dense_warm_up_is_pruned_by_its_weights(ranks: Ranks, tmp_path: Path) -> None:
+    dense = TINY.replace("--train-iters 8", "--train-iters 4")
+    (before,) = ranks.run(1, train, dense, tmp_path / "dense")
+    load = f"--load {tmp_path / 'dense'} --train-iters 4"
+    trainer_of = flags(load, "--train-iters 5")
+    (moments,) = ranks.run(1, on_rank_start, trainer_of, tmp_path / "samo")
+    for name, (mask, states) in moments.items():
+        for kind, stored in states.items():
+            was = before["state"][f"{kind}/{name}"]
+            assert torch.equal(stored, was if mask is None else was[mask]), (kind, name)
+        if mask is not None:
+            weight = before["state"][f"param/{name}"].abs()
+            assert weight[mask].min() >= weight[~mask].max()
+            assert int(mask.sum()) == 96 * 32 - 96 * 32 * 8 // 10 or "word" not in name
+    assert "gradient path samo starts here" in (tmp_path / "samo" / "log.txt").read_text()
+
+
+def on_rank_start(groups: ProcessGroups, line: str, run_dir: Path) -> dict:
+    """Masks and states that a run starts with, by name."""
+    trainer = make_trainer(groups, line, run_dir)
+    found: dict[str, tuple[torch.Tensor | None, dict[str, torch.Tensor]]] = {}
+    for kind, name, flat in trainer.optimizer.tensors():
+        found.setdefault(name, (trainer.engine.layout.mask(name), {}))[1][kind] = flat.clone()
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return found
+
+
+def test_a_pruned_network_may_be_trained_on_densely(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "samo")
+    dense = f"{TINY} --train-iters 9 --load {tmp_path / 'samo'}"
+    (said,) = ranks.run(1, on_rank_refused, dense, tmp_path / "dense")
+    assert "gradient.grad_path: 'samo' there, 'dense' here" in said
+    (found,) = ranks.run(1, train, f"{dense} --reset-grad-state", tmp_path / "dense")
+    assert found["iteration"] == 9
+    assert all(int((param == 0).sum()) < param.numel() / 2 for param in found["params"].values())
+
+
+def test_another_sparsity_takes_a_flag(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "samo")
+    sparser = flags(f"--samo-sparsity 0.95 --load {tmp_path / 'samo'}")
+    (said,) = ranks.run(1, on_rank_refused, sparser, tmp_path / "sparser")
+    assert "samo.samo_sparsity: 0.8 there, 0.95 here" in said
+    (found,) = ranks.run(1, train, f"{sparser} --reset-grad-state", tmp_path / "sparser")
+    matrices = [p for p in found["params"].values() if p.dim() > 1]
+    assert sum(int(p.count_nonzero()) for p in matrices) <= 0.06 * sum(p.numel() for p in matrices)
+
+
+def test_the_log_tells_what_exists_and_when_the_ticket_was_drawn(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(2, train, flags(EARLY_BIRD, "--bf16 --accumulate-allreduce-grads-in-fp32"), tmp_path)
+    log = (tmp_path / "log.txt").read_text()
+    assert "f = 1.0000 (p = 0.5 of what is pruned)" in log
+    assert log.count("early bird: draw") == 5 and "below 1: the ticket is drawn" in log
+    sent = metrics_of(tmp_path, "bytes_sent")
+    assert len(set(sent[:5])) == 1 and len(set(sent[5:])) == 1
+    assert 0.5 < sent[5] / sent[0] < 0.55
+    assert len(metrics_of(tmp_path, "mask_distance")) == 4
+
+
+def test_fewer_ranks_go_on_with_what_had_not_been_sent(ranks: Ranks, tmp_path: Path) -> None:
+    options = flags(f"--grad-path samo+radius {RADIUS}", NO_DROPOUT)
+    (through, _) = ranks.run(2, train, options, tmp_path / "through")
+    ranks.run(2, train, f"{options} --exit-interval 5", tmp_path / "left")
+    (resumed,) = ranks.run(1, train, options, tmp_path / "left")
+    for name, param in through["params"].items():
+        torch.testing.assert_close(resumed["params"][name], param, rtol=1e-4, atol=1e-5)
+
+
+def test_a_damaged_mask_is_found_and_the_step_before_taken(ranks: Ranks, tmp_path: Path) -> None:
+    options = flags("--samo-ticket random --save-interval 4 --exit-interval 8")
+    ranks.run(1, train, options, tmp_path)
+    folder = tmp_path / "checkpoints" / "step_00000008"
+    with Checkpoint.open(folder, verify=False) as saved:
+        (part,) = saved.manifest.tensors["mask/layers.0.mlp.dense_h_to_4h.weight"].slices
+    file = folder / part.file
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    (found,) = ranks.run(1, train, options, tmp_path)
+    assert found["iteration"] == 8
+    assert (tmp_path / "checkpoints" / "step_00000008.damaged-1").is_dir()
