@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
+from tests.bench.path_results import DENSE_BYTES, SIZES, SLOW, SPARSE_BYTES, result
 from tools.bench import gradient_path
 from tools.bench.alpha_beta import Link, Message, Timeline, fit, greedy_buckets, predict
-from tools.bench.methods import DEFAULT, method
+from tools.bench.cost_rank import RESAMPLE, STEP
+from tools.bench.methods import DEFAULT, SAMO, method
 from tools.bench.netlab import Network, Wire
-from tools.bench.path_cost import DENSE, RESAMPLE, SPARSE, STEP, judge
-from tools.bench.path_messages import Sizes, counted_share, messages, sent_share
+from tools.bench.path_cost import DENSE, SPARSE, radius_targets
+from tools.bench.path_messages import counted_share, messages, sent_share
 from tools.bench.path_report import as_markdown, memory_as_markdown, plot
-from tools.bench.path_rows import Table, table, targets
+from tools.bench.path_rows import Table, table
+from tools.bench.path_targets import targets
 from tools.bench.phases import KEEP, PLACE, REDUCE
-
-MEGABYTE = 1e6
-SLOW = Link(alpha=0.001, beta=1e-8, ranks=2)
-SIZES = Sizes(
-    shapes={"first": (500, 500), "bias": (500,), "last": (1000, 250)},
-    buckets=[["last"], ["bias"], ["first"]],
-)
 
 
 def test_ring_collectives_cost_what_equations_3_and_4_say() -> None:
@@ -125,7 +120,7 @@ def test_share_of_a_sparse_step_is_told_from_its_bytes(ranks: int) -> None:
     assert counted_share(SIZES, ranks, sent) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize("name", [*DEFAULT, *SAMO])
 def test_every_row_has_a_method(name: str) -> None:
     assert method(name).name == name
 
@@ -146,9 +141,18 @@ def test_unknown_methods_are_refused(name: str) -> None:
         method(name)
 
 
-def test_variants_of_radius_go_with_radius_alone() -> None:
-    with pytest.raises(ConfigError, match="goes with radius alone"):
-        method("dense-rolling")
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("dense-rolling", "radius and samo.radius"),
+        ("samo-0.9-rolling", "radius and samo.radius"),
+        ("radius-0.4-bf16", "compute and dense"),
+        ("dense-fp32", "samo and samo.radius"),
+    ],
+)
+def test_variants_go_with_their_paths_alone(name: str, others: str) -> None:
+    with pytest.raises(ConfigError, match=f"goes with {others} alone"):
+        method(name)
 
 
 @pytest.mark.parametrize("name", ["radius-7", "nonsense"])
@@ -165,34 +169,6 @@ def test_numbers_too_small_are_refused(flag: str, capsys: pytest.CaptureFixture[
     assert f"{flag} 1: must be at least 2" in capsys.readouterr().err
 
 
-def _result(protocol: str, steps: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
-    """What rank 0 writes: seconds, bytes and density of each step."""
-    return {
-        "settings": {"protocol": protocol, "interval": 4},
-        "steps": {
-            name: [
-                {
-                    "seconds": seconds,
-                    "blocked": 0.01,
-                    "bytes_sent": sent,
-                    "density": density,
-                    "counted": 1.01 * sent,
-                }
-                for seconds, sent, density in found
-            ]
-            for name, found in steps.items()
-        },
-        "links": {str(size): [SLOW.all_reduce(size)] * 3 for size in (100_000, 1_000_000)},
-        "parameters": [[name, list(shape)] for name, shape in SIZES.shapes.items()],
-        "buckets": SIZES.buckets,
-        "ready": {"last": 0.2, "bias": 0.3, "first": 0.3},
-        "backward": 0.3,
-    }
-
-
-DENSE_BYTES, SPARSE_BYTES = 4 * 500_512.0, 4 * 200_512.0
-
-
 def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES, topk: float = 0.5) -> Table:
     steps = {
         "compute": [(0.30, 0.0, 1.0)] * 4,
@@ -205,7 +181,7 @@ def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES, topk: float = 0.
         ],
         "topk-0.1": [(topk, 1e6, 0.1)] * 4,
     }
-    return table(_result("emulated", steps), Network(ranks=2, rate="800mbit"))
+    return table(result("emulated", steps), Network(ranks=2, rate="800mbit"))
 
 
 def test_rows_keep_resamples_apart() -> None:
@@ -225,7 +201,7 @@ def test_ratios_are_of_steps_of_the_same_round() -> None:
         "dense": [(0.2, 1.0, 1.0), (2.0, 1.0, 1.0), (9.0, 1.0, 1.0)],  # the machine gets busy
         "radius-0.4": [(0.1, 1.0, 0.4), (1.0, 1.0, 0.4), (0.1, 1.0, 1.0)],
     }
-    found = table(_result("real", steps), Network(ranks=2))
+    found = table(result("real", steps), Network(ranks=2))
     assert found.ratio("radius-0.4", "dense") == 0.5
 
 
@@ -272,8 +248,8 @@ def test_cost_is_judged_by_dense_steps() -> None:
         SPARSE: {STEP: 1.9, REDUCE: 0.02, PLACE: 0.03, KEEP: 0.02},
         RESAMPLE: {STEP: 3.9, REDUCE: 0.1, PLACE: 0.1, KEEP: 1.0},
     }
-    assert [target.met for target in judge(found, "bf16")] == [True, True, True]
-    own, whole, resample = judge(found, "fp32")
+    assert [target.met for target in radius_targets(found, "bf16")] == [True, True, True]
+    own, whole, resample = radius_targets(found, "fp32")
     assert not own.met and "0.0350" in own.text
     assert whole.met and "0.9500" in whole.text
     assert resample.met and "0.0050" in resample.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
@@ -20,20 +19,13 @@ from radius.bitmap import BitmapIndex
 from radius.index import index_bytes
 from radius.memory import memory_note, radius_bytes
 from radius.reducer import RadiusReducer, RadiusSettings
+from tools.bench.tensors import storages
 
 ENTRIES = 3_000_000 // 64 * 64
 """Of one matrix: a dozen chunks."""
 MIB = 2**20
 SLACK = 64 * 1024
 """Bytes: a step's small tensors (a boolean, bounds of a search)."""
-
-
-def storages() -> dict[int, int]:
-    """Bytes of every tensor storage alive, by address."""
-    gc.collect()
-    # Not isinstance: it asks some objects of torch for attributes that warn.
-    found = [x for x in gc.get_objects() if type(x) is torch.Tensor]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 
 
 class Bench:

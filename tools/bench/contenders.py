@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +33,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A model and the batch of one rank. `microbatches` of `batch` sequences make a step of ours;
-    `more_flags` are given to our trainer as they are."""
+    `bucket` entries a bucket (None: our trainer's own choice); `more_flags` are given to our
+    trainer as they are."""
 
     layers: int = 6
     hidden: int = 384
@@ -41,6 +43,7 @@ class Shape:
     vocabulary: int = 8192
     batch: int = 8
     microbatches: int = 1
+    bucket: int | None = None
     more_flags: tuple[str, ...] = ()
     log_interval: int = 1
 
@@ -70,6 +73,7 @@ class Shape:
             *flags,
             "--mock-data",
             *(["--bf16"] if dtype == "bf16" else []),
+            *(["--ddp-bucket-size", str(self.bucket)] if self.bucket else []),
             *self.more_flags,
             *extra,
         ]
@@ -247,6 +251,13 @@ def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+
+
+@contextlib.contextmanager
+def quiet(console: Path) -> Iterator[None]:
+    """Send what runs print to a file: a terminal's speed is not what we measure."""
+    with open(console, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
+        yield
 
 
 def _communication_hook(hook: str, rank: int) -> tuple[object, Callable[..., Any]]:

@@ -11,7 +11,6 @@ Exit code 1 if a target was missed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ from tools.bench.contenders import (  # noqa: E402
     Ours,
     Shape,
     Silent,
+    quiet,
 )
 from tools.bench.phases import LOGGING, Phases  # noqa: E402
 from tools.bench.side_by_side import (  # noqa: E402
@@ -74,7 +74,7 @@ def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Compa
     """Ours against Hugging Face GPT-2, two threads, and where the time of our step goes."""
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    with _quiet(folder / "console"):
+    with quiet(folder / "console"):
         ours = Ours(shape.flags(dtype=dtype), groups, folder / "run")
         theirs = HuggingFaceLoop(shape, dtype=dtype, batches=Batches(ours.trainer))
         timings, seconds = interleave(
@@ -135,7 +135,7 @@ def _serve(rank: int, shape: Shape, dtype: str, rounds: int, folder: Path, answe
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=2, pp=1), rank=rank)
     extra = ["--grad-reduce-in-bf16"] if dtype == "bf16" else []
     flags = shape.flags(dtype=dtype, ranks=2, extra=extra)
-    with _quiet(folder / f"console-{rank}"):
+    with quiet(folder / f"console-{rank}"):
         ours = Ours(flags, groups, folder / "run")
         batches = Batches(ours.trainer)
         others = [
@@ -172,13 +172,6 @@ def _slowest(seconds: float) -> float:
     value = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
-
-
-@contextlib.contextmanager
-def _quiet(console: Path):
-    """Send what runs print to a file: a terminal's speed is not what we measure."""
-    with open(console, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
-        yield
 
 
 def _note(dtype: str) -> str:

@@ -44,20 +44,19 @@ class Emulation:
         """Entries of a bucket."""
         return self.rows * self.columns
 
-    def gradients(self, seed: int) -> Gradients:
+    def gradients(self, seed: int, dtype: str = "float32") -> Gradients:
         """What backward makes, the same at every step."""
         generator = torch.Generator().manual_seed(seed)
-        return [
-            (
-                1e-3 * torch.randn(self.rows, self.columns, generator=generator),
-                1e-3 * torch.randn(self.columns, generator=generator),
-            )
-            for _ in range(self.layers)
-        ]
+
+        def draw(*shape: int) -> torch.Tensor:
+            return (1e-3 * torch.randn(*shape, generator=generator)).to(getattr(torch, dtype))
+
+        return [(draw(self.rows, self.columns), draw(self.columns)) for _ in range(self.layers)]
 
 
 class EmulatedModel(torch.nn.Module):
-    """Sleeps where a model computes. `pace` 0 takes steps without pause, where nothing is timed."""
+    """Sleeps where a model computes, with parameters of its gradients' dtype. `pace` 0 takes steps
+    without pause, where nothing is timed."""
 
     def __init__(self, emulation: Emulation, gradients: Gradients) -> None:
         super().__init__()
@@ -115,10 +114,17 @@ class _Layer(torch.autograd.Function):
 
 
 class EmulatedOurs:
-    """A step of our engine, a registered gradient path and our optimizer around a module."""
+    """A step of our engine, a registered gradient path and our optimizer around a module. `bucket`:
+    stored entries of a bucket."""
 
     def __init__(
-        self, path: Sequence[str], model: EmulatedModel, groups: ProcessGroups, *, name: str
+        self,
+        path: Sequence[str],
+        model: EmulatedModel,
+        groups: ProcessGroups,
+        *,
+        name: str,
+        bucket: int,
     ) -> None:
         self.name, self.model = name, model
         flags = Shape().flags(dtype="fp32", ranks=groups.world.size, extra=path)
@@ -128,8 +134,8 @@ class EmulatedOurs:
             infos,
             GRADIENT_PATHS[config.gradient.grad_path].build(config, infos, groups),
             groups,
-            cap=model.emulation.bucket,
-            grad_dtype=torch.float32,
+            cap=bucket,
+            grad_dtype=getattr(torch, config.precision.grad_dtype),
             overlap=config.parallel.overlap_grad_reduce,
         )
         self.optimizer = BucketOptimizer(self.engine, update_rule(config))

@@ -3,13 +3,16 @@
     python tools/bench/gradient_path.py [--out FOLDER]      everything, about 40 minutes; as root
     python tools/bench/gradient_path.py --quick             800 Mbit/s, two ranks, two rounds
     python tools/bench/gradient_path.py --rates none        this machine's loopback alone, no root
-    python tools/bench/gradient_path.py --cost              what a sparse step costs at 124M
+    python tools/bench/gradient_path.py --set samo          a pruned network's rows, half an hour
+    python tools/bench/gradient_path.py --cost              what a sparse step costs at 124M; with
+                                                            --set samo, a pruned network's
 
 One process a rank takes a step of every method in turn, so that whatever else the machine does
 falls on all alike. Two protocols: `emulated` computing sleeps (150 ms forward, 300 ms backward, 8
 buckets, 11.47M parameters), so that ranks that share cores do not slow each other down; `real`
 trains a GPT (6 layers, hidden 384, vocabulary 2048, 512 tokens a rank, one thread a rank). Writes
-gradient_path.md, .json and .png to FOLDER. Exit code 1 if a target was missed.
+gradient_path.md, .json and .png (samo_path of `--set samo`) to FOLDER. Exit code 1 if a target was
+missed.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.config import parse  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from tools.bench.methods import COMPUTE, DEFAULT, method  # noqa: E402
+from tools.bench.methods import DEFAULT, SAMO, method, with_computing  # noqa: E402
 from tools.bench.netlab import NO_LIMIT, Network, run, why_not  # noqa: E402
 from tools.bench.path_report import as_markdown, memory_as_markdown, write  # noqa: E402
-from tools.bench.path_rows import EMULATED, REAL, TARGET_RATE, Table, table, targets  # noqa: E402
+from tools.bench.path_rows import EMULATED, REAL, TARGET_RATE, Table, table  # noqa: E402
+from tools.bench.path_targets import targets  # noqa: E402
 
 RANK = Path(__file__).with_name("path_rank.py")
+SETS = {"radius": ("gradient_path", DEFAULT), "samo": ("samo_path", SAMO)}
+"""Of rows: what the report is called, and which."""
 WARM_UP = 1
 INTERVAL = 4
 """Radius's T, so that one of the seven turns of a default run is a resample."""
@@ -49,11 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.cost:
-            from tools.bench.path_cost import DENSE, SPARSE, measure_cost
+            from tools.bench.path_cost import STUDIES, measure_cost
 
-            _check_methods([DENSE, SPARSE])
+            study = STUDIES[options.set]
+            for dtype in options.dtype:
+                _check_methods(study.methods[dtype])
             return measure_cost(
-                options.dtype, rounds=options.rounds, out=options.out, smoke=options.smoke
+                study, options.dtype, rounds=options.rounds, out=options.out, smoke=options.smoke
             )
         return compare(options)
     except ConfigError as error:
@@ -68,7 +76,8 @@ def compare(options: argparse.Namespace) -> int:
         smallest = min(value) if isinstance(value, list) else value
         if smallest < least:
             raise ConfigError(f"--{name} {smallest}: must be at least {least}")
-    names = list(dict.fromkeys([COMPUTE, *options.methods]))
+    stem, default = SETS[options.set]
+    names = with_computing(options.methods or default)
     _check_methods(names)
     networks = _networks(options)
     tables: list[Table] = []
@@ -82,7 +91,7 @@ def compare(options: argparse.Namespace) -> int:
             print(as_markdown(found), flush=True)
             facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
             if options.out is not None:  # each time, so that what is measured is never lost
-                write(options.out, tables, memory, facts)
+                write(options.out, stem, tables, memory, facts)
     print(memory_as_markdown(memory) if memory else "")
     reached = targets(tables)
     print("\n".join(map(str, reached)))
@@ -158,7 +167,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--methods", nargs="+", default=list(DEFAULT), help="rows; see tools/bench/methods.py")
+    add(
+        "--set", choices=list(SETS), default="radius", help="rows, targets of --cost, report's name"
+    )
+    add("--methods", nargs="+", help="other rows than the set's; see tools/bench/methods.py")
     add("--rounds", type=int, default=6, help="measured steps of each method")
     add("--interval", type=int, default=INTERVAL, help="Radius's T, which rolling rows flush by")
     rates = [NO_LIMIT, "1gbit", TARGET_RATE, "200mbit"]

@@ -1,20 +1,26 @@
 """The rows of the gradient-path benchmark by name, and the flags or the DDP settings behind them.
 
 compute                     a step that sends nothing
-dense, radius-D, topk-D,    our gradient paths at density D or rank R; `-no-overlap` after any of
-powersgd-R                  them, `-rolling`, `-seeded`, `-in-place` after radius
+dense, radius-D, topk-D,    our gradient paths at density D, rank R or sparsity P (random masks);
+powersgd-R, samo-P,         `-no-overlap` after any of them, `-rolling`, `-seeded`, `-in-place`
+samo-P+radius-D             after radius
+compute-bf16, dense-bf16    with parameters and gradients of 16 bit, as samo's are; `-fp32` after
+                            samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
 ddp-fp16, ddp-powersgd-R    fp16 hook, with its PowerSGD hook in one bucket
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megatron.errors import ConfigError
 
-COMPUTE = "compute"
+COMPUTE, COMPUTE_BF16 = "compute", "compute-bf16"
 DEFAULT = (
     COMPUTE,
     "dense",
@@ -28,43 +34,86 @@ DEFAULT = (
     "ddp-powersgd-4",
     "ddp-powersgd-32",
 )
+SAMO = (
+    COMPUTE,
+    "dense",
+    "dense-bf16",
+    "samo-0.9",
+    "samo-0.9-fp32",
+    "samo-0.9-no-overlap",
+    "samo-0.9+radius-0.4",
+    "ddp-4mb",
+    "ddp-25mb",
+    "ddp-fp16",
+)
+_NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
-    r"(?P<path>dense|radius-(?P<density>[0-9.]+)|topk-(?P<top>[0-9.]+)|powersgd-(?P<rank>\d+))"
-    r"(?P<variants>(-(rolling|seeded|in-place|no-overlap))*)"
+    rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"
+    rf"|powersgd-(?P<rank>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
+    r"(?P<variants>(-(rolling|seeded|in-place|no-overlap|bf16|fp32))*)"
 )
 _DDP = re.compile(r"ddp-(?:(?P<mb>\d+)mb|(?P<fp16>fp16)|powersgd-(?P<rank>\d+))")
+_SIXTEEN = ("--bf16", "--grad-reduce-in-bf16")
 _VARIANTS = {
     "rolling": ("--radius-schedule", "rolling"),
     "seeded": ("--radius-select", "seeded"),
     "in-place": ("--radius-residual", "in-place"),
     "no-overlap": ("--overlap-grad-reduce", "false"),
+    "bf16": _SIXTEEN,
+    "fp32": (),
+}
+_GO_WITH = {
+    **dict.fromkeys(("rolling", "seeded", "in-place"), ("radius", "samo+radius")),
+    "no-overlap": ("dense", "radius", "topk", "powersgd", "samo", "samo+radius"),
+    "bf16": (COMPUTE, "dense"),
+    "fp32": ("samo", "samo+radius"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A row. `kind`: compute, dense, radius, topk, powersgd (ours), or ddp. `density` of a
-    radius or topk path, `rank` of either PowerSGD; `bucket_mb` None is DDP's own choice."""
+    """A row. `kind`: compute, dense, radius, topk, powersgd, samo, samo+radius (ours), or ddp.
+    `density` of a radius or topk path, `rank` of either PowerSGD, `sparsity` of samo's masks;
+    `bucket_mb` None is DDP's own choice."""
 
     name: str
     kind: str
     flags: tuple[str, ...] = ()
     density: float = 1.0
     rank: int = 0
+    sparsity: Fraction = Fraction(0)
     overlap: bool = True
     bucket_mb: int | None = None
     hook: str | None = None
 
     @property
-    def is_ours(self) -> bool:
-        """Whether our engine sends its gradients."""
-        return self.kind not in (COMPUTE, "ddp")
+    def resamples(self) -> bool:
+        """Whether some of its steps send everything."""
+        return self.kind.endswith("radius")
+
+    @property
+    def dtype(self) -> str:
+        """Of its parameters and gradients, as torch names it."""
+        return "bfloat16" if set(_SIXTEEN) <= set(self.flags) else "float32"
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a gradient that is sent."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def compute(self) -> str:
+        """The row that computes with the same numbers and sends nothing."""
+        return COMPUTE_BF16 if self.dtype == "bfloat16" else COMPUTE
+
+    def bucket(self, entries: int) -> int:
+        """The bucket that holds the stored entries of as many parameters, so that the same ones
+        leave together."""
+        return math.ceil((1 - self.sparsity) * entries)
 
 
 def method(name: str, *, interval: int = 4) -> Method:
     """The method of a row's name; `interval` is Radius's T. `ConfigError` where there is none."""
-    if name == COMPUTE:
-        return Method(name=name, kind=COMPUTE)
     if found := _OURS.fullmatch(name):
         return _ours(name, found, interval)
     if found := _DDP.fullmatch(name):
@@ -72,27 +121,39 @@ def method(name: str, *, interval: int = 4) -> Method:
     raise ConfigError(f"--methods {name}: no such method; the default is {' '.join(DEFAULT)}")
 
 
+def with_computing(names: Sequence[str]) -> list[str]:
+    """These rows, after those whose computing is theirs."""
+    return list(dict.fromkeys([COMPUTE, *(method(name).compute for name in names), *names]))
+
+
 def _ours(name: str, found: re.Match[str], interval: int) -> Method:
-    kind = found["path"].partition("-")[0]
-    flags = ["--grad-path", kind]
-    if kind == "radius":
-        flags += ["--radius-density", found["density"]]
+    kind = re.sub(f"-{_NUMBER}", "", found["path"])
+    variants = re.findall("|".join(_VARIANTS), found["variants"])
+    for variant in variants:
+        if kind not in _GO_WITH[variant]:
+            others = " and ".join(_GO_WITH[variant])
+            raise ConfigError(f"--methods {name}: -{variant} goes with {others} alone")
+    density = found["density"] or found["kept"] or found["top"]
+    flags = [] if kind == COMPUTE else ["--grad-path", kind]
+    if found["sparsity"]:
+        flags += ["--samo-sparsity", found["sparsity"], "--samo-ticket", "random"]
+        flags += [] if "fp32" in variants else _SIXTEEN
+    if kind.endswith("radius"):
+        flags += ["--radius-density", density]
         flags += ["--radius-start-iter", "1", "--radius-interval", str(interval)]
     elif kind == "topk":
-        flags += ["--topk-density", found["top"]]
+        flags += ["--topk-density", density]
     elif kind == "powersgd":
         flags += ["--powersgd-rank", found["rank"]]
-    variants = re.findall("|".join(_VARIANTS), found["variants"])
-    if kind != "radius" and set(variants) - {"no-overlap"}:
-        raise ConfigError(f"--methods {name}: -{variants[0]} goes with radius alone")
     for variant in variants:
         flags += _VARIANTS[variant]
     return Method(
         name=name,
         kind=kind,
         flags=tuple(flags),
-        density=float(found["density"] or found["top"] or 1.0),
+        density=float(density or 1.0),
         rank=int(found["rank"] or 0),
+        sparsity=Fraction(found["sparsity"] or 0),
         overlap="no-overlap" not in variants,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -19,10 +20,8 @@ from tools.bench.emulated import EmulatedModel, EmulatedOurs, Emulation, Gradien
 from tools.bench.methods import COMPUTE, Method
 
 BUCKET = 1_900_000
-"""Entries of a bucket of ours in the real model: one for each of its layers."""
-REAL = Shape(
-    vocabulary=2048, batch=2, more_flags=("--ddp-bucket-size", str(BUCKET)), log_interval=1_000_000
-)
+"""Parameters of a bucket of ours in the real model: one for each of its layers."""
+REAL = Shape(vocabulary=2048, batch=2, bucket=BUCKET, log_interval=1_000_000)
 NOTHING = float("nan")
 
 
@@ -81,7 +80,8 @@ class EmulatedPath(OursPath):
     """A gradient path of ours under emulated computing."""
 
     def __init__(self, method: Method, model: EmulatedModel, groups: ProcessGroups) -> None:
-        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name)
+        bucket = method.bucket(model.emulation.bucket)
+        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name, bucket=bucket)
         super().__init__(method, self._ours.engine)
 
     def step(self) -> object:
@@ -101,6 +101,8 @@ class TrainerPath(OursPath):
     def __init__(
         self, method: Method, shape: Shape, dtype: str, groups: ProcessGroups, folder: Path
     ) -> None:
+        if shape.bucket is not None:
+            shape = replace(shape, bucket=method.bucket(shape.bucket))
         flags = shape.flags(dtype=dtype, ranks=groups.world.size, extra=method.flags)
         self.trainer = Ours(flags, groups, folder, name=method.name).trainer
         super().__init__(method, self.trainer.engine)
@@ -168,6 +170,12 @@ class Arrivals:
             self.ready[name].append(seconds)
         self.backward.append(self._ended)
 
+    def medians(self) -> dict[str, Any]:
+        """Seconds from the start of a step to each gradient (`ready`, by name) and to the end of
+        `backward`, over the steps that were kept."""
+        ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
+        return {"ready": ready, "backward": statistics.median(self.backward)}
+
     def _noted(self, store: Callable[..., None]) -> Callable[..., None]:
         @wraps(store)
         def noted(name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
@@ -193,13 +201,14 @@ def alone() -> ProcessGroups:
 def emulated_contenders(
     methods: Sequence[Method],
     emulation: Emulation,
-    gradients: Gradients,
+    gradients: Mapping[str, Gradients],
     groups: ProcessGroups,
 ) -> list[Measured]:
-    """Contenders around sleeping models, which share the gradients they pretend to make."""
+    """Contenders around sleeping models, which share the gradients, given by dtype, that they
+    pretend to make."""
     contenders: list[Measured] = []
     for method in methods:
-        model = EmulatedModel(emulation, gradients)
+        model = EmulatedModel(emulation, gradients[method.dtype])
         if method.kind == "ddp":
             contenders.append(DdpPath(method, _ddp(DdpTraining, method, model), model))
         else:
@@ -242,6 +251,4 @@ def _ddp(
 
 
 SMOKE_EMULATION = Emulation(layers=2, rows=64, columns=64, forward=0.002, backward=0.004)
-SMOKE_SHAPE = replace(
-    REAL, layers=2, hidden=32, heads=2, sequence=32, vocabulary=128, more_flags=()
-)
+SMOKE_SHAPE = replace(REAL, layers=2, hidden=32, heads=2, sequence=32, vocabulary=128, bucket=None)

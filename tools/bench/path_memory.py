@@ -20,6 +20,7 @@ from megatron.parallel.groups import ProcessGroups
 from tools.bench.emulated import Emulation
 from tools.bench.methods import method
 from tools.bench.path_contenders import emulated_contenders
+from tools.bench.tensors import resident
 
 RANKS = 2
 INTERVAL = 3
@@ -66,9 +67,9 @@ def _rank(rank: int, name: str, emulation: Emulation, folder: str, answers: Any)
 
 
 def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
-    gradients = emulation.gradients(seed=groups.world.rank)
-    before = _resident("VmRSS")
     kind = method(name, interval=INTERVAL)
+    gradients = {kind.dtype: emulation.gradients(seed=groups.world.rank, dtype=kind.dtype)}
+    before = resident("VmRSS")
     (contender,) = emulated_contenders([kind], emulation, gradients, groups)
     contender.pace(0.0)
     contender.step()
@@ -78,13 +79,4 @@ def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2 * INTERVAL - 1):  # dense, a resample, sparse, a resample with a residual
         contender.step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    """VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise AssertionError(f"Linux tells {field} of every process")
+    return resident("VmHWM") - before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.data_parallel.interface import ALIGNMENT
 from tools.bench.alpha_beta import Link, Message, greedy_buckets
@@ -21,22 +21,39 @@ HOOK_GAIN = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Shapes by name in the order of the forward pass, and the names of each bucket of ours."""
+    """Shapes by name in the order of the forward pass, and the names of each bucket of ours;
+    `stored` entries of those that are not stored whole, bytes of each."""
 
     shapes: Mapping[str, Sequence[int]]
-    buckets: Sequence[Sequence[str]]
+    buckets: Sequence[Sequence[str]] = ()
+    stored: Mapping[str, int] = field(default_factory=dict[str, int])
+    entry_bytes: int = FP32
+
+    def entries(self, name: str) -> int:
+        """Of a parameter, whether they are stored or not."""
+        return math.prod(self.shapes[name])
 
     def numel(self, name: str) -> int:
-        """Entries of a parameter."""
-        return math.prod(self.shapes[name])
+        """Stored entries of a parameter."""
+        return self.stored.get(name, self.entries(name))
+
+    @property
+    def stored_share(self) -> float:
+        """f of the SAMO paper: stored entries over all."""
+        return sum(map(self.numel, self.shapes)) / sum(map(self.entries, self.shapes))
+
+    @property
+    def matrices(self) -> list[str]:
+        """Whose entries sparse paths choose among."""
+        return [name for name in self.shapes if self.is_matrix(name)]
 
     def is_matrix(self, name: str) -> bool:
         """Whether sparse paths compress it."""
         return len(self.shapes[name]) > 1
 
     def bytes_of(self, names: Sequence[str]) -> int:
-        """fp32 bytes of these parameters."""
-        return FP32 * sum(map(self.numel, names))
+        """Of the stored entries of these parameters."""
+        return self.entry_bytes * sum(map(self.numel, names))
 
 
 def messages(method: Method, sizes: Sizes, link: Link, *, interval: int) -> list[Message]:
@@ -59,9 +76,9 @@ def messages(method: Method, sizes: Sizes, link: Link, *, interval: int) -> list
 
 
 def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
-    """Entries of matrices that a sparse Radius step sends over all of them."""
-    numels = [sizes.numel(name) for name in sizes.shapes if sizes.is_matrix(name)]
-    return sum(_selected(method, numel, interval) for numel in numels) / sum(numels)
+    """Entries of matrices that a sparse Radius step sends over all of them: d, f d of SAMO's."""
+    sent = sum(_selected(method, sizes.numel(name), interval) for name in sizes.matrices)
+    return sent / sum(map(sizes.entries, sizes.matrices))
 
 
 def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
@@ -69,19 +86,19 @@ def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
     without the vectors, which are always sent whole, with the gaps that align them."""
     ring = 2 * (ranks - 1) / ranks
     vectors = [sizes.numel(name) for name in sizes.shapes if not sizes.is_matrix(name)]
-    matrices = [name for name in sizes.shapes if sizes.is_matrix(name)]
     aligned = sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in vectors)
-    return (bytes_sent / ring - FP32 * aligned) / sizes.bytes_of(matrices)
+    sent = bytes_sent / ring / sizes.entry_bytes - aligned
+    return sent / sum(map(sizes.entries, sizes.matrices))
 
 
 def _bucket(
     method: Method, sizes: Sizes, names: Sequence[str], link: Link, interval: int
 ) -> Message:
-    if method.kind == "dense" or not sizes.is_matrix(names[0]):
+    if method.kind in ("dense", "samo") or not sizes.is_matrix(names[0]):
         seconds = link.all_reduce(sizes.bytes_of(names))
-    elif method.kind == "radius":
+    elif method.resamples:
         kept = sum(_selected(method, sizes.numel(name), interval) for name in names)
-        seconds = link.all_reduce(FP32 * kept)
+        seconds = link.all_reduce(sizes.entry_bytes * kept)
     elif method.kind == "topk":
         kept = sum(math.ceil(method.density * sizes.numel(name)) for name in names)
         seconds = link.all_gather((FP32 + POSITION) * kept)

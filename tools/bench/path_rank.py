@@ -6,11 +6,9 @@ ranks found to `result.json` in the folder that the settings name.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megatron.data_parallel.engine import GradientEngine  # noqa: E402
 from megatron.parallel.dims import ParallelDims  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402
+from tools.bench.contenders import quiet  # noqa: E402
 from tools.bench.emulated import Emulation  # noqa: E402
 from tools.bench.methods import COMPUTE, method  # noqa: E402
 from tools.bench.netlab import Wire  # noqa: E402
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=ranks, pp=1), rank=rank)
-    with tempfile.TemporaryDirectory() as own, _console(Path(own)):
+    with tempfile.TemporaryDirectory() as own, quiet(Path(own) / "console"):
         bench = Bench(settings, groups, Path(own))
         bench.run()
         result = bench.result()
@@ -91,17 +91,21 @@ class Bench:
         methods = [method(name, interval=settings.interval) for name in settings.methods]
         if settings.protocol == "emulated":
             emulation = SMOKE_EMULATION if settings.smoke else Emulation()
-            gradients = emulation.gradients(seed=groups.world.rank)
+            seed = groups.world.rank
+            dtypes = {each.dtype for each in methods}
+            gradients = {dtype: emulation.gradients(seed, dtype) for dtype in dtypes}
             self.contenders = emulated_contenders(methods, emulation, gradients, groups)
         else:
             shape = SMOKE_SHAPE if settings.smoke else REAL
             self.contenders = real_contenders(methods, shape, groups, own, dtype="fp32")
         self.steps: dict[str, list[list[float]]] = {c.name: [] for c in self.contenders}
         self.links: dict[int, list[float]] = {SMALL: [], LARGE: []}
-        (compute,) = (c for c in self.contenders if c.name == COMPUTE)
-        assert isinstance(compute, OursPath)
-        self._engine = compute.engine
-        self._arrivals = Arrivals(self._engine)
+        self._engines = {c.name: c.engine for c in self.contenders if isinstance(c, OursPath)}
+        self._arrivals = {
+            c.name: Arrivals(self._engines[c.name])
+            for c in self.contenders
+            if c.method.kind == COMPUTE
+        }
 
     def run(self) -> None:
         """All turns, in an order that changes from round to round."""
@@ -113,8 +117,8 @@ class Bench:
                 found = self._measure(contender)
                 if kept:
                     self.steps[contender.name].append(found)
-                    if contender.name == COMPUTE:
-                        self._arrivals.keep()
+                    if contender.name in self._arrivals:
+                        self._arrivals[contender.name].keep()
             for size, seconds in self.links.items():
                 took = self._all_reduce(size)
                 seconds += [took] if kept else []
@@ -123,8 +127,7 @@ class Bench:
         """Everything that was found, of all ranks: the slowest's time, means of the rest."""
         found = {name: self._over_ranks(rows) for name, rows in self.steps.items()}
         links = {size: self._over_ranks([[s] for s in rows]) for size, rows in self.links.items()}
-        infos = self._engine.infos.values()
-        ready = {name: statistics.median(s) for name, s in self._arrivals.ready.items()}
+        infos = self._engines[COMPUTE].infos.values()
         return {
             "settings": asdict(self.settings),
             "ranks": self.groups.world.size,
@@ -134,18 +137,17 @@ class Bench:
             },
             "links": {str(size): [row[0] for row in rows] for size, rows in links.items()},
             "parameters": [[info.name, list(info.param.shape)] for info in infos],
-            "buckets": [list(bucket.names) for bucket in self._engine.buckets],
-            "ready": ready,
-            "backward": statistics.median(self._arrivals.backward),
+            "coordinates": {name: _coordinates(engine) for name, engine in self._engines.items()},
+            "arrivals": {name: each.medians() for name, each in self._arrivals.items()},
         }
 
     def _head_start(self) -> None:
         """Steps that no table shows: Radius's up to its first resample, those after which DDP cuts
         its buckets anew and its PowerSGD begins."""
         for contender in self.contenders:
-            is_radius = contender.method.kind == "radius"
             contender.pace(0.0)
-            for _ in range(self.settings.interval if is_radius else HEAD_START):
+            resamples = contender.method.resamples
+            for _ in range(self.settings.interval if resamples else HEAD_START):
                 self.groups.world.barrier()
                 contender.step()
             contender.pace(1.0)
@@ -154,7 +156,8 @@ class Bench:
         interface = self.settings.interface
         self.groups.world.barrier()
         before = Wire.read(interface) if interface else None
-        self._arrivals.start()
+        for arrivals in self._arrivals.values():
+            arrivals.start()
         began = perf_counter()
         contender.step()
         took = perf_counter() - began
@@ -181,17 +184,17 @@ class Bench:
         return merged.tolist()
 
 
+def _coordinates(engine: GradientEngine) -> dict[str, Any]:
+    """Which parameters share a bucket, and how many of each one's entries are stored."""
+    return {
+        "buckets": [list(bucket.names) for bucket in engine.buckets],
+        "stored": {info.name: where.numel for info, _, where in engine.slices()},
+    }
+
+
 def _plain(number: float) -> float | None:
     """JSON has no NaN."""
     return None if math.isnan(number) else number
-
-
-@contextlib.contextmanager
-def _console(folder: Path):
-    """Send what runs print to a file."""
-    with open(folder / "console", "w", encoding="utf-8") as stream:
-        with contextlib.redirect_stdout(stream):
-            yield
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import missing_extra
-from tools.bench.path_rows import SPREAD, Row, Table, targets
+from tools.bench.path_rows import SPREAD, Row, Table
+from tools.bench.path_targets import targets
 
-STEM = "gradient_path"
 COLUMNS = (
     "step, ms",
     "least",
@@ -29,10 +29,12 @@ COLUMNS = (
 def as_markdown(table: Table) -> str:
     """A heading, the link that was found, the rows."""
     alpha, bandwidth = 1e3 * table.link.alpha, 1e-6 / table.link.beta
+    stored = ", ".join(f"{name} {share:.4f}" for name, share in table.stored.items())
     lines = [
         f"### {table.title}",
         "",
         f"alpha {alpha:.2f} ms, 1 / beta {bandwidth:.1f} MB/s, from all-reduces of two sizes.",
+        *([f"f, stored entries over all: {stored}."] if stored else []),
         "",
         f"| method | {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * len(COLUMNS),
@@ -63,11 +65,12 @@ MEMORY_NOTE = (
 
 def write(
     folder: Path,
+    stem: str,
     tables: Sequence[Table],
     memory: Mapping[str, float] | None,
     facts: Mapping[str, Any],
 ) -> None:
-    """Write `gradient_path.md`, `.json` and `.png` to `folder`."""
+    """Write `stem`.md, .json and .png to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     found = targets(tables)
     values = {
@@ -76,13 +79,13 @@ def write(
         "memory": dict(memory or {}),
         "targets": [asdict(target) for target in found],
     }
-    (folder / f"{STEM}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{stem}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     parts = ["; ".join(f"{name} {value}" for name, value in facts.items()) + "\n"]
     parts += [as_markdown(table) for table in tables]
     parts += [memory_as_markdown(memory)] if memory else []
     parts += ["### Targets\n\n" + "".join(f"- {target}\n" for target in found)]
-    (folder / f"{STEM}.md").write_text("\n".join(parts), encoding="utf-8")
-    plot(folder / f"{STEM}.png", tables)
+    (folder / f"{stem}.md").write_text("\n".join(parts), encoding="utf-8")
+    plot(folder / f"{stem}.png", tables)
 
 
 def plot(file: Path, tables: Sequence[Table]) -> None:

@@ -1,0 +1,70 @@
+"""What memory a process has: of Linux, of tensors that live, of gradients during a backward."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def resident(field: str) -> int:
+    """VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise AssertionError(f"Linux tells {field} of every process")
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor storage alive, by address."""
+    gc.collect()
+    # Not isinstance: it asks some objects of torch for attributes that warn.
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return bytes_of(x for x in gc.get_objects() if type(x) in kinds)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the storages of these tensors, each once, by address."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+class WholeGradients(TorchDispatchMode):
+    """While it is entered, counts the tensors alive that operators made in the shape of one of
+    `shapes` or its transpose: entered around a backward whose activations have other shapes, these
+    are dense gradients. `most` is how many of them there were at once."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._shapes = {tuple(shape) for shape in shapes}
+        self._shapes |= {shape[::-1] for shape in self._shapes}
+        self._made: dict[int, StorageWeakRef] = {}
+        self.most = self.seen = 0
+
+    @property
+    def alive(self) -> int:
+        """How many there are now."""
+        return sum(not made.expired() for made in self._made.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(made, torch.Tensor) or tuple(made.shape) not in self._shapes:
+                continue
+            storage = made.untyped_storage()
+            if storage.data_ptr() in given:
+                continue  # a view of what is there, or in place
+            before = self._made.get(storage.data_ptr())
+            self.seen += before is None or before.expired()
+            self._made[storage.data_ptr()] = StorageWeakRef(storage)
+            self.most = max(self.most, self.alive)
+        return result
