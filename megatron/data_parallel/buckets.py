@@ -32,10 +32,11 @@ class BucketClass(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A parameter as the planner sees it: `numel` stored entries of a class."""
+    """A parameter as the planner sees it: `numel` stored of its `all` entries, of a class."""
 
     name: str
     numel: int
+    all: int
     kind: BucketClass
 
 
@@ -54,6 +55,7 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
         Entry(
             info.name,
             layout.numel(info.name, info.param),
+            info.param.numel(),
             BucketClass(
                 matrix=info.param.dim() > 1,
                 tp_sharded=info.tp_axis is not None,
@@ -67,7 +69,8 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
 
 
 def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
-    """Cut parameters, given in order of arrival, into buckets of at most `cap` entries.
+    """Cut parameters, given in order of arrival, into buckets of at most `cap` entries, stored or
+    not: a pruned network sends the same parameters together as a dense one, and overlaps as much.
 
     A parameter larger than the cap has a bucket of its own; so has a tied embedding. Buckets come
     in the order in which their last gradient arrives, tied ones last (contract 8).
@@ -77,7 +80,7 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     last_arrival: dict[BucketClass, int] = {}
     for position, entry in enumerate(entries):
         bucket = open_buckets.setdefault(entry.kind, [])
-        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.numel) > cap):
+        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.all) > cap):
             closed.append((last_arrival[entry.kind], bucket))
             bucket = open_buckets[entry.kind] = []
         bucket.append(entry)
@@ -101,7 +104,7 @@ def _aligned(numel: int) -> int:
 
 
 def _length(bucket: list[Entry]) -> int:
-    return sum(_aligned(entry.numel) for entry in bucket)
+    return sum(_aligned(entry.all) for entry in bucket)
 
 
 def _lay_out(bucket: list[Entry]) -> BucketPlan:

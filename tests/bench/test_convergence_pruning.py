@@ -98,7 +98,7 @@ def test_runs_differ_in_what_their_names_say_alone() -> None:
 def test_intervals_shrink_with_the_run() -> None:
     plan = Plan(steps=1000)
     bird = flags(early_bird(), plan)
-    assert (bird["--ckpt-step"], bird["--samo-early-bird-interval"]) == ("49", "10")
+    assert (bird["--ckpt-step"], bird["--samo-early-bird-interval"]) == ("49", "5")
     radius = flags(with_radius(), plan)
     assert (radius["--radius-interval"], radius["--radius-start-iter"]) == ("25", "200")
     rewired, static = (flags(from_scratch(SPARSITY, rewired=r), plan) for r in (True, False))

@@ -114,8 +114,7 @@ class _Layer(torch.autograd.Function):
 
 
 class EmulatedOurs:
-    """A step of our engine, a registered gradient path and our optimizer around a module. `bucket`:
-    stored entries of a bucket."""
+    """A step of our engine, a registered gradient path and our optimizer around a module."""
 
     def __init__(
         self,
@@ -124,7 +123,6 @@ class EmulatedOurs:
         groups: ProcessGroups,
         *,
         name: str,
-        bucket: int,
     ) -> None:
         self.name, self.model = name, model
         flags = Shape().flags(dtype="fp32", ranks=groups.world.size, extra=path)
@@ -134,7 +132,7 @@ class EmulatedOurs:
             infos,
             GRADIENT_PATHS[config.gradient.grad_path].build(config, infos, groups),
             groups,
-            cap=bucket,
+            cap=model.emulation.bucket,
             grad_dtype=getattr(torch, config.precision.grad_dtype),
             overlap=config.parallel.overlap_grad_reduce,
         )

@@ -12,7 +12,6 @@ ddp-fp16, ddp-powersgd-R    fp16 hook, with its PowerSGD hook in one bucket
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,11 +104,6 @@ class Method:
     def compute(self) -> str:
         """The row that computes with the same numbers and sends nothing."""
         return COMPUTE_BF16 if self.dtype == "bfloat16" else COMPUTE
-
-    def bucket(self, entries: int) -> int:
-        """The bucket that holds the stored entries of as many parameters, so that the same ones
-        leave together."""
-        return math.ceil((1 - self.sparsity) * entries)
 
 
 def method(name: str, *, interval: int = 4) -> Method:

@@ -80,8 +80,7 @@ class EmulatedPath(OursPath):
     """A gradient path of ours under emulated computing."""
 
     def __init__(self, method: Method, model: EmulatedModel, groups: ProcessGroups) -> None:
-        bucket = method.bucket(model.emulation.bucket)
-        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name, bucket=bucket)
+        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name)
         super().__init__(method, self._ours.engine)
 
     def step(self) -> object:
@@ -101,8 +100,6 @@ class TrainerPath(OursPath):
     def __init__(
         self, method: Method, shape: Shape, dtype: str, groups: ProcessGroups, folder: Path
     ) -> None:
-        if shape.bucket is not None:
-            shape = replace(shape, bucket=method.bucket(shape.bucket))
         flags = shape.flags(dtype=dtype, ranks=groups.world.size, extra=method.flags)
         self.trainer = Ours(flags, groups, folder, name=method.name).trainer
         super().__init__(method, self.trainer.engine)
