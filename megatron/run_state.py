@@ -73,7 +73,7 @@ class Start:
     """The checkpoint a run starts from, as its gradient path may see it; a `Saved`."""
 
     checkpoint: Checkpoint
-    goes_on: bool
+    same_path: bool
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
         return self.checkpoint.names(prefix)
@@ -91,17 +91,10 @@ def opened(
         yield None
         return
     with Checkpoint.open(origin.path, verify=False) as saved:
-        yield Start(saved, _goes_on(saved, origin, config, identity))
-
-
-def _goes_on(
-    saved: Checkpoint, origin: Origin, config: Config, identity: Mapping[str, Any]
-) -> bool:
-    """Whether the gradient path continues from the checkpoint, rather than starting there."""
-    if path_differences(saved.state.get("identity", {}), identity):
-        return False
-    # A run that is started again and again by one command leaves its path once.
-    return origin.own or not (config.checkpoint.finetune or config.checkpoint.reset_grad_state)
+        was = saved.state.get("identity", {})
+        weights_only = config.checkpoint.finetune and not origin.own
+        check_identity(was, identity, where=origin.path, model_only=weights_only)
+        yield Start(saved, same_path=not path_differences(was, identity))
 
 
 def locate_checkpoint(
@@ -262,6 +255,7 @@ class RunState:
         return {
             "progress": dataclasses.asdict(progress),
             "applied_updates": self.optimizer.applied,
+            "moments_since": self.optimizer.moments_since,
             "loss_scaler": self.scaler.state(),
             "identity": self.identity,
             "data_files": self.data_files,
@@ -270,36 +264,32 @@ class RunState:
 
     def _shards(self) -> Iterator[Shard]:
         rank, size = self.groups.dp.rank, self.groups.dp.size
-        shared = {shard.name: shard for shard in self._shared()}
-        owners = owner({name: shard.tensor.nbytes for name, shard in shared.items()}, size)
-        for name, shard in shared.items():
+        shared = {part.name: part for part in self._shared()}
+        owners = owner({name: part.nbytes for name, part in shared.items()}, size)
+        for name, part in shared.items():
             if owners[name] == rank:
-                yield shard
+                yield part.make()
         for name, tensor in self.engine.reducer.state_tensors():
             own = whole(f"{RESIDUAL}{name}", tensor)
             yield of_rank(own, data_parallel_rank=rank, data_parallel_size=size)
 
-    def _shared(self) -> Iterator[Shard]:
+    def _shared(self) -> Iterator[_Part]:
         """State equal on all data-parallel ranks. Of a parameter that is stored in part its mask
         is saved once, and of its weight and moments the entries there are."""
-        for info, _, _ in self.engine.slices():
-            mask = self.engine.layout.mask(info.name)
-            if mask is not None:
-                yield whole(f"{MASK}{info.name}", _logical(info, mask))
         for kind, name, flat in self.optimizer.tensors():
+            info = self.engine.infos[name]
+            if kind == PARAM and not _is_whole(info, flat):
+                entries = math.prod(info.logical_shape)
+                yield _Part(f"{MASK}{name}", entries, partial(self._mask_shard, info))
             if kind == PARAM or not self.config.checkpoint.no_save_optim:
-                yield self._shard(kind, self.engine.infos[name], flat)
+                yield _Part(f"{kind}/{name}", flat.nbytes, partial(_shard, kind, info, flat))
         for name, tensor in self.engine.shared_tensors():
-            yield whole(f"{PATH}{name}", tensor)
+            yield _Part(f"{PATH}{name}", tensor.nbytes, partial(whole, f"{PATH}{name}", tensor))
 
-    def _shard(self, kind: str, info: ParamInfo, flat: torch.Tensor) -> Shard:
-        """Padding rows of the vocabulary are left out: they lie at the end of a slice that is
-        stored whole, and have no entries in one that is not."""
-        name, shape = f"{kind}/{info.name}", info.logical_shape
-        if self.engine.layout.mask(info.name) is None:
-            return whole(name, _logical(info, flat))
-        zeros = (0,) * len(shape)
-        return Shard(name, flat, shape, zeros, shape, mask=f"{MASK}{info.name}")
+    def _mask_shard(self, info: ParamInfo) -> Shard:
+        mask = self.engine.layout.mask(info.name)
+        assert mask is not None, "not all of it is stored"
+        return whole(f"{MASK}{info.name}", _logical(info, mask))
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -315,7 +305,7 @@ class RunState:
         with Checkpoint.open(origin.path, verify=False) as saved:
             self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
             self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
-            if _goes_on(saved, origin, self.config, self.identity):
+            if not weights_only and self._goes_on(saved, origin.own):
                 self._take_path(saved)
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
@@ -352,11 +342,11 @@ class RunState:
         applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
         if self.config.training.skip_train or left <= 0:
             return
-        idle = self.engine.reducer.why_idle(applied + 1, applied + left)
+        idle = self.engine.why_idle(applied + 1, applied + left)
         if idle and not origin.own:
             raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
         if idle:
-            self.metrics.say(f"every gradient is sent whole to the end: {idle}")
+            self.metrics.say(f"the gradient path will not do what it is for: {idle}")
 
     def _announce_changes(self, saved: Checkpoint) -> None:
         was = saved.state.get("schedule", {})
@@ -379,11 +369,12 @@ class RunState:
         self.optimizer.loaded()
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
+            self.optimizer.moments_since = int(saved.state.get("moments_since", 0))
             self.scaler.load(saved.state["loss_scaler"])
 
     def _fill(self, info: ParamInfo, flat: torch.Tensor, logical: torch.Tensor) -> None:
         """Write a tensor of a checkpoint to a state's stored entries."""
-        if self.engine.layout.mask(info.name) is None:
+        if _is_whole(info, flat):
             _logical(info, flat).copy_(logical)
             return
         padded = logical.new_zeros(info.param.shape)
@@ -394,6 +385,12 @@ class RunState:
         shared = {name.removeprefix(PATH): saved.read(name) for name in saved.names(PATH)}
         own = self.groups.world.agreed(lambda: dict(self._own(saved)))
         self.engine.load_state_tensors(own, shared)
+
+    def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
+        """Whether the gradient path continues from the checkpoint, rather than starting there."""
+        same = not path_differences(saved.state.get("identity", {}), self.identity)
+        # A run that is started again and again by one command leaves its path once.
+        return same and (own or not self.config.checkpoint.reset_grad_state)
 
     def _own(self, saved: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's share of per-rank state; for another number of ranks the mean of the old
@@ -407,6 +404,29 @@ class RunState:
             else:
                 value = saved.read(name).mean(0)
             yield name.removeprefix(RESIDUAL), value
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor to save: the rank it falls to makes its shard."""
+
+    name: str
+    nbytes: int
+    make: Callable[[], Shard]
+
+
+def _shard(kind: str, info: ParamInfo, flat: torch.Tensor) -> Shard:
+    """Padding rows of the vocabulary are left out: they lie at the end of a slice that is stored
+    whole, and have no entries in one that is not."""
+    name, shape = f"{kind}/{info.name}", info.logical_shape
+    if _is_whole(info, flat):
+        return whole(name, _logical(info, flat))
+    return Shard(name, flat, shape, (0,) * len(shape), shape, mask=f"{MASK}{info.name}")
+
+
+def _is_whole(info: ParamInfo, flat: torch.Tensor) -> bool:
+    """Whether a state has all entries of its parameter."""
+    return flat.numel() == info.param.numel()
 
 
 def _logical(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:

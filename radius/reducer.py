@@ -91,7 +91,7 @@ class RadiusReducer:
     def attach(self, buckets: Sequence[GradBucket]) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
         self._own = [self._take_on(bucket) for bucket in buckets]
-        if self._entries:
+        if self._entries and self._own:
             self._notes = [self._memory()]
 
     def _take_on(self, bucket: GradBucket) -> RadiusBucket:

@@ -7,6 +7,8 @@ paper does, and in the gradient buffer itself.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from megatron.data_parallel.interface import ALIGNMENT, GradBucket
@@ -70,8 +72,12 @@ class SeparateResidual(Residual):
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
-        self._buffer = torch.zeros_like(bucket.grad, dtype=torch.float32)
         self._waits = False
+
+    @cached_property
+    def _buffer(self) -> torch.Tensor:
+        """Made when something is first to wait: coordinates may be others before that."""
+        return torch.zeros_like(self.bucket.grad, dtype=torch.float32)
 
     @property
     def pending(self) -> torch.Tensor | None:

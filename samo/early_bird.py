@@ -14,7 +14,7 @@ import torch
 
 from megatron.data_parallel.interface import BucketLayout, ParamInfo, Rewiring
 from samo.layout import CompressedLayout
-from samo.mask import PackedMasks, flat_mask
+from samo.mask import PackedMasks, flat_masks
 from samo.pruning import Scope, distance, magnitude
 from samo.shares import DRAWS
 
@@ -27,9 +27,9 @@ class EarlyBird:
     newest and another is below `limit`.
 
     `infos`: the parameters to prune, in the model's order. A draw falls on each update that
-    `interval` divides; `last` is the run's last update. Distances are |A xor B| / (|A| + |B|):
-    over all entries, as in the paper, unrelated masks at p = 0.95 are 0.095 apart, so its limit of
-    0.1 would be met at once.
+    `interval` divides; `last` is the run's last update; `drawn`: the ticket is an earlier run's.
+    Distances are |A xor B| / (|A| + |B|): over all entries, as in the paper, unrelated masks at
+    p = 0.95 are 0.095 apart, so its limit of 0.1 would be met at once.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class EarlyBird:
         interval: int,
         limit: float,
         last: int,
+        drawn: bool = False,
     ) -> None:
         assert infos, "nothing to prune"
         self.infos, self.sparsity = list(infos), sparsity
         self.scope: Scope = scope
         self.interval, self.limit, self.last = interval, limit, last
         self._draws = 0
-        self._ticket = 0  # the update after which it was drawn; 0 = not yet
+        self._ticket = int(drawn)  # the update after which it was drawn; 0 = not yet
         self._masks: list[PackedMasks] = []  # the last ones drawn, oldest first
         self._stats: dict[str, float] = {}
         self._notes: list[str] = []
@@ -67,13 +68,24 @@ class EarlyBird:
         found = max((distance(masks, old) for old in self._masks), default=None)
         drawn = len(self._masks) == DRAWS - 1 and found is not None and found < self.limit
         self._draws += 1
-        self._tell(t, found, drawn)
+        self._tell(t, found, masks, drawn)
         if not drawn:
             self._masks = [*self._masks, PackedMasks.of(masks)][1 - DRAWS :]
             return None
         self._ticket, self._masks = t, []
-        flat = {info.name: flat_mask(info, masks[info.name]) for info in self.infos}
+        flat = flat_masks(self.infos, masks)
         return Rewiring(layout=CompressedLayout(flat, device=self.infos[0].param.device))
+
+    def why_idle(self, first: int, last: int) -> str:
+        """Why no ticket can be drawn in these updates."""
+        draws = last // self.interval - (first - 1) // self.interval
+        missing = DRAWS - len(self._masks)
+        if self.settled or draws >= missing:
+            return ""
+        return (
+            f"samo_early_bird_interval {self.interval}: {draws} masks will be drawn, a ticket "
+            f"takes {missing} more; lower it, or train for longer"
+        )
 
     def stats(self) -> Mapping[str, float]:
         """`mask_distance`, the largest of a draw, if one was since the last call."""
@@ -118,15 +130,23 @@ class EarlyBird:
             for info in self.infos
         }
 
-    def _tell(self, t: int, found: float | None, drawn: bool) -> None:
+    def _tell(
+        self, t: int, found: float | None, masks: Mapping[str, torch.Tensor], drawn: bool
+    ) -> None:
         text = f"early bird: draw {self._draws} after update {t}: "
         if found is None:
             self._notes.append(f"{text}the first mask")
         else:
             others = len(self._masks)
             text += f"largest distance {found:.4f} to the last {others} mask{'s' * (others > 1)}"
-            end = f", below {self.limit:g}: the ticket is drawn" if drawn else ""
-            self._notes.append(text + end)
+            if drawn:
+                kept = sum(int(mask.count_nonzero()) for mask in masks.values())
+                all_ = sum(math.prod(info.logical_shape) for info in self.infos)
+                text += (
+                    f", below {self.limit:g}: the ticket is drawn; {kept:,} of {all_:,} entries of "
+                    "the pruned tensors exist from here on"
+                )
+            self._notes.append(text)
             self._stats["mask_distance"] = found
         if not drawn and t + self.interval > self.last:
             self._notes.append(

@@ -114,10 +114,15 @@ class CompressedLayout:
         if index is None:
             self._dense.bind(name, flat, leaves)
             return
-        param = leaves[0].detach().view(-1)
-        index.compress(param, flat, add=False)
+        param = leaves[0].detach()
+        index.compress(param.view(-1), flat, add=False)
+        if param.untyped_storage().nbytes() > param.nbytes:
+            # A view, perhaps of master weights that all were stored: not to keep those alive.
+            param = torch.empty_like(param)
+            for leaf in leaves:
+                leaf.data = param
         param.zero_()
-        index.expand(flat, param)
+        index.expand(flat, param.view(-1))
 
     def mask(self, name: str) -> torch.Tensor | None:
         """Which entries of the flattened parameter exist: bool, on the CPU; None where all do."""

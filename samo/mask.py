@@ -95,10 +95,14 @@ def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
     return flat if missing == 0 else torch.cat([flat, flat.new_zeros(missing)])
 
 
-def logical_mask(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:
-    """The mask of the logical shape out of one as the parameter lies in memory; a view."""
-    assert flat.shape == (info.param.numel(),) and flat.dtype == torch.bool
-    return flat[: math.prod(info.logical_shape)].view(info.logical_shape)
+def flat_masks(
+    infos: Sequence[ParamInfo], logical: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Masks of logical shapes as the parameters lie in memory, without those that leave nothing
+    out: such a parameter is stored whole, padding and all, as if it had none."""
+    named = {info.name: logical[info.name] for info in infos if info.name in logical}
+    by_name = {info.name: info for info in infos}
+    return {n: flat_mask(by_name[n], mask) for n, mask in named.items() if not mask.all()}
 
 
 def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
@@ -164,7 +168,7 @@ def masks_for(
         else:
             continue
         raise DataError(f"{source}: masks {name}, {wrong}")
-    return {info.name: flat_mask(info, masks[info.name]) for info in infos if info.name in masks}
+    return flat_masks(infos, masks)
 
 
 def _write(path: Path, packed: PackedMasks) -> None:

@@ -38,10 +38,10 @@ def paper_bytes(entries: int, stored: int) -> int:
     return 24 * stored + 2 * entries
 
 
-def memory_note(kinds: Mapping[str, int], entries: int, stored: int) -> str:
-    """One line that says what is kept, a parameter, beside the paper's figure."""
+def memory_note(kinds: Mapping[str, int], entries: int, stored: int, *, beside_paper: bool) -> str:
+    """One line that says what is kept, a parameter; beside the paper's figure, which is for 16-bit
+    parameters."""
     each = ", ".join(f"{kind} {size / entries:.2f}" for kind, size in kinds.items() if size)
-    return (
-        f"samo: {sum(kinds.values()) / entries:.2f} bytes a parameter are kept ({each}); the "
-        f"paper's 24 f + 2 is {paper_bytes(entries, stored) / entries:.2f}"
-    )
+    text = f"samo: {sum(kinds.values()) / entries:.2f} bytes a parameter are kept ({each})"
+    paper = f"; the paper's 24 f + 2 is {paper_bytes(entries, stored) / entries:.2f}"
+    return text + paper * beside_paper

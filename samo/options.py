@@ -18,7 +18,7 @@ class SamoConfig:
         help="Share of the entries of each pruned tensor that do not exist (0 = none, as dense).",
         within=below_one(),
     )
-    samo_ticket: Literal["magnitude", "random", "file", "early-bird"] = option(
+    samo_pruning: Literal["magnitude", "random", "file", "early-bird"] = option(
         default="magnitude",
         help="Which entries stay: the largest weights at the start (initial or loaded), a random "
         "draw, those of samo_mask_file, or the largest once that choice holds still during dense "

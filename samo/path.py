@@ -16,6 +16,7 @@ from samo.options import SamoConfig
 from samo.refused_pairs import SAMO_PAIRS
 from samo.schedule import Schedule, target_of, until_of, why_none, why_too_many
 from samo.shares import first_ticket, is_prunable, stored_count
+from samo.storage import model_bits
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ class SamoPath:
             layout=layout,
             reducer=AllReduceReducer(groups.dp),
             rewirer=_rewirer(options, infos, layout, total, seed=config.training.seed),
-            notes=_notes(config, *layout.count(infos), layout.nbytes),
+            notes=tuple(_notes(config, infos, layout)),
         )
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -74,8 +75,11 @@ class SamoPath:
         }
 
     def stored(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Entries of each parameter that exist, where each tensor has its share."""
+        """Entries of each parameter that exist, where each tensor has its share; all of them until
+        a ticket is drawn."""
         options = _options(config)
+        if options.samo_pruning == "early-bird":
+            return {name: math.prod(shape) for name, shape in shapes.items()}
         return {
             name: stored_count(math.prod(shape), options.sparsity)
             if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
@@ -98,7 +102,7 @@ def _schedule(options: SamoConfig, total: int) -> Schedule:
 def _check_length(options: SamoConfig, total: int) -> None:
     """Refuse a run of `total` steps that ends before what it is to wait for."""
     interval = options.samo_early_bird_interval
-    waits = options.samo_ticket == "early-bird" and options.sparsity > 0
+    waits = options.samo_pruning == "early-bird" and options.sparsity > 0
     if waits and first_ticket(interval) > total:
         raise ConfigError(
             f"samo_early_bird_interval {interval}: the first ticket could be drawn after step "
@@ -113,27 +117,30 @@ def _check_length(options: SamoConfig, total: int) -> None:
 def _masks(
     options: SamoConfig, infos: Sequence[ParamInfo], saved: Saved | None, *, seed: int
 ) -> Masks:
-    """What the run begins with: the masks of the checkpoint where it goes on, else the ticket's."""
-    from samo.mask import flat_mask, load_masks, masks_for
-    from samo.pruning import magnitude, prunable, random
+    """What the run begins with: the masks of the checkpoint where that is of the same path with
+    the same settings, else the ticket's."""
+    from samo.mask import flat_masks, load_masks, masks_for
+    from samo.pruning import magnitude, prunable, random, refuse_zeros
 
-    if saved is not None and saved.goes_on:
-        there = set(saved.names(MASK))
+    there = set(saved.names(MASK)) if saved is not None else set[str]()
+    if saved is not None and saved.same_path:
         masked = [info for info in infos if f"{MASK}{info.name}" in there]
-        return {info.name: flat_mask(info, saved.read(f"{MASK}{info.name}")) for info in masked}
-    if options.samo_ticket == "early-bird" or options.sparsity == 0:
-        return {}
-    if options.samo_ticket == "file":
+        return flat_masks(masked, {i.name: saved.read(f"{MASK}{i.name}") for i in masked})
+    if options.samo_pruning == "file":
         assert options.samo_mask_file is not None, "checked with the pairs"
         source = options.samo_mask_file
         return masks_for(infos, load_masks(Path(source)), source=source)
+    if options.samo_pruning == "early-bird" or options.sparsity == 0:
+        return {}
     pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
-    if options.samo_ticket == "random":
+    if options.samo_pruning == "random":
         shapes = {info.name: info.logical_shape for info in pruned}
-        drawn = random(shapes, options.sparsity, seed=seed)
-    else:
-        drawn = magnitude(_Weights(pruned, saved), options.sparsity, scope=options.samo_scope)
-    return {info.name: flat_mask(info, drawn[info.name]) for info in pruned}
+        return flat_masks(pruned, random(shapes, options.sparsity, seed=seed))
+    drawn = magnitude(_Weights(pruned, saved), options.sparsity, scope=options.samo_scope)
+    if saved is not None:
+        stored = {n: saved.read(f"{MASK}{n}") for n in drawn if f"{MASK}{n}" in there}
+        refuse_zeros(drawn, stored, what="--samo-sparsity")
+    return flat_masks(pruned, drawn)
 
 
 class _Weights(Mapping[str, "torch.Tensor"]):
@@ -168,7 +175,7 @@ def _rewirer(
     from samo.pruning import prunable
 
     pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
-    if options.samo_ticket == "early-bird" and options.sparsity > 0:
+    if options.samo_pruning == "early-bird" and options.sparsity > 0:
         return EarlyBird(
             pruned,
             options.sparsity,
@@ -176,6 +183,7 @@ def _rewirer(
             interval=options.samo_early_bird_interval,
             limit=options.samo_early_bird_distance,
             last=total,
+            drawn=layout.nbytes > 0,
         )
     return None if options.dsr_interval is None else _dsr(options, pruned, layout, total, seed)
 
@@ -209,18 +217,35 @@ def _dsr(
     )
 
 
-def _notes(config: Config, stored: int, entries: int, index: int) -> tuple[str, str]:
+def _notes(config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout) -> Iterator[str]:
+    options, count = _options(config), layout.count(infos)
+    masked = [info for info in infos if layout.numel(info.name, info.param) < info.param.numel()]
+    entries = sum(math.prod(info.logical_shape) for info in masked)
+    stored = {info.name: layout.numel(info.name, info.param) for info in masked}
+    text = f"samo: {count.stored:,} of {count.all:,} parameters exist"
+    if masked:
+        p = 1 - sum(stored.values()) / entries
+        yield f"{text}, f = {count.stored / count.all:.4f}; p = {p:.4f} of what is pruned"
+    else:
+        yield f"{text}; nothing is pruned yet" if options.sparsity else f"{text}: nothing is pruned"
+    width = BYTES[config.precision.param_dtype]
+    moments = 1 if config.optimizer.optimizer == "sgd" else 2
     kinds = state_bytes(
-        entries,
-        stored,
-        index=index,
-        param_bytes=BYTES[config.precision.param_dtype],
+        count.all,
+        count.stored,
+        index=layout.nbytes,
+        param_bytes=width,
         grad_bytes=BYTES[config.precision.grad_dtype],
-        moments=1 if config.optimizer.optimizer == "sgd" else 2,
+        moments=moments,
     )
-    sparsity = _options(config).samo_sparsity
-    return (
-        f"samo: {stored:,} of {entries:,} parameters exist, f = {stored / entries:.4f} "
-        f"(p = {sparsity:g} of what is pruned)",
-        memory_note(kinds, entries, stored),
-    )
+    if width == 4:
+        # fp32 parameters that are stored whole are views of their master weights.
+        kinds["parameters"] = width * entries
+    yield memory_note(kinds, count.all, count.stored, beside_paper=width == 2)
+    if options.dsr_interval is not None:
+        shapes = {info.name: info.logical_shape for info in infos}
+        bits = model_bits(shapes, stored, copies=2 + moments)
+        yield (
+            f"DSR: in flattened CSR, with fp32 values, weights, gradients and moments would take "
+            f"{bits / 8e6:.1f} MB"
+        )

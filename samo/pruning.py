@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.interface import ParamInfo
-from megatron.errors import NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, histogram, magnitudes
 from megatron.sparse.selection import Largest, select_largest
 from samo.shares import is_prunable, stored_count
@@ -52,6 +52,19 @@ def magnitude(
     if scope == "global":
         return dict(_draw_together(tensors, sparsity))
     return {name: _draw_alone(name, tensor, sparsity) for name, tensor in tensors.items()}
+
+
+def refuse_zeros(
+    drawn: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], *, what: str
+) -> None:
+    """Raise `ConfigError`, in the words `what` for the setting, where a mask keeps entries that the
+    network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing."""
+    for name, mask in drawn.items():
+        if name in stored and (extra := int((mask & ~stored[name]).count_nonzero())):
+            raise ConfigError(
+                f"{what}: the checkpoint is pruned already, and of {name} {extra} entries that "
+                "would be kept are not in it; give a larger one"
+            )
 
 
 def random(

@@ -25,28 +25,40 @@ def _pair(
 
 SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
-        "samo_ticket file without samo_mask_file",
-        lambda o, _: o.samo_ticket == "file" and o.samo_mask_file is None,
+        "samo_pruning file without samo_mask_file",
+        lambda o, _: o.samo_pruning == "file" and o.samo_mask_file is None,
         "the masks have to come from somewhere",
         "give --samo-mask-file, as tools/prune_checkpoint.py writes it",
     ),
     _pair(
-        "samo_mask_file with a samo_ticket that draws",
-        lambda o, _: o.samo_ticket != "file" and o.samo_mask_file is not None,
+        "samo_mask_file with a samo_pruning that draws",
+        lambda o, _: o.samo_pruning != "file" and o.samo_mask_file is not None,
         "the masks can come from one place only",
-        "give --samo-ticket file, or drop --samo-mask-file",
+        "give --samo-pruning file, or drop --samo-mask-file",
     ),
     _pair(
-        "samo_scope global with samo_ticket random",
-        lambda o, _: o.samo_ticket == "random" and o.samo_scope == "global",
+        "samo_keep_embeddings with samo_pruning file",
+        lambda o, _: o.samo_pruning == "file" and o.samo_keep_embeddings,
+        "the file says what is pruned",
+        "draw the masks with --keep-embeddings, or drop --samo-keep-embeddings",
+    ),
+    _pair(
+        "samo_scope global with samo_pruning file",
+        lambda o, _: o.samo_pruning == "file" and o.samo_scope == "global",
+        "the masks are drawn already",
+        "drop --samo-scope",
+    ),
+    _pair(
+        "samo_scope global with samo_pruning random",
+        lambda o, _: o.samo_pruning == "random" and o.samo_scope == "global",
         "a draw compares nothing; each tensor has its share",
         "drop --samo-scope",
     ),
     _pair(
-        "dsr_interval with samo_ticket early-bird",
-        lambda o, _: o.dsr_interval is not None and o.samo_ticket == "early-bird",
+        "dsr_interval with samo_pruning early-bird",
+        lambda o, _: o.dsr_interval is not None and o.samo_pruning == "early-bird",
         "one waits for a mask that holds still, the other moves it",
-        "give another --samo-ticket, or drop --dsr-interval",
+        "give another --samo-pruning, or drop --dsr-interval",
     ),
     _pair(
         "dsr_interval with a radius path",

@@ -11,10 +11,11 @@ the program that Mostafa and Wang published. Three things they leave open or do 
 
 - New weights come uniformly from all places that are zero after the pruning, in whatever tensor,
   where theirs go to the tensors in proportion to the weights that survive there.
-- No rewiring prunes more than twice the target. Magnitudes of random weights are the more frequent
-  the smaller they are, and then doubling H at most doubles what lies below it: the limit does
-  nothing. But after magnitude pruning there are none up to some value and nearly all within twice
-  that value, and the doubling that reaches it would take the whole network.
+- No rewiring prunes more than twice the target, but for weights as good as zero. Magnitudes of
+  random weights are the more frequent the smaller they are, and then doubling H at most doubles
+  what lies below it: the limit does nothing. But after magnitude pruning there are none up to some
+  value and nearly all within twice that value, and the doubling that reaches it would take the
+  whole network.
 - No tensor loses its last entry.
 """
 
@@ -30,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from megatron.data_parallel.interface import BucketLayout, Masks, ParamInfo, Rewiring
-from samo.schedule import Schedule
+from samo.schedule import Schedule, why_none
 
 TOLERANCE = 0.1
 GAIN = 2.0
@@ -107,6 +108,10 @@ class DsrRewirer:
             reset_moments=self._settings.reset_moments,
             anew={name: positions for name, positions in anew.items() if positions.numel()},
         )
+
+    def why_idle(self, first: int, last: int) -> str:
+        """Why the network is not rewired after any of these updates, and never was."""
+        return "" if self._rewirings else why_none(self._settings.schedule, first, last)
 
     def stats(self) -> Mapping[str, float]:
         """Weights pruned, and the threshold by which: of the last update, if it had a rewiring."""

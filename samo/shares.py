@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 DRAWS = 5
@@ -20,11 +20,6 @@ def stored_count(entries: int, sparsity: Fraction) -> int:
     """Entries to store out of so many: all but floor(p n), and at least one."""
     assert entries > 0 and 0 <= sparsity < 1
     return max(entries - math.floor(sparsity * entries), 1)
-
-
-def stored_counts(sizes: Mapping[str, int], sparsity: Fraction) -> dict[str, int]:
-    """Entries to store of each tensor where each is pruned by itself."""
-    return {name: stored_count(entries, sparsity) for name, entries in sizes.items()}
 
 
 def first_ticket(interval: int) -> int:

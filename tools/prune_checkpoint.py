@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
+from megatron.checkpoint.verify import read_manifest  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
 
@@ -57,7 +58,7 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
     """Draw the masks of a step that verifies, write them, and print what they keep."""
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
-    from samo.pruning import magnitude
+    from samo.pruning import magnitude, refuse_zeros
     from samo.shares import is_prunable
 
     with Checkpoint.open(step, verify=False) as saved:
@@ -70,7 +71,9 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         if not names:
             raise CheckpointError(f"{step}: has no weight matrix to prune")
         masks = magnitude(Weights(saved, names), sparsity, scope=options.scope)
-        refuse_zeros(saved, masks)
+        records = {name: saved.mask(f"{PARAM}{name}") for name in masks}
+        stored = {name: saved.read(mask) for name, mask in records.items() if mask is not None}
+        refuse_zeros(masks, stored, what="--sparsity")
     save_masks(options.output, masks)
     over = "each tensor" if options.scope == "tensor" else "all pruned tensors together"
     print(f"{step}: verifies; the smallest {options.sparsity} of {over} is left out")
@@ -78,18 +81,6 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         {name: math.prod(shape) for name, shape in shapes.items()},
         {name: int(mask.count_nonzero()) for name, mask in masks.items()},
     )
-
-
-def refuse_zeros(saved: Checkpoint, masks: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ConfigError` where a mask keeps entries that the checkpoint, of a pruned network, does
-    not have: which of its zeros would mean nothing."""
-    for name, mask in masks.items():
-        stored = saved.mask(f"{PARAM}{name}")
-        if stored is not None and (extra := int((mask & ~saved.read(stored)).count_nonzero())):
-            raise ConfigError(
-                f"--sparsity: {saved.path} is pruned already, and of {name} {extra} entries that "
-                "would be kept are not in it; give a larger one"
-            )
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
@@ -129,10 +120,14 @@ def print_ways(step: Path, output: Path) -> None:
     config = run / "config.yaml"
     command = ["python", "pretrain_gpt.py", "--config"]
     command.append(str(config) if config.is_file() else "CONFIG_OF_THE_RUN")
-    command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-ticket", "file"]
+    command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-pruning", "file"]
     command += ["--samo-mask-file", str(output)]
     steps = sorted({folder.step for folder in list_steps(directory).committed})
     load = ["--load", str(run if config.is_file() else directory), "--ckpt-step", "K"]
+    path = read_manifest(step).state.get("identity", {}).get("gradient.grad_path", "dense")
+    if path != "dense":
+        load.append("--reset-grad-state")
+        print(f"the run was of --grad-path {path}: take its options out of a copy of the config")
     print(f"train from the initial weights (same seed):\n  {shlex.join(command)}")
     print(
         f"train from the weights of step K, one of {', '.join(map(str, steps))}:\n"

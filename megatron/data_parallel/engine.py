@@ -82,6 +82,7 @@ class GradientEngine:
             for leaf in info.leaves
         ]
         self._context = StepContext(t=1)
+        self.buckets: list[GradBucket] = []
         self.rebucket(parts.layout)
 
     def rebucket(self, layout: BucketLayout) -> None:
@@ -95,8 +96,10 @@ class GradientEngine:
         plans = plan_buckets(entries_of(infos, layout), cap=self._cap)
         self.layout, self.fingerprint = layout, fingerprint(plans, layout)
         _compare_fingerprints(self.fingerprint, self.groups)
-        # The old buckets go before the new ones come.
-        self.buckets: list[GradBucket] = []
+        # The old buckets go before the new ones come: with the views of them, here and there.
+        if self.buckets:
+            self.reducer.attach(())
+        self.buckets = []
         self._slots: dict[str, _Slot] = {}
         device = infos[0].param.device
         self.buckets = [
@@ -170,6 +173,8 @@ class GradientEngine:
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             update = BucketUpdate(bucket.slices, reduced.values) if wanted else None
             self.reducer.commit(bucket, update)
+        # What was reduced may lie in buckets that are about to be replaced.
+        step.reduced.clear()
         self._start_over()
 
     def abort(self) -> None:
@@ -207,6 +212,11 @@ class GradientEngine:
                 )
         total = stored - torch.stack(nonzero).sum().double().view(1)
         return int(self._sum_over_model(total))
+
+    def why_idle(self, first: int, last: int) -> str:
+        """Why the path would do nothing of its own in these updates; "" where it does."""
+        idle = self.rewirer.why_idle(first, last) if self.rewirer is not None else ""
+        return idle or self.reducer.why_idle(first, last)
 
     def stats(self, *, full: bool = False) -> ReducerStats:
         """Counters since the last call; `full`: also what takes a pass to find."""

@@ -337,6 +337,11 @@ class Rewirer(Protocol):
         the fp32 master weights of the stored entries, 1-D, found only as they are iterated over."""
         ...
 
+    def why_idle(self, first: int, last: int) -> str:
+        """As a reducer's: why nothing will change in the updates `first` to `last`, though the
+        path is there for that; "" where something does, or has."""
+        ...
+
     def stats(self) -> Mapping[str, float]:
         """Numbers for log line and metrics since the last call, as `ReducerStats.extra`."""
         ...
@@ -350,7 +355,7 @@ class Rewirer(Protocol):
         ...
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_tensors` gave; whatever else is in `shared` is not its own."""
+        """Take back what `state_tensors` gave."""
         ...
 
 
@@ -366,11 +371,11 @@ class PathParts:
 
 
 class Saved(Protocol):
-    """The checkpoint a run starts from, as far as a path may look at it. `goes_on`: it is of the
-    same path with the same settings, which continues; else the path starts there."""
+    """The checkpoint a run starts from, as far as a path may look at it; the run's model is that
+    of the checkpoint. `same_path`: so are the gradient path and its settings."""
 
     @property
-    def goes_on(self) -> bool: ...
+    def same_path(self) -> bool: ...
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
         """Names of its tensors: `param/NAME`, `mask/NAME`."""

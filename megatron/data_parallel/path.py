@@ -81,4 +81,8 @@ class ProductPath:
         stored = self._layout.stored(config, shapes)
         # A matrix stays one, whatever shape its stored entries have.
         compact = {name: (stored[name], *(1 for _ in shape[1:])) for name, shape in shapes.items()}
-        return self._layout.plan_bytes(config, shapes) | self._reducer.plan_bytes(config, compact)
+        found = self._reducer.plan_bytes(config, compact)
+        for kind, size in self._layout.plan_bytes(config, shapes).items():
+            # The gradients are one and the same; what each keeps beside them is its own.
+            found[kind] = size if kind == "gradients" else found.get(kind, 0) + size
+        return found

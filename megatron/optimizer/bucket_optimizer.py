@@ -48,7 +48,7 @@ class BucketOptimizer:
 
     def __init__(self, engine: GradientEngine, rule: UpdateRule) -> None:
         self.engine, self.rule = engine, rule
-        self.applied = 0
+        self.applied = self.moments_since = 0
         on_cpu = engine.buckets[0].grad.device.type == "cpu"
         self._chunk = CPU_CHUNK if on_cpu else CUDA_CHUNK
         assert self._chunk % ALIGNMENT == 0
@@ -60,7 +60,9 @@ class BucketOptimizer:
         self.applied += 1
         for bucket, reduced in zip(self.engine.buckets, step.reduced, strict=True):
             hyper = Hyper(
-                t=self.applied, lr=lr, weight_decay=weight_decay if bucket.weight_decay else 0.0
+                t=self.applied - self.moments_since,
+                lr=lr,
+                weight_decay=weight_decay if bucket.weight_decay else 0.0,
             )
             self._update(bucket, reduced, step.factor, hyper)
 
@@ -78,18 +80,27 @@ class BucketOptimizer:
         `GradientEngine.rebucket`."""
         before, engine = self.engine.layout, self.engine
         old = {(kind, name): flat for kind, name, flat in self.tensors()}
+        if change.reset_moments:
+            # Their bias is corrected by the updates that they have seen.
+            self.moments_since = self.applied
+            old = {(kind, name): flat for (kind, name), flat in old.items() if kind == PARAM}
+        self.states.clear()
         engine.rebucket(change.layout)
-        self._open()
-        for kind, name, flat in self.tensors():
-            values = old.pop((kind, name))
-            if change.reset_moments and kind != PARAM:
-                continue
-            # By way of the whole tensor: layouts need not know of each other.
-            whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
-            before.scatter(name, values, whole)
-            if name in change.anew:
-                whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
-            change.layout.gather(name, whole, flat)
+        # Bucket by bucket: old states go as the new ones come.
+        for bucket in engine.buckets:
+            self.states.append(self._allocate(bucket))
+            for name, kind, flat in self._slices(bucket):
+                if kind == PARAM:
+                    change.layout.bind(name, flat, engine.infos[name].leaves)
+                values = old.pop((kind, name), None)
+                if values is not None:
+                    # By way of the whole tensor: layouts need not know of each other.
+                    whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
+                    before.scatter(name, values, whole)
+                    if name in change.anew:
+                        whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
+                    change.layout.gather(name, whole, flat)
+        self._size_scratch()
         self.loaded()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
@@ -100,11 +111,9 @@ class BucketOptimizer:
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Every state as (kind, logical name, stored entries): kind is "param" for the master
         weight, else the moment's name. The tensors are views: writing to them loads them."""
-        kinds = (PARAM, *self.rule.moments)
-        for info, bucket, where in self.engine.slices():
-            state = self.states[bucket.index]
-            for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
-                yield kind, info.name, where.of(flat)
+        for bucket in self.engine.buckets:
+            for name, kind, flat in self._slices(bucket):
+                yield kind, name, flat
 
     def params_norm(self) -> float:
         """L2 norm of the master weights this rank counts; what `--log-params-norm` prints."""
@@ -121,8 +130,18 @@ class BucketOptimizer:
         self.states = [self._allocate(bucket) for bucket in self.engine.buckets]
         for info, weight in self.weights():
             self.engine.layout.bind(info.name, weight, info.leaves)
-        longest = max(self.states, key=lambda state: state.master.numel()).master
+        self._size_scratch()
+
+    def _size_scratch(self) -> None:
+        longest = max((state.master for state in self.states), key=torch.Tensor.numel)
         self._scratch = longest.new_empty(min(self._chunk, longest.numel()))
+
+    def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Name, kind and stored entries of every state of a bucket."""
+        kinds, state = (PARAM, *self.rule.moments), self.states[bucket.index]
+        for name, where in bucket.slices.items():
+            for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
+                yield name, kind, where.of(flat)
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:

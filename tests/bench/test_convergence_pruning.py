@@ -78,14 +78,14 @@ def test_command_line_is_accepted(run: Run, steps: int) -> None:
 def test_runs_differ_in_what_their_names_say_alone() -> None:
     magnitude, random = flags(pruned("magnitude", seed=2)), flags(pruned("random", seed=2))
     assert dict(random.items() - magnitude.items()) == {
-        "--samo-ticket": "random",
+        "--samo-pruning": "random",
         "--run-dir": "runs/random_0.9-seed2",
     }
     own = dict(magnitude.items() - flags(Run(variant="dense", seed=2)).items())
     assert own == {
         "--grad-path": "samo",
         "--samo-sparsity": "0.9",
-        "--samo-ticket": "magnitude",
+        "--samo-pruning": "magnitude",
         "--load": "runs/dense-seed2",
         "--ckpt-step": "39",
         "--run-dir": "runs/magnitude_0.9-seed2",

@@ -28,7 +28,7 @@ from tools.bench.phases import GATHER, SCATTER
 def test_pruned_rows_are_in_16_bit_unless_they_say_so() -> None:
     samo = method("samo-0.9+radius-0.4", interval=7)
     assert samo.flags == (
-        *("--grad-path", "samo+radius", "--samo-sparsity", "0.9", "--samo-ticket", "random"),
+        *("--grad-path", "samo+radius", "--samo-sparsity", "0.9", "--samo-pruning", "random"),
         *("--bf16", "--grad-reduce-in-bf16", "--radius-density", "0.4"),
         *("--radius-start-iter", "1", "--radius-interval", "7"),
     )

@@ -53,8 +53,8 @@ class PathCase:
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
 """Dense up to step 4, which is the first resample; 8 and 12 are the next."""
-RANDOM = {"samo_sparsity": 0.5, "samo_ticket": "random"}
-EARLY_BIRD = {"samo_ticket": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
+RANDOM = {"samo_sparsity": 0.5, "samo_pruning": "random"}
+EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
 """Whose ticket is the fifth draw."""
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 PATHS = [
@@ -217,7 +217,7 @@ class Toy:
 class SavedToy:
     """What a toy leaves behind in a checkpoint, as a path looks at it; a `Saved`."""
 
-    goes_on = True
+    same_path = True
 
     def __init__(self, toy: Toy) -> None:
         masks = {name: toy.engine.layout.mask(name) for name in SHAPES}

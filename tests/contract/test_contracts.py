@@ -19,6 +19,7 @@ from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 from tests.contract.harness import (
     PATHS,
+    RANDOM,
     SHAPES,
     TIED,
     WORLDS,
@@ -239,7 +240,7 @@ def test_4_each_bucket_is_committed_or_aborted_once_a_step(
         assert found["committed"] == found["order"] * 2 and found["aborted"] == found["order"]
         sent, stored = found["sent"]
         dense = 3 * 2 * (world - 1) * stored // world
-        if case.name == "dense":
+        if case.name == "dense" or case.options.items() == RANDOM.items():
             assert sent == pytest.approx(dense, abs=3 * len(found["order"]))
         else:
             assert sent <= dense

@@ -64,7 +64,7 @@ def test_6_pruned_entries_are_zero_and_masks_equal_on_every_rank(
     everything = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     if "dsr_interval" in case.options:
         assert changes == 7 and len(set(first["stored"])) == 1
-    elif case.options.get("samo_ticket") == "early-bird":
+    elif case.options.get("samo_pruning") == "early-bird":
         assert changes == 1 and first["stored"][0] == everything
     else:
         assert changes == 0
@@ -89,7 +89,7 @@ def test_6_ranks_with_other_masks_are_refused(ranks: Ranks) -> None:
 
 LIMITS = [
     (PathCase("samo", {"samo_sparsity": 0.0}), PathCase("dense")),
-    (PathCase("samo", {"samo_sparsity": 0.0, "samo_ticket": "random"}), PathCase("dense")),
+    (PathCase("samo", {"samo_sparsity": 0.0, "samo_pruning": "random"}), PathCase("dense")),
     (PathCase("samo+radius", {"samo_sparsity": 0.0} | SHORT), PathCase("radius", SHORT)),
     (PathCase("samo+radius", {"radius_density": 1.0} | RANDOM), PathCase("samo", RANDOM)),
     (

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError, DataError
 from samo import mask as module
-from samo.mask import PackedMasks, flat_mask, load_masks, logical_mask, masks_for, save_masks
+from samo.mask import PackedMasks, flat_mask, flat_masks, load_masks, masks_for, save_masks
 
 
 def some_masks() -> dict[str, torch.Tensor]:
@@ -186,9 +186,16 @@ def test_padding_is_never_stored() -> None:
     logical = torch.rand(5, 2) < 0.5
     flat = flat_mask(table, logical)
     assert flat.shape == (16,) and not flat[10:].any()
-    assert torch.equal(logical_mask(table, flat), logical)
+    assert torch.equal(flat[:10].view(5, 2), logical)
     plain = info("plain", 5, 2)
     assert torch.equal(flat_mask(plain, logical).view(5, 2), logical)
+
+
+def test_a_mask_that_leaves_nothing_out_is_none() -> None:
+    """Padding and all: the parameter is then stored as a dense one."""
+    infos = [info("table", 8, 2, rows=5), info("plain", 5, 2)]
+    logical = {"table": torch.ones(5, 2, dtype=torch.bool), "plain": torch.eye(5, 2) > 0}
+    assert flat_masks(infos, logical).keys() == {"plain"}
 
 
 def test_masks_for_a_model() -> None:

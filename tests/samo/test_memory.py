@@ -47,7 +47,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 
 def _samo(sparsity: str) -> str:
-    return f"--grad-path samo --samo-sparsity {sparsity} --samo-ticket random"
+    return f"--grad-path samo --samo-sparsity {sparsity} --samo-pruning random"
 
 
 def _counted(build: Build, flags: str) -> tuple[ModelState, int]:

@@ -106,7 +106,7 @@ def test_the_ways_to_go_on_are_commands(
         shown = capsys.readouterr().out.splitlines()
         initial, rewound = (shlex.split(line) for line in shown if "pretrain_gpt.py" in line)
         assert initial[:4] == ["python", "pretrain_gpt.py", "--config", config]
-        samo = ["--grad-path", "samo", "--samo-ticket", "file", "--samo-mask-file", str(output)]
+        samo = ["--grad-path", "samo", "--samo-pruning", "file", "--samo-mask-file", str(output)]
         assert initial[6:] == samo
         assert rewound == [*initial, "--load", load, "--ckpt-step", "K"]
         assert "train from the weights of step K, one of 2, 4:" in shown

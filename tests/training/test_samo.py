@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint
+from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
+from samo.mask import save_masks
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_radius import on_rank_refused
@@ -17,11 +19,11 @@ from tests.training.test_resume import check_left_and_resumed
 
 SAMO = "--train-iters 9 --grad-path samo --samo-sparsity 0.8 --eval-interval 100 --log-interval 1"
 EARLY_BIRD = (
-    "--samo-ticket early-bird --samo-early-bird-interval 1 --samo-early-bird-distance 1 "
+    "--samo-pruning early-bird --samo-early-bird-interval 1 --samo-early-bird-distance 1 "
     "--samo-sparsity 0.5"
 )
 """Draws its ticket after update 5."""
-DSR = "--samo-ticket random --dsr-interval 1 --dsr-fraction 0.05"
+DSR = "--samo-pruning random --dsr-interval 1 --dsr-fraction 0.05"
 RADIUS = "--radius-density 0.3 --radius-interval 3 --radius-start-iter 2"
 
 
@@ -33,7 +35,7 @@ def flags(*more: str) -> str:
     "options",
     [
         "",
-        "--bf16 --samo-ticket random --samo-keep-embeddings",
+        "--bf16 --samo-pruning random --samo-keep-embeddings",
         f"{EARLY_BIRD} --bf16",
         f"{DSR} --dsr-until 9 --dsr-threshold 0.01",
         f"{DSR} --dsr-reset-moments new --bf16",
@@ -62,7 +64,7 @@ def test_nothing_pruned_is_the_dense_run_bit_by_bit(ranks: Ranks, tmp_path: Path
 
 def test_a_checkpoint_holds_each_mask_once_and_what_exists(ranks: Ranks, tmp_path: Path) -> None:
     """Three states of four bytes for what exists, a bit for every entry that may not."""
-    (found, _) = ranks.run(2, train, flags("--samo-ticket random --bf16"), tmp_path)
+    (found, _) = ranks.run(2, train, flags("--samo-pruning random --bf16"), tmp_path)
     folder = tmp_path / "checkpoints" / "step_00000009"
     with Checkpoint.open(folder) as saved:
         masks = saved.names("mask/")
@@ -138,8 +140,8 @@ def test_the_log_tells_what_exists_and_when_the_ticket_was_drawn(
 ) -> None:
     ranks.run(2, train, flags(EARLY_BIRD, "--bf16 --accumulate-allreduce-grads-in-fp32"), tmp_path)
     log = (tmp_path / "log.txt").read_text()
-    assert "f = 1.0000 (p = 0.5 of what is pruned)" in log
-    assert log.count("early bird: draw") == 5 and "below 1: the ticket is drawn" in log
+    assert "nothing is pruned yet" in log
+    assert log.count("early bird: draw") == 5 and "below 1: the ticket is drawn; " in log
     sent = metrics_of(tmp_path, "bytes_sent")
     assert len(set(sent[:5])) == 1 and len(set(sent[5:])) == 1
     assert 0.5 < sent[5] / sent[0] < 0.55
@@ -156,7 +158,7 @@ def test_fewer_ranks_go_on_with_what_had_not_been_sent(ranks: Ranks, tmp_path: P
 
 
 def test_a_damaged_mask_is_found_and_the_step_before_taken(ranks: Ranks, tmp_path: Path) -> None:
-    options = flags("--samo-ticket random --save-interval 4 --exit-interval 8")
+    options = flags("--samo-pruning random --save-interval 4 --exit-interval 8")
     ranks.run(1, train, options, tmp_path)
     folder = tmp_path / "checkpoints" / "step_00000008"
     with Checkpoint.open(folder, verify=False) as saved:
@@ -168,3 +170,98 @@ def test_a_damaged_mask_is_found_and_the_step_before_taken(ranks: Ranks, tmp_pat
     (found,) = ranks.run(1, train, options, tmp_path)
     assert found["iteration"] == 8
     assert (tmp_path / "checkpoints" / "step_00000008.damaged-1").is_dir()
+
+
+def test_a_mask_file_that_prunes_nothing_is_the_dense_run(ranks: Ranks, tmp_path: Path) -> None:
+    """The vocabulary of 96 is padded to 128."""
+    dense = f"{TINY} --bf16"
+    (plain,) = ranks.run(1, train, dense, tmp_path / "dense")
+    shapes = {name: p.shape for name, p in plain["params"].items() if p.dim() > 1}
+    rows = {"embedding.word_embeddings.weight": 96}
+    masks = {n: torch.ones(rows.get(n, s[0]), *s[1:], dtype=torch.bool) for n, s in shapes.items()}
+    save_masks(tmp_path / "all.npz", masks)
+    file = f"--grad-path samo --samo-pruning file --samo-mask-file {tmp_path / 'all.npz'}"
+    (found,) = ranks.run(1, train, f"{dense} {file}", tmp_path / "samo")
+    for name, state in plain["state"].items():
+        assert torch.equal(found["state"][name], state), name
+
+
+def test_finetuning_a_pruned_network_keeps_its_mask(ranks: Ranks, tmp_path: Path) -> None:
+    (before,) = ranks.run(1, train, flags("--samo-pruning random"), tmp_path / "samo")
+    anew = flags(f"--samo-pruning random --seed 77 --finetune --load {tmp_path / 'samo'}")
+    (states,) = ranks.run(1, on_rank_start, anew, tmp_path / "anew")
+    for name, (_, stored) in states.items():
+        assert torch.equal(stored["param"], before["state"][f"param/{name}"]), name
+
+
+def test_a_lower_sparsity_than_the_checkpoint_has_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "samo")
+    denser = flags(f"--samo-sparsity 0.5 --reset-grad-state --load {tmp_path / 'samo'}")
+    (said,) = ranks.run(1, on_rank_config_refused, denser, tmp_path / "denser")
+    assert said.startswith("--samo-sparsity: the checkpoint is pruned already, and of ")
+
+
+def on_rank_config_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(groups, line, run_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["samo", "samo+radius"])
+def test_another_model_is_refused_before_its_weights_are_looked_at(
+    ranks: Ranks, tmp_path: Path, path: str
+) -> None:
+    ranks.run(1, train, f"{TINY} --exit-interval 2", tmp_path / "dense")
+    wider = f"{flags(f'--grad-path {path}')} --hidden-size 64 --load {tmp_path / 'dense'}"
+    (said,) = ranks.run(1, on_rank_refused, wider, tmp_path / "wider")
+    assert "model.hidden_size: 32 there, 64 here" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--samo-pruning early-bird --samo-early-bird-interval 1", "masks will be drawn, a ticket"),
+        ("--samo-pruning random --dsr-interval 2 --dsr-until 4", "dsr_until 4 is before update 7"),
+    ],
+)
+def test_a_start_too_late_for_what_it_waits_for_is_refused(
+    ranks: Ranks, tmp_path: Path, options: str, said: str
+) -> None:
+    ranks.run(1, train, f"{TINY} --exit-interval 6", tmp_path / "dense")
+    late = flags(f"{options} --load {tmp_path / 'dense'}")
+    (found,) = ranks.run(1, on_rank_refused, late, tmp_path / "late")
+    assert "with 3 steps left" in found and said in found
+
+
+def test_bytes_sent_are_the_shares_of_both(ranks: Ranks, tmp_path: Path) -> None:
+    wide = f"{TINY} --hidden-size 128 --train-iters 9 --log-interval 1 --eval-interval 100"
+    ranks.run(2, train, wide, tmp_path / "dense")
+    dense = metrics_of(tmp_path / "dense", "bytes_sent")[0]
+    samo = f"{wide} --grad-path samo --samo-sparsity 0.8 --samo-pruning random"
+    ranks.run(2, train, samo, tmp_path / "samo")
+    (sent,) = set(metrics_of(tmp_path / "samo", "bytes_sent"))
+    assert sent / dense == pytest.approx(0.2, rel=0.05)
+    both = f"{samo} --grad-path samo+radius {RADIUS}"
+    ranks.run(2, train, both, tmp_path / "both")
+    least = min(metrics_of(tmp_path / "both", "bytes_sent"))
+    assert least / sent == pytest.approx(0.3, rel=0.05)
+
+
+def test_moments_that_begin_anew_are_corrected_for_their_own_age(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    options = flags(f"{DSR} --dsr-until 9 --adam-beta2 0.999 --train-iters 9")
+    (found,) = ranks.run(1, on_rank_ages, options, tmp_path)
+    assert found == [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (6, 4), (7, 4), (8, 8), (9, 8)]
+
+
+def on_rank_ages(groups: ProcessGroups, line: str, run_dir: Path) -> list[tuple[int, int]]:
+    """Applied updates, and how many of them came before the moments there are, after each step."""
+    trainer = make_trainer(groups, line, run_dir)
+    found: list[tuple[int, int]] = []
+    for _ in range(9):
+        trainer.train_step()
+        found.append((trainer.optimizer.applied, trainer.optimizer.moments_since))
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return found

@@ -177,7 +177,7 @@ def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
     }
     values |= SGD if run.optimizer == "sgd" else {}
     if run.sparsity is not None:
-        values |= {"samo-sparsity": float(run.sparsity), "samo-ticket": run.ticket}
+        values |= {"samo-sparsity": float(run.sparsity), "samo-pruning": run.ticket}
     if run.ticket == "early-bird":
         values["samo-early-bird-distance"] = EARLY_BIRD_DISTANCE
     values |= dict(run.flags)

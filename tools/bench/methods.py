@@ -130,7 +130,7 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
     density = found["density"] or found["kept"] or found["top"]
     flags = [] if kind == COMPUTE else ["--grad-path", kind]
     if found["sparsity"]:
-        flags += ["--samo-sparsity", found["sparsity"], "--samo-ticket", "random"]
+        flags += ["--samo-sparsity", found["sparsity"], "--samo-pruning", "random"]
         flags += [] if "fp32" in variants else _SIXTEEN
     if kind.endswith("radius"):
         flags += ["--radius-density", density]

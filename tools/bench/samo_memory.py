@@ -116,7 +116,7 @@ def path_flags(sparsity: str, ticket: str) -> list[str]:
     """The flags of `sparsity` with masks of this ticket, or of the dense path."""
     if sparsity == "dense":
         return ["--grad-path", "dense"]
-    return ["--grad-path", "samo", "--samo-sparsity", sparsity, "--samo-ticket", ticket]
+    return ["--grad-path", "samo", "--samo-sparsity", sparsity, "--samo-pruning", ticket]
 
 
 def peak_rss(shape: Shape) -> dict[str, int]:
