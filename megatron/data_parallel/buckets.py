@@ -127,7 +127,7 @@ class DenseLayout:
 
     def gather_add(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
         flat = dense.reshape(-1)
-        if flat.dtype == out.dtype or flat.device.type != "cpu":
+        if flat.element_size() >= out.element_size() or flat.device.type != "cpu":
             out.add_(flat)
             return
         # torch would widen all of it first, in memory of its own.

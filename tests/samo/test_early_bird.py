@@ -162,9 +162,21 @@ def test_each_draw_is_told() -> None:
         f"early bird: draw 6 after update 18: largest distance {distances[5]:.4f} to the last 4 "
         "masks"
     )
-    assert notes[-1] == (
+    assert notes[-1].startswith(
         f"early bird: draw {len(notes)} after update {ticket}: largest distance "
-        f"{distances[-1]:.4f} to the last 4 masks, below 0.2: the ticket is drawn"
+        f"{distances[-1]:.4f} to the last 4 masks, below 0.2: the ticket is drawn; "
+    )
+
+
+def test_updates_that_leave_time_for_no_ticket_are_told() -> None:
+    bird = early_bird()
+    assert bird.why_idle(1, 5 * INTERVAL) == ""
+    assert "4 masks will be drawn, a ticket takes 5 more" in bird.why_idle(1, 5 * INTERVAL - 1)
+    assert "4 masks will be drawn" in bird.why_idle(2 * INTERVAL, 5 * INTERVAL)
+    notes_of(bird, 3 * INTERVAL)
+    assert bird.why_idle(3 * INTERVAL + 1, 5 * INTERVAL) == ""
+    assert "1 masks will be drawn, a ticket takes 2 more" in bird.why_idle(
+        3 * INTERVAL + 1, 4 * INTERVAL
     )
 
 

@@ -207,7 +207,7 @@ def on_rank_config_refused(groups: ProcessGroups, line: str, run_dir: Path) -> s
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["samo", "samo+radius"])
+@pytest.mark.parametrize("path", ["samo", f"samo+radius {RADIUS}"])
 def test_another_model_is_refused_before_its_weights_are_looked_at(
     ranks: Ranks, tmp_path: Path, path: str
 ) -> None:
@@ -221,7 +221,7 @@ def test_another_model_is_refused_before_its_weights_are_looked_at(
     ("options", "said"),
     [
         ("--samo-pruning early-bird --samo-early-bird-interval 1", "masks will be drawn, a ticket"),
-        ("--samo-pruning random --dsr-interval 2 --dsr-until 4", "dsr_until 4 is before update 7"),
+        (f"{DSR} --dsr-until 6", "dsr_until 6 is before update 7"),
     ],
 )
 def test_a_start_too_late_for_what_it_waits_for_is_refused(
@@ -240,11 +240,11 @@ def test_bytes_sent_are_the_shares_of_both(ranks: Ranks, tmp_path: Path) -> None
     samo = f"{wide} --grad-path samo --samo-sparsity 0.8 --samo-pruning random"
     ranks.run(2, train, samo, tmp_path / "samo")
     (sent,) = set(metrics_of(tmp_path / "samo", "bytes_sent"))
-    assert sent / dense == pytest.approx(0.2, rel=0.05)
+    assert sent / dense == pytest.approx(0.2, abs=0.012)  # biases and norms stay
     both = f"{samo} --grad-path samo+radius {RADIUS}"
     ranks.run(2, train, both, tmp_path / "both")
     least = min(metrics_of(tmp_path / "both", "bytes_sent"))
-    assert least / sent == pytest.approx(0.3, rel=0.05)
+    assert least / sent == pytest.approx(0.3, abs=0.03)
 
 
 def test_moments_that_begin_anew_are_corrected_for_their_own_age(
