@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPU tests, then tokens/s and MFU beside a plain compiled PyTorch GPT, on a machine with one CUDA GPU.
-#   tools/bench/gpu.sh [--smoke] [SECTION...]     sections (all): tests radius samo step124m step355m step2b
+#   tools/bench/gpu.sh [--smoke] [SECTION...]
+# Sections (all): tests radius samo linear step124m step355m step2b
 # Needs no network and only torch, numpy, safetensors, pyyaml and triton. Each section ends within
 # four minutes. Results: JSON in $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
 # PYTHON (python3), OUT, PEAK_TFLOPS (989, an H200's in bf16).
@@ -15,7 +16,7 @@ sections=()
 for argument in "$@"; do
   if [[ $argument == --smoke ]]; then smoke=(--smoke); else sections+=("$argument"); fi
 done
-((${#sections[@]})) || sections=(tests radius samo step124m step355m step2b)
+((${#sections[@]})) || sections=(tests radius samo linear step124m step355m step2b)
 mkdir -p "$out"
 
 failed=()
@@ -31,11 +32,14 @@ for name in "${sections[@]}"; do
     radius | samo)
       section "$name" "$python" "tools/bench/${name}_kernels.py" --out "$out" "${smoke[@]}"
       ;;
+    linear)
+      section linear "$python" tools/bench/sparse_linear.py --out "$out" "${smoke[@]}"
+      ;;
     step124m | step355m | step2b)
       section "$name" "$python" tools/bench/gpu_step.py "$name" "${options[@]}" "${smoke[@]}"
       ;;
     *)
-      printf 'error: section %s: one of tests radius samo step124m step355m step2b\n' "$name" >&2
+      printf 'error: section %s: one of tests radius samo linear step124m step355m step2b\n' "$name" >&2
       exit 2
       ;;
   esac
