@@ -75,7 +75,6 @@ PATHS = [
         keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
     ),
     PathCase("samo", RANDOM),
-    PathCase("samo", {"samo_sparsity": 0.75, "samo_scope": "global"}),
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
     PathCase("samo", RANDOM | DSR),

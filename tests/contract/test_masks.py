@@ -113,14 +113,13 @@ def on_rank_limit(
 
 @pytest.mark.parametrize(("case", "limit"), LIMITS, ids=lambda case: case_id(case))
 @pytest.mark.parametrize(
-    ("dtype", "grad_dtype"),
+    ("world", "dtype", "grad_dtype"),
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
+        *((world, torch.float32, torch.float32) for world in WORLDS),
+        (2, torch.bfloat16, torch.float32),
+        (2, torch.bfloat16, torch.bfloat16),
     ],
 )
-@every_world
 def test_9_limits_agree_bit_by_bit(
     ranks: Ranks,
     case: PathCase,

@@ -48,7 +48,7 @@ def flags(*more: str) -> str:
 )
 def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, options: str) -> None:
     """Dropout is on."""
-    check_left_and_resumed(ranks, 2, flags(options), (2, 4, 5, 6, 7), tmp_path)
+    check_left_and_resumed(ranks, 2, flags(options), (4, 5, 7), tmp_path)
 
 
 def test_nothing_pruned_is_the_dense_run_bit_by_bit(ranks: Ranks, tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_mask_file_that_prunes_nothing_is_the_dense_run(ranks: Ranks, tmp_path
     """The vocabulary of 96 is padded to 128."""
     dense = f"{TINY} --bf16"
     (plain,) = ranks.run(1, train, dense, tmp_path / "dense")
-    shapes = {name: p.shape for name, p in plain["params"].items() if p.dim() > 1}
-    rows = {"embedding.word_embeddings.weight": 96}
-    masks = {n: torch.ones(rows.get(n, s[0]), *s[1:], dtype=torch.bool) for n, s in shapes.items()}
+    masks = {n: torch.ones_like(p).bool() for n, p in plain["params"].items() if p.dim() > 1}
+    words = "embedding.word_embeddings.weight"
+    masks[words] = masks[words][:96]
     save_masks(tmp_path / "all.npz", masks)
     file = f"--grad-path samo --samo-pruning file --samo-mask-file {tmp_path / 'all.npz'}"
     (found,) = ranks.run(1, train, f"{dense} {file}", tmp_path / "samo")
