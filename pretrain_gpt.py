@@ -10,13 +10,13 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config, parse, to_yaml
-from megatron.data_parallel.interface import GradientPath
+from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts
 from megatron.data_parallel.path import DensePath, ProductPath
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError
 from megatron.guards.failures import Failures
@@ -253,7 +253,7 @@ def build_trainer(
     from megatron.pipeline.stage import Stage
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
-    from megatron.run_state import RunState, opened
+    from megatron.run_state import RunState
     from megatron.timers import Timers
     from megatron.training import Progress, Trainer
 
@@ -275,9 +275,7 @@ def build_trainer(
         model.compile_layers()
     infos = model.parameter_infos()
     own_identity = identity(config, vocabulary)
-    path = GRADIENT_PATHS[config.gradient.grad_path]
-    with opened(origin, config, own_identity) as start:
-        parts = groups.world.agreed(lambda: path.build(config, infos, groups, start))
+    parts = build_parts(config, infos, groups, origin, own_identity)
     engine = GradientEngine(
         infos,
         parts,
@@ -335,6 +333,26 @@ def build_trainer(
 
         arm(trainer, parse_faults(faults))
     return trainer
+
+
+def build_parts(
+    config: Config,
+    infos: Sequence[ParamInfo],
+    groups: ProcessGroups,
+    origin: Origin | None,
+    identity: Mapping[str, Any],
+) -> PathParts:
+    """What the gradient path brings to a run that starts from `origin`. Collective: a checkpoint of
+    another model fails on every rank alike."""
+    from megatron.run_state import opened
+
+    path = GRADIENT_PATHS[config.gradient.grad_path]
+
+    def build() -> PathParts:
+        with opened(origin, config, identity) as start:
+            return path.build(config, infos, groups, start)
+
+    return groups.world.agreed(build)
 
 
 def build_readers(

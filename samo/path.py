@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def _masks(
     """What the run begins with: the masks of the checkpoint where that is of the same path with
     the same settings, else the ticket's."""
     from samo.mask import flat_masks, load_masks, masks_for
-    from samo.pruning import magnitude, prunable, random, refuse_zeros
+    from samo.pruning import Weights, magnitude, prunable, random, refuse_zeros
 
     there = set(saved.names(MASK)) if saved is not None else set[str]()
     if saved is not None and saved.same_path:
@@ -136,31 +137,20 @@ def _masks(
     if options.samo_pruning == "random":
         shapes = {info.name: info.logical_shape for info in pruned}
         return flat_masks(pruned, random(shapes, options.sparsity, seed=seed))
-    drawn = magnitude(_Weights(pruned, saved), options.sparsity, scope=options.samo_scope)
+    by_name = {info.name: info for info in pruned}
+
+    def read(name: str) -> torch.Tensor:
+        """The weights that a parameter begins with."""
+        if saved is not None:
+            return saved.read(f"{PARAM}{name}")
+        shape = by_name[name].logical_shape
+        return by_name[name].param.detach().reshape(-1)[: math.prod(shape)].view(shape)
+
+    drawn = magnitude(Weights(list(by_name), read), options.sparsity, scope=options.samo_scope)
     if saved is not None:
         stored = {n: saved.read(f"{MASK}{n}") for n in drawn if f"{MASK}{n}" in there}
         refuse_zeros(drawn, stored, what="--samo-sparsity")
     return flat_masks(pruned, drawn)
-
-
-class _Weights(Mapping[str, "torch.Tensor"]):
-    """The weights that parameters begin with in logical shape, each read when it is asked for."""
-
-    def __init__(self, infos: Sequence[ParamInfo], saved: Saved | None) -> None:
-        self._infos, self._saved = {info.name: info for info in infos}, saved
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if self._saved is not None:
-            return self._saved.read(f"{PARAM}{name}")
-        info = self._infos[name]
-        entries = math.prod(info.logical_shape)
-        return info.param.detach().reshape(-1)[:entries].view(info.logical_shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
-
-    def __len__(self) -> int:
-        return len(self._infos)
 
 
 def _rewirer(
@@ -195,6 +185,7 @@ def _dsr(
     total: int,
     seed: int,
 ) -> Rewirer:
+    from samo.layout import CompressedLayout
     from samo.rewiring import DsrRewirer, RewiringSettings
 
     fraction = Fraction(str(options.dsr_fraction))
@@ -209,12 +200,8 @@ def _dsr(
         reset_moments=options.dsr_reset_moments == "all",
         seed=seed,
     )
-    device = pruned[0].param.device
-    return DsrRewirer(
-        [info.name for info in pruned],
-        settings,
-        lambda masks: type(layout)(masks, device=device),
-    )
+    make_layout = partial(CompressedLayout, device=pruned[0].param.device)
+    return DsrRewirer([info.name for info in pruned], settings, make_layout)
 
 
 def _notes(config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -24,8 +24,25 @@ from megatron.sparse.selection import Largest, select_largest
 from samo.shares import is_prunable, stored_count
 
 Scope = Literal["tensor", "global"]
+Read = Callable[[str], torch.Tensor]
 _SHIFT = 15
 """Bits of a magnitude that the first count of a global draw leaves out: 31 - 15 number its bins."""
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """Tensors by logical name, each read when it is looked up."""
+
+    def __init__(self, names: Sequence[str], read: Read) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def prunable(infos: Sequence[ParamInfo], *, keep_embeddings: bool) -> list[ParamInfo]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-INTERVAL = 200
-"""Updates between rewirings at first: every 100 of Table 5, half as often."""
 FRACTION = 0.01377866
 """Of all entries of the tensors that are pruned, those there are and those there are not (A.3.1);
 at 10 % of nonzeros it is 13.8 % of these. For the Transformer the best found was 11 to 18 % of the

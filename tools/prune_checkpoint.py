@@ -17,7 +17,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +30,7 @@ from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noq
 from tools.verify_checkpoint import print_table  # noqa: E402
 
 if TYPE_CHECKING:
-    import torch
-
-    from megatron.checkpoint.store import Checkpoint
+    pass
 
 PARAM = "param/"
 
@@ -58,7 +56,7 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
     """Draw the masks of a step that verifies, write them, and print what they keep."""
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
-    from samo.pruning import magnitude, refuse_zeros
+    from samo.pruning import Weights, magnitude, refuse_zeros
     from samo.shares import is_prunable
 
     with Checkpoint.open(step, verify=False) as saved:
@@ -70,7 +68,9 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         ]
         if not names:
             raise CheckpointError(f"{step}: has no weight matrix to prune")
-        masks = magnitude(Weights(saved, names), sparsity, scope=options.scope)
+        masks = magnitude(
+            Weights(names, lambda name: saved.read(f"{PARAM}{name}")), sparsity, scope=options.scope
+        )
         records = {name: saved.mask(f"{PARAM}{name}") for name in masks}
         stored = {name: saved.read(mask) for name, mask in records.items() if mask is not None}
         refuse_zeros(masks, stored, what="--sparsity")
@@ -81,22 +81,6 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         {name: math.prod(shape) for name, shape in shapes.items()},
         {name: int(mask.count_nonzero()) for name, mask in masks.items()},
     )
-
-
-class Weights(Mapping[str, "torch.Tensor"]):
-    """Master weights of a checkpoint by logical name, each read when it is looked up."""
-
-    def __init__(self, saved: Checkpoint, names: Sequence[str]) -> None:
-        self.saved, self.names = saved, names
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.saved.read(f"{PARAM}{name}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:

@@ -32,11 +32,11 @@ class BucketClass(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A parameter as the planner sees it: `numel` stored of its `all` entries, of a class."""
+    """A parameter as the planner sees it: `numel` of its `entries` are stored; of a class."""
 
     name: str
     numel: int
-    all: int
+    entries: int
     kind: BucketClass
 
 
@@ -80,7 +80,7 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     last_arrival: dict[BucketClass, int] = {}
     for position, entry in enumerate(entries):
         bucket = open_buckets.setdefault(entry.kind, [])
-        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.all) > cap):
+        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.entries) > cap):
             closed.append((last_arrival[entry.kind], bucket))
             bucket = open_buckets[entry.kind] = []
         bucket.append(entry)
@@ -104,7 +104,7 @@ def _aligned(numel: int) -> int:
 
 
 def _length(bucket: list[Entry]) -> int:
-    return sum(_aligned(entry.all) for entry in bucket)
+    return sum(_aligned(entry.entries) for entry in bucket)
 
 
 def _lay_out(bucket: list[Entry]) -> BucketPlan:

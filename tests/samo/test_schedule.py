@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from samo.schedule import FRACTION, INTERVAL, Schedule, target_of, until_of, why_none, why_too_many
+from samo.schedule import FRACTION, Schedule, target_of, until_of, why_none, why_too_many
 
 WIDE_RESNET = [(16, 32), *[(32, 32)] * 7, (32, 64), *[(64, 64)] * 7, (64, 128), *[(128, 128)] * 7]
 """Channels in and out of the 3 x 3 convolutions of a WRN-28-2 after the first."""
@@ -52,8 +52,8 @@ def test_a_target_that_cannot_be_reached_is_refused() -> None:
 
 
 def test_a_run_without_a_rewiring_is_told_what_would_help() -> None:
-    assert why_none(Schedule(interval=INTERVAL, until=1000), 1, 1100) == ""
-    short = why_none(Schedule(interval=INTERVAL, until=95), 1, 100)
+    assert why_none(Schedule(interval=200, until=1000), 1, 1100) == ""
+    short = why_none(Schedule(interval=200, until=95), 1, 100)
     assert "dsr_interval 200: the network is rewired after no update from 1 to 95" in short
     assert short.endswith("--dsr-interval 12 would do")
     assert Schedule(interval=12, until=95).any_due(1, 100)
