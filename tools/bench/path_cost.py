@@ -100,16 +100,20 @@ def radius_targets(found: Seconds, dtype: str) -> list[Target]:
 
 
 def samo_targets(found: Seconds, dtype: str) -> list[Target]:
-    """Of `SAMO_PAIRS`. Compressing replaces a copy of the dense path's, so it is told twice."""
+    """Of `SAMO_PAIRS`. Compressing and expanding replace copies of the dense path's: what they cost
+    is what they take beyond these, and what they take in all is told beside it."""
     targets: list[Target] = []
     for name, base in SAMO_PAIRS[dtype]:
         samo, dense, over = found[name], found[base], f"a step of {base}"
-        beyond = (samo[GATHER] - dense[GATHER]) / dense[STEP]
-        own = (samo[GATHER] + samo[SCATTER]) / dense[STEP]
-        what = f"{dtype}: what {name} takes to"
+        own, copies = (kind[GATHER] + kind[SCATTER] for kind in (samo, dense))
+        what = f"{dtype}: what {name} takes to compress and expand"
+        total = f"{own / dense[STEP]:.4f} in all"
         targets += [
-            _share(f"{what} compress beyond {base}'s copy / {over}", beyond, SAMO_OWN_SHARE),
-            _share(f"{what} compress and expand / {over}", own, SAMO_OWN_SHARE),
+            _share(
+                f"{what} beyond {base}'s copies / {over} ({total})",
+                (own - copies) / dense[STEP],
+                SAMO_OWN_SHARE,
+            ),
             _share(f"{dtype}: a step of {name} / {over}", samo[STEP] / dense[STEP], 1.0),
         ]
     return targets
