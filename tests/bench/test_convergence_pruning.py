@@ -104,6 +104,8 @@ def test_intervals_shrink_with_the_run() -> None:
     rewired, static = (flags(from_scratch(SPARSITY, rewired=r), plan) for r in (True, False))
     assert rewired.keys() - static.keys() == {"--dsr-interval"} and "--load" not in rewired
     assert rewired["--dsr-interval"] == "25"
+    kept = flags(from_scratch(SPARSITY, rewired=True, keep_moments=True), plan)
+    assert kept.keys() - rewired.keys() == {"--dsr-reset-moments"}
 
 
 def test_as_many_entries_are_stored_as_a_model_has_left() -> None:
@@ -262,6 +264,6 @@ def test_report_tells_how_each_was_pruned_and_what_it_cost(tmp_path: Path, rows:
     assert "--study pruning --text-folder" in text and text.endswith(f"{READING}\n\nIt holds.\n")
     values = json.loads((tmp_path / "pruning.json").read_text())
     assert values["pruning"]["early_bird_0.9-start_0.05"]["tickets"] == [20, 22, 24]
-    assert values["comparisons"][0]["below"] and len(values["groups"]) == 15
+    assert values["comparisons"][0]["below"] and len(values["groups"]) == 16
     assert (tmp_path / "pruning.png").stat().st_size > 10_000
     assert said == [f"{page}: {len(STUDY)} of {len(STUDY)} runs"]

@@ -41,6 +41,7 @@ def study() -> tuple[Run, ...]:
     runs += [with_radius()]
     for sparsity in REWIRED:
         runs += [from_scratch(sparsity, rewired=True), from_scratch(sparsity, rewired=False)]
+    runs += [from_scratch(SPARSITY, rewired=True, keep_moments=True)]
     return checked(runs, most=MOST_RUNS)
 
 
@@ -90,13 +91,16 @@ def with_radius(density: str = "0.4") -> Run:
     )
 
 
-def from_scratch(sparsity: Fraction, *, rewired: bool) -> Run:
-    """Sparse from the beginning, by a random mask that stays or by one that DSR changes."""
+def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> Run:
+    """Sparse from the beginning, by a random mask that stays or by one that DSR changes;
+    `keep_moments`: of what a rewiring leaves in place."""
+    kept = "-kept_moments" * keep_moments
     return Run(
-        variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}-from_scratch",
+        variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{kept}-from_scratch",
         seed=SEEDS[0],
         path="samo",
         every=(("dsr-interval", DSR_INTERVAL),) if rewired else (),
         sparsity=sparsity,
         ticket="random",
+        flags=(("dsr-reset-moments", "new"),) if keep_moments else (),
     )

@@ -164,7 +164,8 @@ def _preface(plan: Mapping[str, Any]) -> str:
         f"{hidden} from the beginning, {parameters(sequence, SMALL_SHAPE):,} parameters, the "
         f"nearest to the {stored(sequence, SPARSITY):,} that are stored at p = {float(SPARSITY):g}."
         " From scratch: masks drawn at random before the first step, which stay or (dsr) are "
-        f"rewired every {scaled(DSR_INTERVAL)} steps at first. Runs of one seed see the same "
+        f"rewired every {scaled(DSR_INTERVAL)} steps at first, with all moments starting anew or "
+        "(kept moments) only those of new weights. Runs of one seed see the same "
         f"batches. {gap_and_error(plan)} Bytes: sent over those of a dense fp32 step, mean of the "
         "steps after the fork, for the early bird also of those before its ticket. Ticket: the "
         "step after which the mask was drawn, by seed where it differs."
@@ -189,6 +190,7 @@ PRUNING = Study(
             title="from scratch: training loss less dense",
             groups=(
                 *(from_scratch(p, rewired=dsr).group for p in REWIRED for dsr in (True, False)),
+                from_scratch(SPARSITY, rewired=True, keep_moments=True).group,
             ),
         ),
     ),
