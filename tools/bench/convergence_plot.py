@@ -74,6 +74,7 @@ def mean_difference(group: str, rows: Sequence[Row]) -> list[tuple[int, float]]:
 
 
 def _curves(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
+    assert len(panel.groups) <= len(PALETTE), "each curve has a colour of its own"
     for name, color in zip(panel.groups, PALETTE, strict=False):
         points = mean_difference(name, rows)
         if points:
