@@ -72,6 +72,7 @@ class Config:
             self,
             model=_resolve_model(self.model),
             training=_resolve_training(self.training, dp),
+            parallel=_resolve_parallel(self.parallel),
             recompute=_resolve_recompute(self.recompute),
         )
         check_batch(resolved, dp)
@@ -112,8 +113,14 @@ def _resolve_training(training: TrainingConfig, dp: int) -> TrainingConfig:
     return dataclasses.replace(training, global_batch_size=batch)
 
 
+def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
+    """As Megatron, at tensor-parallel size 1 there is no one to share the sequence with."""
+    shared = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+    return dataclasses.replace(parallel, sequence_parallel=shared)
+
+
 def _resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
-    if recompute.recompute_granularity is None:
+    if recompute.recompute_granularity != "full":
         return recompute
     return dataclasses.replace(
         recompute,

@@ -181,16 +181,46 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         "give one kind",
     ),
     _pair(
-        "tensor_model_parallel_size above 1",
-        lambda c: c.parallel.tensor_model_parallel_size > 1,
-        "tensor parallelism is not built yet",
-        "leave it at 1",
+        "num_layers_per_virtual_pipeline_stage without pipeline_model_parallel_size above 1",
+        lambda c: (
+            c.parallel.num_layers_per_virtual_pipeline_stage is not None
+            and c.parallel.pipeline_model_parallel_size == 1
+        ),
+        "there is no pipeline to interleave",
+        "raise --pipeline-model-parallel-size or drop it",
     ),
     _pair(
-        "pipeline_model_parallel_size above 1",
-        lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        "pipeline parallelism is not built yet",
-        "leave it at 1",
+        "num_layers_per_virtual_pipeline_stage with decoder_first_ or _last_pipeline_num_layers",
+        lambda c: (
+            c.parallel.num_layers_per_virtual_pipeline_stage is not None
+            and (
+                c.parallel.decoder_first_pipeline_num_layers
+                or c.parallel.decoder_last_pipeline_num_layers
+            )
+        ),
+        "interleaved stages take equal turns",
+        "give one kind of split",
+    ),
+    _pair(
+        "decoder_first_ or decoder_last_pipeline_num_layers without a pipeline",
+        lambda c: (
+            c.parallel.pipeline_model_parallel_size == 1
+            and (
+                c.parallel.decoder_first_pipeline_num_layers
+                or c.parallel.decoder_last_pipeline_num_layers
+            )
+        ),
+        "there is one stage, which holds all layers",
+        "raise --pipeline-model-parallel-size or drop them",
+    ),
+    _pair(
+        "recompute_granularity selective with recompute_method or recompute_num_layers",
+        lambda c: (
+            c.recompute.recompute_granularity == "selective"
+            and (c.recompute.recompute_method, c.recompute.recompute_num_layers) != (None, None)
+        ),
+        "it recomputes the same part of every layer",
+        "give --recompute-granularity full, or drop them",
     ),
 )
 

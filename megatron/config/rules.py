@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 
 from megatron.config.folders import output_folders_are_safe, run_is_well_named
 from megatron.config.options import specs_of
+from megatron.config.parallel_rules import (
+    interleaving_fills_stages,
+    stages_have_layers,
+    tensor_parallel_divides,
+)
 from megatron.config.refused_pairs import check_pairs
 from megatron.config.shares import split_shares
 from megatron.config.values import Given, check_range, origin_of
@@ -222,6 +227,8 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
     _groups_divide_heads,
     _sequence_has_positions,
     _rotated_channels_pair_up,
+    tensor_parallel_divides,
+    stages_have_layers,
     _run_has_length,
     _training_has_lr,
     _ramp_reaches_batch,
@@ -265,6 +272,8 @@ def check_batch(config: Config, dp: int) -> None:
                 f"{t.micro_batch_size} x data-parallel size {dp}; nearest: "
                 f"{nearest_multiples(size, step)}"
             )
+    if complaint := interleaving_fills_stages(config, dp):
+        raise ConfigError(complaint)
     if t.train_samples is not None and t.train_samples < t.batch_size_at(0):
         raise ConfigError(
             f"train_samples {t.train_samples} is less than the first global batch of "

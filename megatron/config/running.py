@@ -21,6 +21,31 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(
         default=1, help="Pipeline stages (1 = off).", within=at_least(1)
     )
+    sequence_parallel: bool = option(
+        default=False,
+        help="Cut what lies between the cut layers along the sequence, over the tensor-parallel "
+        "ranks.",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        default=None,
+        help="Interleaved 1F1B: each stage holds several runs of so many layers (none = one run).",
+        within=at_least(1),
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        default=None,
+        help="Layers of the first stage (none = its even share).",
+        within=at_least(1),
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        default=None,
+        help="Layers of the last stage (none = its even share).",
+        within=at_least(1),
+    )
+    use_distributed_optimizer: bool = option(
+        default=False,
+        help="ZeRO-1: each data-parallel rank keeps and updates its share of master weights and "
+        "moments.",
+    )
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
     )
@@ -63,8 +88,10 @@ class GradientConfig:
 class RecomputeConfig:
     """Trading computation for activation memory."""
 
-    recompute_granularity: Literal["full"] | None = option(
-        default=None, help="Recompute whole layers in backward (none = keep activations)."
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        default=None,
+        help="Recompute in backward: full, whole layers; selective, attention without its "
+        "projections (none = keep activations).",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         default=None,

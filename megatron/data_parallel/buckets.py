@@ -26,6 +26,7 @@ class BucketClass(NamedTuple):
 
     matrix: bool
     tp_sharded: bool
+    partial: bool
     tied: bool
     weight_decay: bool
     dtype: torch.dtype
@@ -58,7 +59,8 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
             info.param.numel(),
             BucketClass(
                 matrix=info.param.dim() > 1,
-                tp_sharded=info.tp_axis is not None,
+                tp_sharded=info.cut is not None,
+                partial=info.partial,
                 tied=info.tied,
                 weight_decay=info.weight_decay,
                 dtype=info.param.dtype,
@@ -73,7 +75,8 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     not: a pruned network sends the same parameters together as a dense one, and overlaps as much.
 
     A parameter larger than the cap has a bucket of its own; so has a tied embedding. Buckets come
-    in the order in which their last gradient arrives, tied ones last (contract 8).
+    in the order in which their last gradient arrives, but those that are summed over other groups
+    first, which waits for the end of backward, come last, and tied ones very last (contract 8).
     """
     open_buckets: dict[BucketClass, list[Entry]] = {}
     closed: list[tuple[int, list[Entry]]] = []
@@ -86,7 +89,7 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
         bucket.append(entry)
         last_arrival[entry.kind] = position
     closed += [(last_arrival[kind], bucket) for kind, bucket in open_buckets.items()]
-    closed.sort(key=lambda item: (item[1][0].kind.tied, item[0]))
+    closed.sort(key=lambda item: (item[1][0].kind.tied, item[1][0].kind.partial, item[0]))
     return [_lay_out(bucket) for _, bucket in closed]
 
 

@@ -207,11 +207,11 @@ class GradientEngine:
                 # Padding takes no gradient, so that what is not zero is always an entry.
                 nonzero.append(torch.count_nonzero(reduced.values))
                 stored += sum(
-                    min(where.numel, math.prod(self.infos[name].logical_shape))
+                    min(where.numel, self.infos[name].local_entries)
                     for name, where in bucket.slices.items()
                 )
         total = stored - torch.stack(nonzero).sum().double().view(1)
-        return int(self._sum_over_model(total))
+        return int(self.groups.sum_over_model(total))
 
     def why_idle(self, first: int, last: int) -> str:
         """Why the path would do nothing of its own in these updates; "" where it does."""
@@ -263,17 +263,24 @@ class GradientEngine:
         """(3), (4): send every full bucket that no earlier one holds back."""
         while len(self._work) < len(self.buckets) and self._pending[len(self._work)] <= 0:
             bucket = self.buckets[len(self._work)]
-            if bucket.tied and self.groups.embedding.size > 1 and not self._finishing:
+            if not self._finishing and self._is_summed_first(bucket):
                 return
             for name, where in bucket.slices.items():
                 if self._slots[name].fresh:  # no gradient came: it is zero
                     where.of(bucket.grad).zero_()
+            # After every backward of this stage, so that no rank waits here for a microbatch.
+            if bucket.partial:
+                self.groups.tp.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             if bucket.tied:
-                # Its other copy lives on another stage. Last of all buckets, and after every
-                # backward of this stage, so that no stage waits in it for a microbatch.
+                # Its other copy lives on another stage.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             self._local_norms.append(_finite_if_all_are(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))
+
+    def _is_summed_first(self, bucket: GradBucket) -> bool:
+        """Whether other groups than the data-parallel one have a share in its gradient."""
+        tied = bucket.tied and self.groups.embedding.size > 1
+        return tied or (bucket.partial and self.groups.tp.size > 1)
 
     def _agree(self, tag: int, request: int) -> tuple[bool, int]:
         """(5): whether every rank's gradients are finite, and the largest request."""
@@ -295,18 +302,13 @@ class GradientEngine:
         for bucket, bucket_values in zip(self.buckets, values, strict=True):
             if self._counts(bucket):
                 total += _sum_of_squares(bucket_values)
-        return math.sqrt(self._sum_over_model(total))
+        return math.sqrt(self.groups.sum_over_model(total))
 
     def _counts(self, bucket: GradBucket) -> bool:
         """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
         if bucket.tied and self.groups.embedding.rank:
             return False
         return bucket.tp_sharded or self.groups.tp.rank == 0
-
-    def _sum_over_model(self, value: torch.Tensor) -> float:
-        for group in (self.groups.tp, self.groups.pp):
-            group.all_reduce(value, dist.ReduceOp.SUM)
-        return value.item()
 
 
 def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:
@@ -354,6 +356,7 @@ def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.de
         weight_decay=plan.kind.weight_decay,
         tied=plan.kind.tied,
         tp_sharded=plan.kind.tp_sharded,
+        partial=plan.kind.partial,
     )
 
 

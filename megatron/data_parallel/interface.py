@@ -9,6 +9,7 @@ Nothing here imports torch when it runs, so that flags can be checked before tor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from megatron.config.refused_pairs import RefusedPair
     from megatron.optimizer.rules import Hyper, UpdateRule
+    from megatron.parallel.cut import Cut
     from megatron.parallel.groups import ProcessGroups
 
 ALIGNMENT = 64
@@ -30,15 +32,18 @@ class ParamInfo:
     """A logical parameter of the model, as the engine sees it.
 
     `leaves` are the autograd leaves over its one storage: one for most, two for an embedding tied
-    to the output layer (each use accumulates its own gradient). `logical_shape` leaves out rows
-    that exist in memory only (vocabulary padding, always last); `tp_axis` is the axis cut over
-    the tensor-parallel group, or None where each of its ranks holds the whole.
+    to the output layer (each use accumulates its own gradient). `logical_shape` is that of the
+    whole tensor and leaves out rows that exist in memory only (vocabulary padding, always last on
+    a rank). `cut`: which part of it is on this tensor-parallel rank, None where each of them holds
+    the whole. `partial`: the gradient that backward makes of a whole one is this rank's part of a
+    sum over them, as of a norm that sees a part of the sequence.
     """
 
     name: str
     leaves: tuple[torch.nn.Parameter, ...]
     logical_shape: tuple[int, ...]
-    tp_axis: int | None = None
+    cut: Cut | None = None
+    partial: bool = False
     tied: bool = False
     weight_decay: bool = True
 
@@ -46,6 +51,21 @@ class ParamInfo:
     def param(self) -> torch.nn.Parameter:
         """The leaf that stands for the parameter where only values matter."""
         return self.leaves[0]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of the whole tensor."""
+        return math.prod(self.logical_shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what is on this rank, without padding."""
+        return self.logical_shape if self.cut is None else self.cut.local_shape
+
+    @property
+    def local_entries(self) -> int:
+        """Number of entries on this rank, without padding: they come first in its memory."""
+        return math.prod(self.local_shape)
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,9 @@ class Slice:
 class GradBucket:
     """A flat run of parameters of one class, the unit that is sent and updated.
 
-    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0.
+    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. `tp_sharded`:
+    its parameters are cut over the tensor-parallel group; `partial`: their gradients are to be
+    summed over it.
     """
 
     index: int
@@ -73,6 +95,7 @@ class GradBucket:
     weight_decay: bool
     tied: bool
     tp_sharded: bool
+    partial: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

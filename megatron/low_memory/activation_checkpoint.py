@@ -32,7 +32,7 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
     first `recompute_num_layers` layers are recomputed one by one, the others not at all. Without
     a method: uniform by one.
     """
-    if recompute is None or recompute.recompute_granularity is None:
+    if recompute is None or recompute.recompute_granularity != "full":
         return [Span(i, i + 1, False) for i in range(num_layers)]
     size = recompute.recompute_num_layers or 1
     if recompute.recompute_method == "block":

@@ -178,8 +178,9 @@ class GPT(nn.Module):
             set_parameter(info, values[info.name])
 
     def logical_values(self) -> dict[str, torch.Tensor]:
-        """Views of every parameter's logical part by logical name, detached."""
-        return {info.name: info.param.detach()[: info.logical_shape[0]] for info in self._infos}
+        """Views of every parameter without padding, as far as it is here, by logical name;
+        detached."""
+        return {info.name: info.param.detach()[: info.local_shape[0]] for info in self._infos}
 
     def compile_layers(self, **options: Any) -> None:
         """Compile each layer with `torch.compile(**options)`; seeding of dropout stays outside."""

@@ -48,10 +48,11 @@ def initialise(infos: Iterable[ParamInfo], config: ModelConfig, *, seed: int) ->
 
 
 def set_parameter(info: ParamInfo, values: torch.Tensor) -> None:
-    """Copy values of the logical shape into a parameter, cast to its dtype; padding rows are 0."""
+    """Copy what a rank holds of values of the logical shape into its parameter, cast to its dtype;
+    padding rows are 0."""
     if tuple(values.shape) != tuple(info.logical_shape):
         raise ValueError(f"{info.name}: shape {tuple(values.shape)}, need {info.logical_shape}")
     with torch.no_grad():
-        rows = info.logical_shape[0]
-        info.param[:rows].copy_(values)
+        rows = info.local_shape[0]
+        info.param[:rows].copy_(values if info.cut is None else info.cut.of(values))
         info.param[rows:].zero_()

@@ -68,6 +68,33 @@ class Group:
         self.calls.note(about or _last_part(op).lower(), tensor)
         return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
 
+    def all_gather(
+        self, out: torch.Tensor, mine: torch.Tensor, *, async_op: bool = False, about: str = ""
+    ) -> dist.Work | None:
+        """Every rank's `mine`, in group order, into `out`, which has as many times its rows; both
+        contiguous, of one dtype. None where there is nothing to wait for."""
+        if self.handle is None:
+            out.view(-1).copy_(mine.view(-1))
+            return None
+        self.calls.note(about or "gather", mine)
+        return dist.all_gather_single(out, mine, group=self.handle, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        op: dist.ReduceOp.RedOpType,
+        *,
+        async_op: bool = False,
+        about: str = "",
+    ) -> dist.Work | None:
+        """This rank's rows of `whole` reduced over the group, into `out`; as `all_gather`."""
+        if self.handle is None:
+            out.view(-1).copy_(whole.view(-1))
+            return None
+        self.calls.note(about or "reduce-scatter", whole)
+        return dist.reduce_scatter_single(out, whole, op=op, group=self.handle, async_op=async_op)
+
     def apart(self) -> Group:
         """The same ranks over connections of their own, for a thread that talks while others do.
         CPU tensors only. Every rank of the world calls this once, in step."""
@@ -122,6 +149,10 @@ class Group:
         return result  # type: ignore[return-value]  # work returned, or we raised
 
 
+ALONE = Group((0,), 0)
+"""A group of one rank, wherever that stands."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
     """This rank's groups: along each axis of the grid, the ends of its pipeline that share a tied
@@ -133,6 +164,13 @@ class ProcessGroups:
     pp: Group
     embedding: Group
     world: Group
+
+    def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
+        """Add up in place, over the tensor- and pipeline-parallel ranks of one copy of the model,
+        what each counts of its own part."""
+        for group in (self.tp, self.pp):
+            group.all_reduce(value, dist.ReduceOp.SUM)
+        return value
 
     @classmethod
     def build(cls, dims: ParallelDims, *, rank: int) -> ProcessGroups:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.parallel.cut import Cut
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,14 @@ class Shard:
     offset: int = 0
 
     @classmethod
-    def cut(cls, shape: Sequence[int], *, axis: int, rank: int, ranks: int) -> Shard:
-        """The `rank`-th of equal parts of a tensor of this shape, cut along an axis."""
-        assert shape[axis] % ranks == 0, "parts are equal"
-        total = math.prod(shape)
-        stride = math.prod(shape[axis:])
-        row = stride // ranks
-        if axis == 0:
-            return cls(row, total, offset=rank * row)
-        return cls(total // ranks, total, row, stride, rank * row)
+    def of(cls, cut: Cut) -> Shard:
+        """The flattened part that a cut leaves to this rank."""
+        inner = math.prod(cut.shape[cut.axis + 1 :])
+        row, stride = (cut.stop - cut.start) * inner, cut.block * inner
+        numel, total, offset = cut.local_entries, math.prod(cut.shape), cut.start * inner
+        if numel == row:  # one run, wherever it begins
+            return cls(numel, total, offset=offset)
+        return cls(numel, total, row, stride, offset)
 
     @property
     def is_run(self) -> bool:
@@ -51,3 +53,13 @@ class Shard:
         within = moved - rows * self.stride
         found = rows * self.row + within
         return found, (within < self.row) & (found >= 0) & (found < self.numel)
+
+    def below(self, logical: int) -> int:
+        """How many of this rank's entries come before entry `logical` of the whole tensor."""
+        moved = logical - self.offset
+        if moved <= 0:
+            return 0
+        if self.is_run:
+            return min(moved, self.numel)
+        rows, within = divmod(moved, self.stride)
+        return min(rows * self.row + min(within, self.row), self.numel)

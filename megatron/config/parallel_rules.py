@@ -1,0 +1,68 @@
+"""Rules between the model's sizes, the batch and the grid; see `megatron.config.rules`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.config.layer_split import split_layers
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
+
+def tensor_parallel_divides(c: Config) -> str | None:
+    """Heads, query groups, the MLP's width and, where it is cut, the sequence come out even."""
+    ranks, model = c.parallel.tensor_model_parallel_size, c.model
+    sizes = [
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_query_groups", model.query_groups),
+        ("ffn_hidden_size", model.ffn_size),
+    ]
+    if c.parallel.sequence_parallel:
+        sizes.append(("seq_length", model.seq_length))
+    for name, size in sizes:
+        if size % ranks:
+            legal = [n for n in range(1, ranks) if all(s % n == 0 for _, s in sizes)]
+            return (
+                f"{name} {size} is not a multiple of tensor_model_parallel_size {ranks}; sizes "
+                f"below that would do: {', '.join(map(str, legal))}"
+            )
+    return None
+
+
+def stages_have_layers(c: Config) -> str | None:
+    """Every stage holds a layer, and what the user says about them adds up."""
+    p = c.parallel
+    try:
+        split_layers(
+            c.model.num_layers,
+            p.pipeline_model_parallel_size,
+            first=p.decoder_first_pipeline_num_layers,
+            last=p.decoder_last_pipeline_num_layers,
+            per_virtual_stage=p.num_layers_per_virtual_pipeline_stage,
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def interleaving_fills_stages(c: Config, dp: int) -> str | None:
+    """Interleaved 1F1B takes microbatches in groups of as many as there are stages."""
+    p, t = c.parallel, c.training
+    if p.num_layers_per_virtual_pipeline_stage is None:
+        return None
+    assert t.global_batch_size is not None, "resolve fills it in"
+    sizes = [("global_batch_size", t.global_batch_size)]
+    if t.rampup_batch_size is not None:
+        start, increment, _ = t.rampup_batch_size
+        sizes += [("rampup_batch_size start", start), ("rampup_batch_size increment", increment)]
+    step = t.micro_batch_size * dp * p.pipeline_model_parallel_size
+    for name, size in sizes:
+        if size % step:
+            return (
+                f"num_layers_per_virtual_pipeline_stage: {name} {size} is no multiple of {step}, "
+                f"micro_batch_size {t.micro_batch_size} x data-parallel size {dp} x "
+                f"pipeline_model_parallel_size {p.pipeline_model_parallel_size}; change one of them"
+            )
+    return None
