@@ -1,0 +1,119 @@
+"""One rank of the parity self-test: trains every case and writes what it holds of each tensor.
+
+Started by `parity.py`, once for each rank, with its settings as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from megatron.config import parse  # noqa: E402
+from megatron.data_parallel.interface import ParamInfo, Step  # noqa: E402
+from megatron.metrics import NullMetrics  # noqa: E402
+from megatron.parallel.groups import ProcessGroups  # noqa: E402
+from megatron.runtime import Runtime, detect_launch, start  # noqa: E402
+from megatron.training import Trainer  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer  # noqa: E402
+from tools.parity_cases import CASES, Case, Grid, flags_of  # noqa: E402
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one rank with the settings in `arguments`."""
+    settings = json.loads(arguments[0])
+    grid, extra = Grid(**settings["grid"]), settings["extra"]
+    launch = detect_launch()
+    by_name = {case.name: case for case in CASES}
+    cases = [by_name[name] for name in settings["cases"]]
+    first = parse(flags_of(cases[0], grid, extra), paths=GRADIENT_PATHS).resolve(grid.ranks)
+    runtime = start(launch, first)
+    torch.set_num_threads(1)
+    groups = build_groups(first, launch)
+    for case in cases:
+        with tempfile.TemporaryDirectory() as own:
+            found = run_case(case, grid, runtime, groups, Path(own), extra)
+        save(found, Path(settings["folder"]), case, rank=launch.rank)
+    groups.world.barrier()
+    return 0
+
+
+def run_case(
+    case: Case,
+    grid: Grid,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    own: Path,
+    extra: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train: "losses", and for each tensor what this rank holds of its first mean gradient
+    ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs."""
+    config = parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS).resolve(grid.ranks)
+    trainer = build_trainer(config, runtime, groups, own, NullMetrics(), None)
+    gradients: dict[str, np.ndarray] = {}
+    _watch_first_step(trainer, gradients)
+    losses = [trainer.train_step()[0].lm_loss for _ in range(case.steps)]
+    weights = {info.name: _held(info, info.param.detach().reshape(-1)) for info in _infos(trainer)}
+    pieces = {info.name: _piece(info) for info in _infos(trainer)}
+    trainer.engine.detach()
+    return {"losses": losses, "gradients": gradients, "weights": weights, "pieces": pieces}
+
+
+def save(found: dict[str, Any], folder: Path, case: Case, *, rank: int) -> None:
+    """Write what `run_case` found, for `parity_compare`."""
+    stem = folder / f"{case.name} {rank}"
+    arrays = {
+        f"{kind}/{name}": array
+        for kind in ("gradients", "weights")
+        for name, array in found[kind].items()
+    }
+    np.savez(f"{stem}.npz", **arrays)
+    facts = {"losses": found["losses"], "pieces": found["pieces"]}
+    Path(f"{stem}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _watch_first_step(trainer: Trainer, gradients: dict[str, np.ndarray]) -> None:
+    engine, finish = trainer.engine, trainer.engine.finish
+
+    def watched(*, tag: int, clip_norm: float = 0.0, request: int = 0) -> Step:
+        step = finish(tag=tag, clip_norm=clip_norm, request=request)
+        engine.finish = finish  # type: ignore[method-assign]
+        for info, bucket, where in engine.slices():
+            reduced = step.reduced[bucket.index]
+            assert reduced.index is None, "the first step of every case sends what there is"
+            dense = torch.zeros_like(info.param, dtype=torch.float32)
+            engine.layout.scatter(info.name, where.of(reduced.values).float(), dense)
+            gradients[info.name] = _held(info, dense.reshape(-1))
+        return step
+
+    engine.finish = watched  # type: ignore[method-assign]
+
+
+def _infos(trainer: Trainer) -> list[ParamInfo]:
+    return [info for info, _, _ in trainer.engine.slices()]
+
+
+def _held(info: ParamInfo, flat: torch.Tensor) -> np.ndarray:
+    return flat[: info.local_entries].view(info.local_shape).float().numpy().copy()
+
+
+def _piece(info: ParamInfo) -> dict[str, Any]:
+    boxes = [((0,) * len(info.logical_shape), info.logical_shape)] * 2
+    pairs = [boxes] if info.cut is None else list(info.cut.boxes())
+    return {"shape": info.logical_shape, "boxes": pairs}
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    sys.stdout.flush()
+    os._exit(code)
