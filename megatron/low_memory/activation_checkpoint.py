@@ -1,5 +1,10 @@
 """Activation checkpointing: keep the input of a run of layers, recompute the rest in backward.
 
+"full" recomputes whole layers, in spans (`recompute_spans`), with the collectives in them: ranks
+that share a layer recompute in one order. "selective" recomputes, in each layer, the part of
+attention whose activations grow with the square of the sequence (`recomputes_attention`;
+Korthikanti et al. 2022, 4.1).
+
 Dropout needs no stash of generator states: each layer seeds its own stream
 (`tensor_parallel.rng`), also when it runs again, so the stock function's state keeping is off.
 """
@@ -38,6 +43,11 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
     if recompute.recompute_method == "block":
         return [Span(i, i + 1, i < size) for i in range(num_layers)]
     return [Span(i, min(i + size, num_layers), True) for i in range(0, num_layers, size)]
+
+
+def recomputes_attention(recompute: RecomputeConfig | None) -> bool:
+    """Whether each layer recomputes its attention, without the projections around it."""
+    return recompute is not None and recompute.recompute_granularity == "selective"
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:

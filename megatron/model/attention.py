@@ -5,15 +5,18 @@ Shapes: b batch, s sequence, h hidden, g query groups, q query heads of a group,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.model.blocked_attention import blocked_attention, blocked_attention_serves
-from megatron.model.linear import linear
 from megatron.model.rotary import Rotary, rotate
+from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, uncompiled
+from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.rng import LayerStream
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -40,24 +43,34 @@ class SelfAttention(nn.Module):
     """Attention of each position to itself and those before it: [b, s, h] -> [b, s, h].
 
     The rows of `query_key_value` are grouped as Megatron's: for each query group its query heads,
-    then its key, then its value, so that cutting rows over ranks keeps groups whole.
+    then its key, then its value, so that cutting rows over ranks keeps groups whole. `num_heads`
+    and `num_groups` are those of this rank. `recomputes`: backward finds again all that lies
+    between the two projections, instead of keeping it.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recomputes: bool = False,
+        tp: TensorParallel = UNCUT,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_groups = config.query_groups
+        self.tp = tp
+        self.recomputes = recomputes
+        self.num_heads = config.num_attention_heads // tp.size
+        self.num_groups = config.query_groups // tp.size
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
-        inner = self.num_heads * self.head_dim
-        self.query_key_value = linear(
-            config.hidden_size,
-            inner + 2 * self.num_groups * self.head_dim,
-            bias=config.bias,
-            dtype=dtype,
-            device=device,
+        inner = config.num_attention_heads * self.head_dim
+        keys_and_values = 2 * config.query_groups * self.head_dim
+        common: dict[str, Any] = {"bias": config.bias, "tp": tp, "dtype": dtype, "device": device}
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size, inner + keys_and_values, **common
         )
-        self.dense = linear(inner, config.hidden_size, bias=config.bias, dtype=dtype, device=device)
+        self.dense = RowParallelLinear(inner, config.hidden_size, **common)
 
     def forward(
         self,
@@ -65,22 +78,37 @@ class SelfAttention(nn.Module):
         rotary: Rotary | None = None,
         mask: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        stream: LayerStream | None = None,
     ) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]. `mask`: bool [b, 1, s, s], True where attention is allowed,
-        in place of the causal one. `cache`: generation only; a pass of several positions must
-        start with an empty one."""
-        batch, length, _ = hidden.shape
+        """[b, s, h] -> [b, s, h]; [b, s/tp, h] both where the sequence is cut, `rotary` and `mask`
+        whole all the same. `mask`: bool [b, 1, s, s], True where attention is allowed, in place of
+        the causal one. `cache`: generation only; a pass of several positions must start with an
+        empty one. `stream`: where dropout draws from when it is recomputed."""
+        mixed = self.tp.by_position(self.query_key_value(hidden))
+        if self.recomputes and torch.is_grad_enabled():
+            context = _recomputed_core(self, mixed, rotary, mask, stream)
+        else:
+            context = self.core(mixed, rotary, mask, cache)
+        return self.dense(self.tp.by_rank(context))
+
+    def core(
+        self,
+        mixed: torch.Tensor,
+        rotary: Rotary | None,
+        mask: torch.Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """What is between the projections: [b, s, rows] -> contexts side by side [b, s, heads * d],
+        of the heads that are here."""
+        batch, length, _ = mixed.shape
         per_group = self.num_heads // self.num_groups
-        mixed = self.query_key_value(hidden).view(
-            batch, length, self.num_groups, per_group + 2, self.head_dim
-        )
+        mixed = mixed.view(batch, length, self.num_groups, per_group + 2, self.head_dim)
         query, key, value = mixed.split([per_group, 1, 1], dim=3)
         query = query.reshape(batch, length, self.num_heads, self.head_dim)
         key, value = key.squeeze(3), value.squeeze(3)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        context = self._attend(query, key, value, mask, cache)
-        return self.dense(context)
+        return self._attend(query, key, value, mask, cache)
 
     def _attend(
         self,
@@ -107,6 +135,23 @@ class SelfAttention(nn.Module):
             enable_gqa=self.num_heads != self.num_groups,
         )
         return context.transpose(1, 2).flatten(2)
+
+
+# Compiled, the seeding inside would break the graph: the core then runs as it is written.
+@uncompiled
+def _recomputed_core(
+    attention: SelfAttention,
+    mixed: torch.Tensor,
+    rotary: Rotary | None,
+    mask: torch.Tensor | None,
+    stream: LayerStream | None,
+) -> torch.Tensor:
+    def core(mixed: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None) -> torch.Tensor:
+        if stream is not None:
+            stream.heads()
+        return attention.core(mixed, rotary, mask)
+
+    return recomputed(core, mixed, rotary, mask)
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:

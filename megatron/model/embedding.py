@@ -8,14 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.linear import multiply
+from megatron.tensor_parallel.collectives import UNCUT, TensorParallel
+from megatron.tensor_parallel.layers import CutModule, multiply_by_columns
+from megatron.tensor_parallel.products import multiply
+from megatron.tensor_parallel.vocabulary import VocabularyTable, padded_share, vocabulary_cut
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
 class Table(nn.Module):
-    """A matrix of rows to look up or to multiply with; values are left for `init` to fill."""
+    """A matrix of rows to look up; values are left for `init` to fill."""
 
     def __init__(
         self, num_rows: int, size: int, *, dtype: torch.dtype, device: torch.device
@@ -25,14 +28,29 @@ class Table(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token plus, if learned, position embedding, with dropout: tokens [b, s] -> [b, s, h]."""
+    """Token plus, if learned, position embedding, with dropout: tokens [b, s] -> [b, s, h], or
+    this rank's positions [b, s/tp, h] where the sequence is cut."""
 
     def __init__(
-        self, config: ModelConfig, *, padded_vocab: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        tp: TensorParallel = UNCUT,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.word_embeddings = Table(padded_vocab, config.hidden_size, dtype=dtype, device=device)
+        self.tp = tp
+        self.word_embeddings = VocabularyTable(
+            vocab_size,
+            config.hidden_size,
+            divisible_by=config.make_vocab_size_divisible_by,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
         self.position_embeddings: Table | None = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = Table(
@@ -42,19 +60,22 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[b, s] int64 -> [b, s, h]. `position_ids` [b, s]: None stands for 0..s-1."""
-        hidden = F.embedding(tokens, self.word_embeddings.weight)
+        """[b, s] int64 -> [b, s, h] or [b, s/tp, h]. `position_ids` [b, s]: None stands for
+        0..s-1."""
+        hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             table = self.position_embeddings.weight
+            here = self.tp.positions(tokens.shape[1])
             if position_ids is None:
-                hidden = hidden + table[: tokens.shape[1]]
+                hidden = hidden + table[here]
             else:
-                hidden = hidden + F.embedding(position_ids, table)
+                hidden = hidden + F.embedding(position_ids[:, here], table)
         return F.dropout(hidden, self.dropout, self.training)
 
 
-class OutputLayer(nn.Module):
-    """Hidden states to logits, without bias: [..., h] -> [..., padded vocabulary].
+class OutputLayer(CutModule):
+    """Hidden states to this rank's share of the logits, without bias: [..., h] -> [..., columns],
+    padding included.
 
     `tied_to` is the token table to share: the weight is then a second leaf over the same storage,
     so that each use accumulates a gradient of its own and no dense sum is formed by autograd.
@@ -62,19 +83,28 @@ class OutputLayer(nn.Module):
 
     def __init__(
         self,
-        num_rows: int,
-        size: int,
+        config: ModelConfig,
         *,
+        vocab_size: int,
         tied_to: nn.Parameter | None,
+        tp: TensorParallel = UNCUT,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
+        super().__init__(tp)
+        size = config.hidden_size
         if tied_to is None:
-            self.weight = nn.Parameter(torch.empty(num_rows, size, dtype=dtype, device=device))
+            multiple = config.make_vocab_size_divisible_by
+            rows = padded_share(vocab_size, tp=tp, divisible_by=multiple)
+            self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
         else:
             self.weight = nn.Parameter(tied_to.detach())
+        if self.is_cut:
+            self.cuts["weight"] = vocabulary_cut(vocab_size, size, tp=tp)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., h] -> [..., padded vocabulary]; padding columns are 0."""
+        """[b, s, h] -> [b, s, columns], or from [b, s/tp, h] by rank where the sequence is cut;
+        padding columns are 0."""
+        if self.is_cut:
+            return multiply_by_columns(hidden, self.weight, None, self.tp)
         return multiply(hidden, self.weight)

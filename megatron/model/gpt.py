@@ -13,15 +13,23 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.interface import ParamInfo
-from megatron.low_memory.activation_checkpoint import Span, recompute_spans, recomputed
+from megatron.low_memory.activation_checkpoint import (
+    Span,
+    recompute_spans,
+    recomputed,
+    recomputes_attention,
+)
 from megatron.model.attention import KeyValueCache, document_mask
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.init import initialise, set_parameter
 from megatron.model.layer import TransformerLayer
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotary_table
+from megatron.parallel.groups import ALONE, Group
+from megatron.tensor_parallel.collectives import TensorParallel
 from megatron.tensor_parallel.cross_entropy import token_losses
-from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
+from megatron.tensor_parallel.layers import cuts_of
+from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, LayerStream
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig, RecomputeConfig
@@ -35,7 +43,9 @@ class GPT(nn.Module):
     Parameters are allocated on `device` in `dtype` and filled once, by `init`. `layers` selects
     global layer numbers (None: all); names and first values are those of the whole model.
     `has_embedding` and `has_head` say whether the token table, and the final norm with the output
-    layer, are here.
+    layer, are here. `tp`: the ranks that share each layer, all of which make the same calls with
+    the same tokens. With `sequence_parallel` a rank has of hidden states between layers, also
+    those given to `transform` and `loss_from_hidden`, its positions only: [b, s/tp, h].
     """
 
     def __init__(
@@ -50,20 +60,29 @@ class GPT(nn.Module):
         layers: range | None = None,
         has_embedding: bool = True,
         has_head: bool = True,
+        tp: Group = ALONE,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.tp = TensorParallel(tp, sequence_parallel)
         self.layer_numbers = range(config.num_layers) if layers is None else layers
-        self.streams = DropoutStreams(seed, device=self.device)
+        self.streams = DropoutStreams(seed, device=self.device, tp=self.tp)
         self.spans = recompute_spans(len(self.layer_numbers), recompute)
         self._has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
 
         placed: dict[str, Any] = {"dtype": dtype, "device": self.device}
-        padded = config.padded_vocab_size(vocab_size)
-        self.embedding = Embedding(config, padded_vocab=padded, **placed) if has_embedding else None
-        self.layers = nn.ModuleList(TransformerLayer(config, **placed) for _ in self.layer_numbers)
+        vocabulary: dict[str, Any] = {"vocab_size": vocab_size, "tp": self.tp, **placed}
+        self.embedding = Embedding(config, **vocabulary) if has_embedding else None
+        again = recomputes_attention(recompute)
+        # A layer that neither recomputes nor draws otherwise for heads is seeded from outside.
+        self._layers_seed = again or self.streams.heads_rank != self.streams.hidden_rank
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, recomputes_attention=again, tp=self.tp, **placed)
+            for _ in self.layer_numbers
+        )
         self.final_norm: nn.Module | None = None
         self.output_layer: OutputLayer | None = None
         if has_head:
@@ -72,16 +91,8 @@ class GPT(nn.Module):
             shared = None
             if config.tied and self.embedding is not None:
                 shared = self.embedding.word_embeddings.weight
-            self.output_layer = OutputLayer(padded, config.hidden_size, tied_to=shared, **placed)
-        self._rotary: Rotary | None = None
-        if config.position_embedding_type == "rope":
-            self._rotary = rotary_table(
-                config.positions,
-                head_dim=config.head_dim,
-                percent=config.rotary_percent,
-                base=config.rotary_base,
-                device=self.device,
-            )
+            self.output_layer = OutputLayer(config, tied_to=shared, **vocabulary)
+        self._rotary = self._make_rotary()
         self._infos = self._describe_parameters()
         initialise(self._infos, config, seed=seed)
 
@@ -95,7 +106,7 @@ class GPT(nn.Module):
 
         `position_ids` [b, s]: None stands for 0..s-1. `document_ids` [b, s]: attention stays
         inside runs of equal ids; None for one document. Columns from `vocab_size` on are padding
-        and mean nothing.
+        and mean nothing. With several `tp` ranks: this rank's share of the vocabulary, padded.
         """
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
@@ -111,16 +122,17 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Sum over tokens of loss_mask * cross-entropy, an fp32 scalar; not a mean: the caller
         divides by the tokens of the global batch. Labels [b, s] int64, loss_mask [b, s] or None
-        for all ones."""
+        for all ones. Every `tp` rank finds the same sum."""
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
         return self.loss_from_hidden(hidden, labels, loss_mask)
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens [b, s] to the input of the first layer [b, s, h]."""
+        """Tokens [b, s] to the input of the first layer [b, s, h], this rank's positions of it
+        where the sequence is cut."""
         assert self.embedding is not None, "this stage holds no embedding"
         if self._draws_dropout:
-            self.streams.enter(EMBEDDING_STREAM)
+            self.streams.enter(EMBEDDING_STREAM, sharded_rank=self.streams.hidden_rank)
         return self.embedding(tokens, position_ids)
 
     def transform(
@@ -132,11 +144,13 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Run the layers held here: [b, s, h] -> [b, s, h].
 
-        `caches`, one for each layer: generation only, without recomputation or dropout.
+        `position_ids` and `document_ids` are of whole sequences on every rank. `caches`, one for
+        each layer: generation only, on one rank, without recomputation or dropout.
         """
-        rotary = self._rotary_at(position_ids, hidden.shape[1])
+        rotary = self._rotary_at(position_ids, self.tp.whole_length(hidden.shape[1]))
         mask = None if document_ids is None else document_mask(document_ids)
         if caches is not None:
+            assert self.tp.size == 1, "caches hold every head"
             for layer, cache in zip(self.layers, caches, strict=True):
                 hidden = layer(hidden, rotary, mask, cache)
             return hidden
@@ -149,18 +163,20 @@ class GPT(nn.Module):
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Output of the last layer [b, s, h] to logits [b, s, padded vocabulary]."""
-        assert self.final_norm is not None and self.output_layer is not None, "no head here"
-        return self.output_layer(self.final_norm(hidden))
+        """Output of the last layer [b, s, h] to logits [b, s, padded vocabulary], this rank's
+        share of the vocabulary."""
+        return self.tp.by_position(self._project(hidden))
 
     def loss_from_hidden(
         self, hidden: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`loss` from the output of the last layer [b, s, h]."""
-        logits = self.project(hidden).flatten(0, 1)
-        losses = token_losses(logits, labels.flatten(), vocab_size=self.vocab_size)
+        """`loss` from the output of the last layer [b, s, h]; labels and mask are of whole
+        sequences on every rank."""
+        logits = self._project(hidden).flatten(0, 1)
+        labels = self.tp.by_rank(labels).flatten()
+        losses = token_losses(logits, labels, vocab_size=self.vocab_size, group=self.tp.group)
         if loss_mask is not None:
-            losses = losses * loss_mask.flatten()
+            losses = losses * self.tp.by_rank(loss_mask).flatten()
         return losses.sum()
 
     def parameter_infos(self) -> list[ParamInfo]:
@@ -192,6 +208,11 @@ class GPT(nn.Module):
             "a GPT is built on its device and in its dtype; moving it would part tied weights"
         )
 
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`project` with rows as they come from the product: by rank where the sequence is cut."""
+        assert self.final_norm is not None and self.output_layer is not None, "no head here"
+        return self.output_layer(self.final_norm(hidden))
+
     @property
     def _draws_dropout(self) -> bool:
         return self.training and self._has_dropout
@@ -205,12 +226,27 @@ class GPT(nn.Module):
             hidden: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None
         ) -> torch.Tensor:
             for index in range(span.start, span.stop):
+                stream = None
                 if position is not None:
-                    self.streams.enter(self.layer_numbers[index], position=position)
-                hidden = self.layers[index](hidden, rotary, mask)
+                    stream = LayerStream(self.streams, self.layer_numbers[index], position)
+                    stream.heads()
+                inner = stream if self._layers_seed else None
+                hidden = self.layers[index](hidden, rotary, mask, None, inner)
             return hidden
 
         return run
+
+    def _make_rotary(self) -> Rotary | None:
+        config = self.config
+        if config.position_embedding_type != "rope":
+            return None
+        return rotary_table(
+            config.positions,
+            head_dim=config.head_dim,
+            percent=config.rotary_percent,
+            base=config.rotary_base,
+            device=self.device,
+        )
 
     def _rotary_at(self, position_ids: torch.Tensor | None, length: int) -> Rotary | None:
         if self._rotary is None:
@@ -221,8 +257,9 @@ class GPT(nn.Module):
 
     def _describe_parameters(self) -> list[ParamInfo]:
         infos = []
+        cuts = cuts_of(self)
         for name, parameter in self.named_parameters():
-            leaves, tied, rows = (parameter,), False, parameter.shape[0]
+            leaves, tied, cut = (parameter,), False, cuts.get(name)
             if name.startswith("layers."):
                 _, local, rest = name.split(".", 2)
                 name = f"layers.{self.layer_numbers[int(local)]}.{rest}"
@@ -234,13 +271,17 @@ class GPT(nn.Module):
                 tied = True
                 if self.output_layer is not None:
                     leaves = (parameter, self.output_layer.weight)
+            shape = tuple(parameter.shape) if cut is None else cut.shape
             if name in (_WORD_TABLE, "output_layer.weight"):
-                rows = self.vocab_size
+                shape = (self.vocab_size, *shape[1:])
             infos.append(
                 ParamInfo(
                     name=name,
                     leaves=leaves,
-                    logical_shape=(rows, *parameter.shape[1:]),
+                    logical_shape=shape,
+                    cut=cut,
+                    # What every rank holds, none sees the whole sequence with.
+                    partial=cut is None and self.tp.cuts_sequence,
                     tied=tied,
                     weight_decay=parameter.ndim >= 2,
                 )

@@ -12,6 +12,8 @@ from megatron.model.attention import KeyValueCache, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary
+from megatron.tensor_parallel.collectives import UNCUT, TensorParallel
+from megatron.tensor_parallel.rng import LayerStream
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -20,15 +22,25 @@ if TYPE_CHECKING:
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recomputes_attention: bool = False,
+        tp: TensorParallel = UNCUT,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         norm = NORMALIZATIONS[config.normalization]
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.dropout = config.hidden_dropout
         self.input_norm = norm(size, epsilon=epsilon, dtype=dtype, device=device)
-        self.attention = SelfAttention(config, dtype=dtype, device=device)
+        self.attention = SelfAttention(
+            config, recomputes=recomputes_attention, tp=tp, dtype=dtype, device=device
+        )
         self.post_attention_norm = norm(size, epsilon=epsilon, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        self.mlp = MLP(config, tp=tp, dtype=dtype, device=device)
 
     def forward(
         self,
@@ -36,9 +48,16 @@ class TransformerLayer(nn.Module):
         rotary: Rotary | None = None,
         mask: torch.Tensor | None = None,
         cache: KeyValueCache | None = None,
+        stream: LayerStream | None = None,
     ) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]; dropout draws from the default generator as it stands."""
-        branch = self.attention(self.input_norm(hidden), rotary, mask, cache)
+        """[b, s, h] -> [b, s, h]; [b, s/tp, h] both where the sequence is cut.
+
+        Dropout draws from the default generator as it stands; `stream` is entered where attention
+        runs again and where hidden states are not drawn for like heads.
+        """
+        branch = self.attention(self.input_norm(hidden), rotary, mask, cache, stream)
+        if stream is not None:
+            stream.hidden()
         hidden = hidden + self._drop(branch)
         branch = self.mlp(self.post_attention_norm(hidden))
         return hidden + self._drop(branch)

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.parallel.cut import even_share
+from megatron.parallel.groups import ALONE, Group
+from megatron.tensor_parallel.vocabulary import check_ids
+
 # fp32 scratch of a chunk: inside a core's share of the last-level cache on a CPU, and on a GPU
 # large enough that launches do not matter.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20}
@@ -27,48 +31,45 @@ def token_losses(
     targets: torch.Tensor,
     *,
     vocab_size: int,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = ALONE,
 ) -> torch.Tensor:
     """Negative log-likelihood of each target: logits [n, columns], targets [n] int64 -> [n] fp32.
 
     Takes ownership of `logits`: **backward overwrites them with their gradient**, so the caller
     must not read them again (autograd refuses a second backward by the version counter). Columns
-    stand for the vocabulary entries [vocab_start, vocab_start + columns); those at or above
-    `vocab_size` are padding, count as -inf and get gradient 0. `group` is the tensor-parallel
-    group whose ranks hold the other columns, None where this rank holds all. A target outside the
-    vocabulary is an error of the index operation where there is no group.
+    stand for this rank's even share of the vocabulary; those beyond it are padding, count as -inf
+    and get gradient 0. `group`: the tensor-parallel ranks, which hold the other shares, have the
+    same targets and find the same losses, bit for bit. A target outside the vocabulary is an error
+    of the index operation where there is no group, and one of `check_ids` where there is.
     """
-    return _TokenLosses.apply(logits, targets, vocab_size, vocab_start, group)
+    return _TokenLosses.apply(logits, targets, vocab_size, group)
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        vocab_size: int,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, group: Group
     ) -> torch.Tensor:
-        columns = min(logits.shape[1], vocab_size - vocab_start)
-        if group is None:
-            owned, local_targets = None, targets - vocab_start
-        else:
-            owned = (targets >= vocab_start) & (targets < vocab_start + columns)
-            local_targets = torch.where(owned, targets - vocab_start, 0)
-        real = logits[:, :columns]
+        start, stop = even_share(vocab_size, rank=group.rank, ranks=group.size)
+        owned, local_targets = None, targets
+        if group.size > 1:
+            check_ids(targets, vocab_size=vocab_size)
+            owned = (targets >= start) & (targets < stop)
+            local_targets = (targets - start).masked_fill_(~owned, 0)
+        real = logits[:, : stop - start]
 
-        # Three statistics per token, each reduced over the group.
+        # Three statistics per token, each reduced over the group, in two collectives.
         target_logit = real.gather(1, local_targets[:, None])[:, 0].float()
         if owned is not None:
             target_logit.masked_fill_(~owned, 0.0)
-        _reduce(target_logit, dist.ReduceOp.SUM, group)
         maximum, exp_sum = _maximum_and_exp_sum(real, group)
+        if group.size > 1:
+            sums = torch.stack([exp_sum, target_logit])
+            group.all_reduce(sums, dist.ReduceOp.SUM)
+            exp_sum, target_logit = sums
 
         ctx.save_for_backward(logits, maximum, exp_sum, local_targets, owned)
-        ctx.columns = columns
+        ctx.columns = stop - start
         # Large numbers cancel first.
         return (maximum - target_logit).add_(exp_sum.log())
 
@@ -88,26 +89,24 @@ class _TokenLosses(torch.autograd.Function):
                 # them.
                 real[rows] = scratch.mul_(scale[rows, None])
         logits[:, ctx.columns :] = 0  # this also tells autograd that the logits are gone
-        return logits, None, None, None, None
+        return logits, None, None, None
 
 
-def _maximum_and_exp_sum(
-    real: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit of each token and the sum of exp(logit - largest), over the group; fp32 [n]."""
+def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest logit of each token over the group, and the sum of exp(logit - largest) over the
+    columns here; fp32 [n]."""
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)
         maximum = mine.clone()
-        _reduce(maximum, dist.ReduceOp.MAX, group)
+        group.all_reduce(maximum, dist.ReduceOp.MAX)
         exp_sum.mul_((mine - maximum).exp_())
     else:
         maximum = real.amax(dim=1).float()
-        _reduce(maximum, dist.ReduceOp.MAX, group)
+        group.all_reduce(maximum, dist.ReduceOp.MAX)
         exp_sum = torch.empty_like(maximum)
         for rows, scratch in _chunks(real):
             _exp_below(maximum[rows], real[rows], out=scratch)
             torch.sum(scratch, dim=1, out=exp_sum[rows])
-    _reduce(exp_sum, dist.ReduceOp.SUM, group)
     return maximum, exp_sum
 
 
@@ -125,13 +124,6 @@ def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor
     # One dtype in each operation: mixed ones make a copy of their own.
     out.copy_(logits)
     out.sub_(maximum[:, None]).mul_(_LOG2_E).exp2_()
-
-
-def _reduce(
-    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> None:
-    if group is not None:
-        dist.all_reduce(values, op=op, group=group)
 
 
 def _chunks(logits: torch.Tensor):

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model import linear as module
-from megatron.model.linear import linear, multiply
+from megatron.tensor_parallel import products as module
+from megatron.tensor_parallel.collectives import UNCUT
+from megatron.tensor_parallel.layers import ColumnParallelLinear
+from megatron.tensor_parallel.products import multiply
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def test_values_and_gradients(always: None, shape: tuple[int, ...], with_bias: b
 
 def test_same_bits_without_gradients_and_again(always: None) -> None:
     torch.manual_seed(0)
-    layer = linear(32, 48, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    layer = ColumnParallelLinear(
+        32, 48, bias=True, tp=UNCUT, dtype=torch.float32, device=torch.device("cpu")
+    )
     for leaf in layer.parameters():
         torch.nn.init.normal_(leaf)
     inputs = torch.randn(9, 32)

@@ -6,25 +6,14 @@ MKL multiplies fp32 at 98 GFLOP/s and oneDNN at 160-220; on Intel they are about
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 _WORTHWHILE = 1 << 22
 """Multiplications from which oneDNN's start-up is paid back."""
-
-
-def linear(
-    num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-) -> nn.Linear:
-    """A linear layer whose values are left for `init` to fill."""
-    layer = nn.utils.skip_init(
-        _Linear, num_inputs, num_outputs, bias=bias, dtype=dtype, device=device
-    )
-    return cast("nn.Linear", layer)
 
 
 def multiply(
@@ -37,9 +26,14 @@ def multiply(
     return F.linear(inputs, weight, bias)
 
 
-class _Linear(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return multiply(input, self.weight, self.bias)
+def product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`multiply` without a graph, for functions that differentiate themselves: the three products
+    of a linear layer, forward and backward, have one size and so go one way."""
+    if _one_dnn_serves(left, right):
+        return _product(left, right, bias)
+    return F.linear(left, right, bias)
 
 
 def _one_dnn_serves(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

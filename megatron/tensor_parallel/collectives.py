@@ -1,0 +1,132 @@
+"""What tensor-parallel ranks exchange inside forward and backward.
+
+Between layers hidden states [b, s, h] are equal on all ranks or, with sequence parallelism, rank r
+holds positions [r s/tp, (r+1) s/tp) of every sequence (Korthikanti et al. 2022, 4.2.2):
+
+        norm     column-parallel    row-parallel     dropout, residual sum
+    whole  --(f)--> this rank's columns --(g)--> whole        f: sum backward, g: sum forward
+    part   --(f)--> this rank's columns --(g)--> part         f: gather and its reverse, g: likewise
+
+Gathered rows come rank after rank, [tp * b, s/tp, ...]: "by rank". Products and losses do not mind
+the order of rows, so that only attention, which does, pays for a copy into [b, s, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.groups import ALONE, Group
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that share each layer, and whether they share the sequence between layers too."""
+
+    group: Group = ALONE
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether a rank holds only a part of each sequence between layers."""
+        return self.sequence_parallel and self.size > 1
+
+    def whole_length(self, length: int) -> int:
+        """Positions of the whole sequence, from those between layers."""
+        return length * self.size if self.cuts_sequence else length
+
+    def positions(self, length: int) -> slice:
+        """Which of `length` positions are here between layers."""
+        if not self.cuts_sequence:
+            return slice(0, length)
+        assert length % self.size == 0, "the sequence comes out even"
+        share = length // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def by_rank(self, values: torch.Tensor) -> torch.Tensor:
+        """[b, s, ...] to the order of gathered rows [tp * b, s/tp, ...]; a view where b is 1."""
+        if not self.cuts_sequence:
+            return values
+        return values.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
+
+    def by_position(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reverse of `by_rank`."""
+        if not self.cuts_sequence:
+            return rows
+        return rows.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+
+    def gather(
+        self, part: torch.Tensor, *, async_op: bool = False
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """Every rank's part [b, s/tp, n], by rank; what is there to wait for, with `async_op`."""
+        if not self.cuts_sequence:
+            return part, None
+        rows = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        return rows, self.group.all_gather(rows, part.contiguous(), async_op=async_op)
+
+    def add_up(
+        self, terms: torch.Tensor, *, async_op: bool = False
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """The sum over ranks of contiguous `terms`, which are overwritten by it, or this rank's
+        positions of that sum of terms by rank; what is there to wait for, with `async_op`."""
+        if not self.cuts_sequence:
+            return terms, self.group.all_reduce(terms, dist.ReduceOp.SUM, async_op=async_op)
+        part = terms.new_empty(terms.shape[0] // self.size, *terms.shape[1:])
+        work = self.group.reduce_scatter(part, terms, dist.ReduceOp.SUM, async_op=async_op)
+        return part, work
+
+
+UNCUT = TensorParallel()
+"""Layers that one rank holds whole."""
+
+
+def uncompiled(function: F) -> F:
+    """Let `function` run as it is written inside what torch.compile compiles."""
+    return cast(F, torch.compiler.disable(function))
+
+
+@uncompiled
+def add_up_terms(
+    terms: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+) -> torch.Tensor:
+    """g: the sum over ranks of each rank's contiguous terms [..., n], plus `bias` once.
+
+    Terms may be overwritten. With sequence parallelism they are by rank and the result is this rank's
+    part of each sequence; the bias then gets a gradient that is one term of a sum over ranks.
+    """
+    return _AddUpTerms.apply(terms, bias, tp)
+
+
+class _AddUpTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, terms: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+    ) -> torch.Tensor:
+        ctx.tp, ctx.has_bias = tp, bias is not None
+        total, _ = tp.add_up(terms)
+        if total is terms:
+            ctx.mark_dirty(terms)
+        return total if bias is None else total.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        # The gradient of every term is that of the sum.
+        grad_terms, _ = ctx.tp.gather(grad)
+        return grad_terms, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None

@@ -1,0 +1,169 @@
+"""Linear layers cut over tensor-parallel ranks (Shoeybi et al. 2019, 3).
+
+A column-parallel layer holds a share of the outputs, a row-parallel one a share of the inputs; put
+one after the other they need one sum, of the second one's output. Initial values and logical shapes
+are those of the whole layer: `cuts` tells which part of each parameter is here. With one rank there
+is no cut, and nothing between the layer and the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.cut import Cut
+from megatron.tensor_parallel.collectives import TensorParallel, add_up_terms, uncompiled
+from megatron.tensor_parallel.products import multiply, product
+
+
+class CutModule(nn.Module):
+    """Holds parameters of which each tensor-parallel rank has a part: `cuts`, by the parameter's
+    name in this module, empty with one rank. Values are left for `init` to fill."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.is_cut = tp.size > 1
+        self.cuts: dict[str, Cut] = {}
+
+    def _hold(
+        self,
+        shape: tuple[int, ...],
+        *,
+        axis: int,
+        blocks: int = 1,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make a parameter: an even share of a tensor of `shape`."""
+        if self.is_cut:
+            cut = Cut.evenly(shape, axis=axis, rank=self.tp.rank, ranks=self.tp.size, blocks=blocks)
+            self.cuts[name] = cut
+            shape = cut.local_shape
+        setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Cuts of a model's parameters by the name that `named_parameters` gives them."""
+    return {
+        f"{prefix}.{name}": cut
+        for prefix, module in model.named_modules()
+        if isinstance(module, CutModule)
+        for name, cut in module.cuts.items()
+    }
+
+
+class ColumnParallelLinear(CutModule):
+    """[..., k] -> this rank's share of n outputs. The gradient of the input is summed over ranks
+    while that of the weight is computed.
+
+    `blocks`: the outputs are so many equal blocks, and a rank has its share of each. With sequence
+    parallelism the input is a part of each sequence and the output whole, by rank.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        bias: bool,
+        tp: TensorParallel,
+        blocks: int = 1,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(tp)
+        placed: dict[str, Any] = {"axis": 0, "blocks": blocks, "dtype": dtype, "device": device}
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None = None
+        self._hold((num_outputs, num_inputs), name="weight", **placed)
+        if bias:
+            self._hold((num_outputs,), name="bias", **placed)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[b, s, k] or, cut along the sequence, [b, s/tp, k] -> [b, s, share of n] or by rank."""
+        if self.is_cut:
+            return multiply_by_columns(inputs, self.weight, self.bias, self.tp)
+        return multiply(inputs, self.weight, self.bias)
+
+
+class RowParallelLinear(CutModule):
+    """This rank's share of k inputs -> [..., n], summed over ranks; the bias, which every rank
+    holds whole, is added once, after the sum."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        bias: bool,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(tp)
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None = None
+        self._hold((num_outputs, num_inputs), axis=1, name="weight", dtype=dtype, device=device)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[b, s, share of k] -> [b, s, n]; by rank -> [b, s/tp, n] where the sequence is cut."""
+        if self.is_cut:
+            return add_up_terms(multiply(inputs, self.weight), self.bias, self.tp)
+        return multiply(inputs, self.weight, self.bias)
+
+
+@uncompiled
+def multiply_by_columns(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+) -> torch.Tensor:
+    """f, then `F.linear` by this rank's columns: inputs [b, s, k], or [b, s/tp, k] where the
+    sequence is cut, weight [n, k], bias [n] -> [b, s, n], or by rank."""
+    return _MultiplyByColumns.apply(inputs, weight, bias, tp)
+
+
+class _MultiplyByColumns(torch.autograd.Function):
+    """Backward hides what it sends behind products, where the sequence is cut (A) or not:
+
+        gather input again (A)   |-----------|
+        gradient of the input    |=========|
+        its sum over ranks                 |--------------|
+        gradient of the weight                |=========|
+
+    The gathered input is not kept from forward: that would undo what cutting it saves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp: TensorParallel,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.tp, ctx.has_bias = tp, bias is not None
+        rows, _ = tp.gather(inputs)
+        return product(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        rows, arriving = ctx.tp.gather(inputs, async_op=True)
+        grad = grads[0].flatten(0, -2)  # [rows, n]
+        terms = product(grad, weight.t()).view(rows.shape)
+        grad_inputs, adding = ctx.tp.add_up(terms, async_op=True)
+        if arriving is not None:
+            arriving.wait()
+        grad_weight = product(grad.t(), rows.flatten(0, -2).t())
+        grad_bias = grad.sum(0) if ctx.has_bias else None
+        if adding is not None:
+            adding.wait()
+        return grad_inputs, grad_weight, grad_bias, None

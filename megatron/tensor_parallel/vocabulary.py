@@ -1,0 +1,105 @@
+"""The vocabulary cut over tensor-parallel ranks: the token table, and what ids are legal.
+
+Each rank holds an even share of the rows, and no rank ever a column for the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.cut import Cut, even_share
+from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, add_up_terms, uncompiled
+from megatron.tensor_parallel.layers import CutModule
+
+_OUTSIDE = "is outside the vocabulary of"
+
+
+class VocabularyTable(CutModule):
+    """Rows for the entries of the vocabulary, this rank's share of them, to look up.
+
+    Padded at its end to a multiple of `divisible_by` rows, which exist in memory only.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        divisible_by: int,
+        tp: TensorParallel = UNCUT,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(tp)
+        self.vocab_size = vocab_size
+        rows = padded_share(vocab_size, tp=tp, divisible_by=divisible_by)
+        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
+        if self.is_cut:
+            self.cuts["weight"] = vocabulary_cut(vocab_size, size, tp=tp)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [b, s] -> their rows [b, s, h] or, cut along the sequence, [b, s/tp, h].
+        `IndexError` for an id outside the vocabulary (with several ranks on a CPU; on CUDA the
+        device asserts)."""
+        if not self.is_cut:
+            return F.embedding(ids, self.weight)
+        check_ids(ids, vocab_size=self.vocab_size)
+        terms = look_up_share(self.tp.by_rank(ids), self.weight, self.cuts["weight"])
+        return add_up_terms(terms, None, self.tp)
+
+
+def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> int:
+    """Rows in this rank's memory of a table for the vocabulary."""
+    start, stop = even_share(vocab_size, rank=tp.rank, ranks=tp.size)
+    return -(-(stop - start) // divisible_by) * divisible_by
+
+
+def vocabulary_cut(vocab_size: int, size: int, *, tp: TensorParallel) -> Cut:
+    """Which rows of the table [vocab_size, size] are here."""
+    return Cut.evenly((vocab_size, size), axis=0, rank=tp.rank, ranks=tp.size)
+
+
+def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, which no rank would find in its share; every rank sees the
+    same ids, so all of them do. On CUDA the device asserts, as its index operations do, so that
+    nothing waits."""
+    if ids.device.type == "cuda":
+        inside = ((ids >= 0) & (ids < vocab_size)).all()
+        torch.ops.aten._assert_async.msg(inside, f"a token id {_OUTSIDE} {vocab_size} entries")
+        return
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise IndexError(f"token id {wrong} {_OUTSIDE} {vocab_size} entries")
+
+
+@uncompiled
+def look_up_share(ids: torch.Tensor, weight: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Rows of the ids [...] that are in this rank's share, zeros for others: [..., h]."""
+    return _LookUpShare.apply(ids, weight, cut)
+
+
+class _LookUpShare(torch.autograd.Function):
+    """One masked write forward and none backward: what is not here is skipped by its index."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, cut: Cut) -> torch.Tensor:
+        elsewhere = (ids < cut.start) | (ids >= cut.stop)
+        local = ids - cut.start
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
+        ctx.save_for_backward(local.masked_fill_(elsewhere, weight.shape[0]))
+        ctx.num_rows = weight.shape[0]
+        return rows.masked_fill_(elsewhere[..., None], 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (local,) = ctx.saved_tensors
+        skipped = ctx.num_rows
+        grad = torch.ops.aten.embedding_dense_backward(grads[0], local, skipped, skipped, False)
+        return None, grad, None
