@@ -107,8 +107,8 @@ def add_up_terms(
 ) -> torch.Tensor:
     """g: the sum over ranks of each rank's contiguous terms [..., n], plus `bias` once.
 
-    Terms may be overwritten. With sequence parallelism they are by rank and the result is this rank's
-    part of each sequence; the bias then gets a gradient that is one term of a sum over ranks.
+    Terms may be overwritten. With sequence parallelism they are by rank, the result is this rank's
+    part of each sequence, and the bias gets a gradient that is one term of a sum over ranks.
     """
     return _AddUpTerms.apply(terms, bias, tp)
 

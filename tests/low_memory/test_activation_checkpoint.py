@@ -22,6 +22,7 @@ SETTINGS = {
     "block 2": RecomputeConfig(
         recompute_granularity="full", recompute_method="block", recompute_num_layers=2
     ),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
 }
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
@@ -47,7 +48,8 @@ def saved_bytes(model: Any, tokens: torch.Tensor) -> int:
 
 def test_spans() -> None:
     assert recompute_spans(2, None) == [Span(0, 1, False), Span(1, 2, False)]
-    assert recompute_spans(2, RecomputeConfig()) == recompute_spans(2, None)
+    for nothing in (RecomputeConfig(), SETTINGS["selective"]):
+        assert recompute_spans(2, nothing) == recompute_spans(2, None)
     assert recompute_spans(2, SETTINGS["default"]) == [Span(0, 1, True), Span(1, 2, True)]
     assert recompute_spans(5, SETTINGS["uniform 2"]) == [
         Span(0, 2, True),
@@ -93,8 +95,26 @@ def test_less_is_saved() -> None:
     assert sizes["uniform 2"] < sizes["uniform 1"] < sizes["block 2"] < sizes["none"] / 2
 
 
-def test_without_gradients_nothing_is_wrapped() -> None:
-    model = small_model(recompute=SETTINGS["uniform 1"])
+def test_selective_leaves_out_what_grows_with_the_square() -> None:
+    tokens = random_tokens(4)
+    models = {
+        name: small_model(recompute=SETTINGS.get(name), attention_dropout=0.2, hidden_dropout=0.1)
+        for name in ("none", "selective")
+    }
+    sizes = {name: saved_bytes(model, tokens) for name, model in models.items()}
+    scores = 3 * 4 * 4 * 16 * 16 * 4  # layers, batch, heads, queries, keys, bytes
+    assert sizes["selective"] <= sizes["none"] - 2 * scores
+    # Projections are kept: they are multiplied once.
+    with torch.profiler.profile() as profile:
+        models["selective"].loss(tokens, tokens).backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::linear"] == 4 * 3 + 1
+    assert counts["aten::scaled_dot_product_attention"] == 2 * 3
+
+
+@pytest.mark.parametrize("setting", ["uniform 1", "selective"])
+def test_without_gradients_nothing_is_wrapped(setting: str) -> None:
+    model = small_model(recompute=SETTINGS[setting])
     with torch.no_grad():
         assert not model(random_tokens()).requires_grad
 

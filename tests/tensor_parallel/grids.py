@@ -1,0 +1,146 @@
+"""A small model cut over ranks, and whole gradients put together from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import RecomputeConfig
+from megatron.model.gpt import GPT
+from megatron.parallel.cut import Cut
+from megatron.parallel.groups import ALONE, Group, ProcessGroups
+from tests.model.models import sharpen, small_config
+
+LENGTH = 16
+LLAMA: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "ffn_hidden_size": 64,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What to run: `changes` to the small configuration, and how it is cut."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    vocab_size: int = 97
+    sequence_parallel: bool = False
+    recompute: RecomputeConfig | None = None
+    dtype: torch.dtype = torch.float32
+    batch: int = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank: the loss, and each gradient with its cut (None: whole)."""
+
+    loss: torch.Tensor
+    grads: dict[str, tuple[Cut | None, torch.Tensor]]
+
+
+def build(case: Case, tp: Group = ALONE, **stage: Any) -> GPT:
+    """The model of a case, with values that leave every linear range, whatever the cut."""
+    torch.set_num_threads(1)
+    config = small_config(**{"make_vocab_size_divisible_by": 8, **case.changes})
+    common: dict[str, Any] = {"vocab_size": case.vocab_size, "seed": 5, "device": "cpu"}
+    whole = sharpen(GPT(config, dtype=torch.float32, **common))
+    model = GPT(
+        config,
+        dtype=case.dtype,
+        recompute=case.recompute,
+        tp=tp,
+        sequence_parallel=case.sequence_parallel,
+        **common,
+        **stage,
+    )
+    model.load_values(whole.logical_values())
+    return model
+
+
+def batch(case: Case, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Arguments of `GPT.loss`: packed documents, and a mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.batch, LENGTH)
+    tokens, labels = torch.randint(0, case.vocab_size, (2, *shape), generator=generator)
+    position_ids = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(shape)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": torch.rand(shape, generator=generator).round(),
+        "position_ids": position_ids,
+        "document_ids": (torch.arange(LENGTH) >= 9).long().expand(shape),
+    }
+
+
+def found(model: GPT, loss: torch.Tensor) -> Found:
+    """Gradients as the engine would have them: leaves and, where partial, ranks summed."""
+    grads: dict[str, tuple[Cut | None, torch.Tensor]] = {}
+    for info in model.parameter_infos():
+        total = torch.stack([g for leaf in info.leaves if (g := leaf.grad) is not None]).sum(0)
+        if info.partial:
+            model.tp.group.all_reduce(total, dist.ReduceOp.SUM)
+        rows = info.local_shape[0]
+        assert not total[rows:].any(), "padding takes no gradient"
+        assert not info.param[rows:].any(), "padding is zero"
+        grads[info.name] = (info.cut, total[:rows])
+    return Found(loss.detach(), grads)
+
+
+def loss_and_gradients(groups: ProcessGroups, case: Case) -> Found:
+    """On each of the ranks that share the layers."""
+    model = build(case, groups.world)
+    # As in a pipeline, another microbatch's forward runs before this one's backward.
+    model.streams.at(3, 1)
+    loss = model.loss(**batch(case))
+    model.streams.at(3, 2)
+    model.loss(**batch(case, seed=1))
+    loss.backward()
+    return found(model, loss)
+
+
+def whole_gradients(parts: list[Found]) -> dict[str, torch.Tensor]:
+    """Gradients of logical tensors, from those of all ranks; asserts that ranks which hold the
+    same have it bit for bit."""
+    result: dict[str, torch.Tensor] = {}
+    for name, (cut, grad) in parts[0].grads.items():
+        if cut is None:
+            assert all(torch.equal(part.grads[name][1], grad) for part in parts), name
+            result[name] = grad
+            continue
+        whole = torch.full(cut.shape, torch.nan, dtype=grad.dtype)
+        for part in parts:
+            mine, local = part.grads[name]
+            assert mine is not None
+            for (low, high), (low_here, high_here) in mine.boxes():
+                whole[_box(low, high)] = local[_box(low_here, high_here)]
+        assert not whole.isnan().any(), name
+        result[name] = whole
+    return result
+
+
+@contextmanager
+def noted(group: Group) -> Iterator[list[str]]:
+    """The collectives that a group issues, as "what of how many entries and type"."""
+    calls: list[str] = []
+    group.calls.tell = lambda _, what: calls.append(what)
+    try:
+        yield calls
+    finally:
+        group.calls.tell = None
+
+
+def _box(low: tuple[int, ...], high: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(low, high, strict=True))
