@@ -51,12 +51,16 @@ from samo.path import SamoPath
 
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
+    from megatron.data_parallel.engine import GradientEngine
     from megatron.metrics import Metrics
     from megatron.optimizer.loss_scaler import LossScaler
     from megatron.optimizer.lr import LearningRate, WeightDecay
     from megatron.optimizer.rules import UpdateRule
     from megatron.parallel.groups import ProcessGroups
+    from megatron.pipeline.runner import Pipeline
+    from megatron.pipeline.stage import Stage
     from megatron.run_state import Origin
+    from megatron.timers import Timers
     from megatron.training import Readers, Trainer
 
 _SAMO, _RADIUS = SamoPath(), RadiusPath()
@@ -123,7 +127,7 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
     origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
     failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
     if launch.world_size > 1:
-        groups.world.calls.tell = heartbeat.called
+        groups.listen(heartbeat.called)
         before_abort(lambda: failures.report(PeerError("a library that joins the ranks gave up")))
     with ExitStack() as stack:
         limit = 60 * config.parallel.distributed_timeout_minutes
@@ -248,9 +252,7 @@ def build_trainer(
     from megatron.data_parallel.engine import GradientEngine
     from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
-    from megatron.model.gpt import GPT
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
-    from megatron.pipeline.stage import Stage
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
     from megatron.run_state import RunState
@@ -263,17 +265,12 @@ def build_trainer(
     )
     readers = build_readers(config, runtime, groups, vocabulary, metrics.say)
     compare_data(vars(readers), groups.world)
-    model = GPT(
-        config.model,
-        vocab_size=vocabulary.size,
-        seed=config.training.seed,
-        dtype=getattr(torch, config.precision.param_dtype),
-        device=runtime.device,
-        recompute=config.recompute,
+    heartbeat = heartbeat or Heartbeat()
+    timers = Timers(
+        config.logging.timing_log_level, synchronize=torch.cuda.synchronize if on_cuda else None
     )
-    if config.training.compile:
-        model.compile_layers()
-    infos = model.parameter_infos()
+    stage = build_stage(config, runtime, groups, vocabulary)
+    infos = stage.parameter_infos()
     own_identity = identity(config, vocabulary)
     parts = build_parts(config, infos, groups, origin, own_identity)
     engine = GradientEngine(
@@ -309,7 +306,7 @@ def build_trainer(
         config=config,
         device=runtime.device,
         groups=groups,
-        stage=Stage(model),
+        pipeline=build_pipeline(config, runtime, groups, stage, engine, timers, heartbeat),
         engine=engine,
         optimizer=optimizer,
         learning_rate=learning_rate(config),
@@ -317,15 +314,12 @@ def build_trainer(
         scaler=scaler,
         readers=readers,
         metrics=metrics,
-        timers=Timers(
-            config.logging.timing_log_level,
-            synchronize=torch.cuda.synchronize if on_cuda else None,
-        ),
+        timers=timers,
         profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
         flops_per_token=flops_per_token(config.model, vocabulary.size),
         saver=state,
         progress=progress,
-        heartbeat=heartbeat or Heartbeat(),
+        heartbeat=heartbeat,
         requests=requests or Requests(),
     )
     if (faults := fault_request()) is not None:
@@ -333,6 +327,74 @@ def build_trainer(
 
         arm(trainer, parse_faults(faults))
     return trainer
+
+
+def build_stage(
+    config: Config, runtime: Runtime, groups: ProcessGroups, vocabulary: Vocabulary
+) -> Stage:
+    """The layers of this rank, with the embedding before the first and the head behind the last."""
+    import torch
+
+    from megatron.model.gpt import GPT
+    from megatron.pipeline.stage import Stage
+
+    split = config.parallel.layer_split(config.model.num_layers)
+    stage, stages = groups.pp.rank, groups.pp.size
+    chunks = [
+        GPT(
+            config.model,
+            vocab_size=vocabulary.size,
+            seed=config.training.seed,
+            dtype=getattr(torch, config.precision.param_dtype),
+            device=runtime.device,
+            recompute=config.recompute,
+            layers=layers,
+            has_embedding=stage == 0 and number == 0,
+            has_head=stage == stages - 1 and number == len(split[stage]) - 1,
+        )
+        for number, layers in enumerate(split[stage])
+    ]
+    if config.training.compile:
+        for chunk in chunks:
+            chunk.compile_layers()
+    return Stage(chunks)
+
+
+def build_pipeline(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    stage: Stage,
+    engine: GradientEngine,
+    timers: Timers,
+    heartbeat: Heartbeat,
+) -> Pipeline:
+    """What runs a batch through this rank's stage and those of its pipeline. Collective."""
+    import torch
+
+    from megatron.pipeline.runner import Pipeline
+    from megatron.pipeline.schedule import Place
+    from megatron.pipeline.transport import open_transport
+
+    length, chunks = config.model.seq_length, len(stage.chunks)
+    if config.parallel.sequence_parallel:
+        length //= groups.tp.size
+    transport = open_transport(
+        groups,
+        shape=(config.training.micro_batch_size, length, config.model.hidden_size),
+        dtype=getattr(torch, config.precision.param_dtype),
+        device=runtime.device,
+        chunks=chunks,
+    )
+    return Pipeline(
+        stage=stage,
+        place=Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks),
+        transport=transport,
+        engine=engine,
+        timers=timers,
+        # Looked up each time: faults on purpose put another in its place.
+        at=lambda phase: heartbeat.at(phase),
+    )
 
 
 def build_parts(

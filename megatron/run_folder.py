@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, to_yaml
+from megatron.config.layer_split import describe_split
 from megatron.errors import ConfigError, SparsetronError
 from megatron.run_lock import RunLock
 from megatron.runtime import Runtime, job_environment
@@ -92,6 +93,10 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     launch = runtime.launch
     metrics.say(f"configuration:\n{to_yaml(config).rstrip()}")
     metrics.say(f"grid: {groups.dims}, started by {launch.launcher}")
+    if groups.dims.pp > 1:
+        split = config.parallel.layer_split(config.model.num_layers)
+        schedule = "interleaved 1F1B" if len(split[0]) > 1 else "1F1B"
+        metrics.say(f"pipeline: layers {describe_split(split)}; {schedule}")
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")

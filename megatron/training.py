@@ -1,6 +1,6 @@
 """The training loop. One step reads top to bottom; the loop calls down and nothing calls back up.
 
-train --> train_step --> forward, backward of each microbatch   (gradients go to the engine)
+train --> train_step --> pipeline: forwards and backwards       (gradients go to the engine)
       |              --> engine.finish                           (means, agreement, norm)
       |              --> verdict                                 (is the step good?)
       |              --> optimizer.step, engine.commit           (or abort, on every rank)
@@ -32,6 +32,7 @@ from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.optimizer.lr import LearningRate, WeightDecay
 from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.stage import Stage
 from megatron.profiling import Profiler
 from megatron.timers import Timers
@@ -93,7 +94,7 @@ class Trainer:
     config: Config
     device: torch.device
     groups: ProcessGroups
-    stage: Stage
+    pipeline: Pipeline
     engine: GradientEngine
     optimizer: BucketOptimizer
     learning_rate: LearningRate
@@ -113,6 +114,11 @@ class Trainer:
     def __post_init__(self) -> None:
         self.total_iterations = self.config.total_iterations()
         self._began = time.monotonic()
+
+    @property
+    def stage(self) -> Stage:
+        """What this rank computes."""
+        return self.pipeline.stage
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -221,6 +227,7 @@ class Trainer:
     def train_step(self) -> tuple[StepRecord, Request]:
         """One global batch: its record, and what the ranks are asked for after it."""
         began = time.perf_counter()
+        self._bytes_sent()
         progress = self.progress
         progress.iteration += 1
         self.heartbeat.at("data", progress.iteration)
@@ -239,6 +246,7 @@ class Trainer:
                 request=self._pending(),
             )
             mean_loss = self._mean_over_ranks(loss, tokens)
+            self.pipeline.settle()
         good = self._is_good(step, mean_loss)
         num_zeros = self._num_zeros(step)
         self.heartbeat.at("optimizer")
@@ -279,6 +287,7 @@ class Trainer:
             timers=self._timings(),
             wait_seconds=stats.wait_seconds,
             path=stats.extra,
+            axis_bytes=self._bytes_sent(),
         )
         return record, Request(step.request)
 
@@ -298,7 +307,8 @@ class Trainer:
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
         """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
 
-        Returns this rank's sum of token losses and the number of tokens of the global batch.
+        Returns this rank's sum of token losses, 0 but on the last stage, and the number of tokens
+        of the global batch.
         """
         with self.timers("batch-generator", level=2):
             assert self.readers.train is not None, "a run that trains has data to train on"
@@ -306,17 +316,9 @@ class Trainer:
         tokens = self._count_tokens(batches)
         # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks.
         scale = loss_scale * self.groups.dp.size / tokens
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, batch in enumerate(batches):
-            self.heartbeat.at("forward")
-            with self.timers("forward-compute", level=2):
-                total += self.stage.forward(self.progress.iteration, batch)
-            self.heartbeat.at("backward")
-            if number == len(batches) - 1:
-                self.engine.expect_last_backward()
-            with self.timers("backward-compute", level=2):
-                self.stage.backward(batch.index, scale)
-        return total, tokens
+        iteration = self.progress.iteration
+        loss = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)
+        return loss, tokens
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -331,20 +333,18 @@ class Trainer:
         request = Request.NONE
         if reader is None or not iterations:
             return request
-        model = self.stage.model
-        model.eval()
+        self.stage.train(False)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens, batch_size = 0, self.config.training.global_batch_size or 0
         for number in range(iterations):
             self.heartbeat.at("evaluate")
             batches = list(reader.read(number * batch_size, batch_size))
             tokens += self._count_tokens(batches)
-            for batch in batches:
-                total += self.stage.forward(self.progress.iteration, batch)
+            total += self.pipeline.forward(batches, iteration=self.progress.iteration)
             request = self._agree_on(self._pending(), tag=number)
             if request.leaves:
                 break
-        model.train()
+        self.stage.train(True)
         if not request.leaves:
             loss = self._mean_over_ranks(total, tokens)
             self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
@@ -370,9 +370,19 @@ class Trainer:
         return max(1, int(count.item()))
 
     def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
+        """The same on every rank, from the losses of the last stages."""
         loss = loss.clone().view(1)
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
+        # Others add 0, which changes no bit.
+        self.groups.pp.all_reduce(loss, dist.ReduceOp.SUM)
         return loss.item() / tokens
+
+    def _bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank sent inside its copy of the model since the last call, by axis;
+        those of the gradient path are counted by it."""
+        axes = {"bytes_tp": self.groups.tp, "bytes_pp": self.groups.pp}
+        sent = {name: group.traffic.take() for name, group in axes.items()}
+        return {name: count for name, count in sent.items() if axes[name].size > 1}
 
     def _pending(self) -> Request:
         """The most urgent request that reached this rank."""

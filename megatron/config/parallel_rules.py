@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.config.layer_split import split_layers
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,15 +32,8 @@ def tensor_parallel_divides(c: Config) -> str | None:
 
 def stages_have_layers(c: Config) -> str | None:
     """Every stage holds a layer, and what the user says about them adds up."""
-    p = c.parallel
     try:
-        split_layers(
-            c.model.num_layers,
-            p.pipeline_model_parallel_size,
-            first=p.decoder_first_pipeline_num_layers,
-            last=p.decoder_last_pipeline_num_layers,
-            per_virtual_stage=p.num_layers_per_virtual_pipeline_stage,
-        )
+        c.parallel.layer_split(c.model.num_layers)
     except ConfigError as error:
         return str(error)
     return None

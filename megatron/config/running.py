@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megatron.config.layer_split import split_layers
 from megatron.config.options import above, at_least, between, option, section
 
 WEEK = 7 * 24 * 60
@@ -75,6 +76,16 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def layer_split(self, num_layers: int) -> list[list[range]]:
+        """For each pipeline stage its runs of layers."""
+        return split_layers(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            per_virtual_stage=self.num_layers_per_virtual_pipeline_stage,
+        )
 
 
 @section

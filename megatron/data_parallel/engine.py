@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,8 +59,8 @@ class _Slot:
 class GradientEngine:
     """Accumulates, launches and agrees on the gradients of one rank.
 
-    A step is `begin`, backwards of which the last is announced by `expect_last_backward`,
-    `finish`, and then either the optimizer and `commit`, or `abort`; both end in zeroing.
+    A step is `begin`, backwards of which the last is announced by `expect_last_backward`, of
+    parameters apart where they are not in one backward, `finish`, and then either the optimizer and `commit`, or `abort`; both end in zeroing.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class GradientEngine:
         self._context = dataclasses.replace(context, settled=settled)
         self._start_over()
 
-    def expect_last_backward(self) -> None:
-        """The next backward is the step's last: buckets leave as soon as they are full."""
-        self._pending = list(self._arrivals)
-        self._last = True
+    def expect_last_backward(self, names: Iterable[str] | None = None) -> None:
+        """The next backward is the step's last of the parameters of these names (None: of all):
+        buckets leave as soon as they are full."""
+        self._last.update(self.infos if names is None else names)
 
     def accumulate(self, name: str, leaf: torch.nn.Parameter) -> None:
         """Hook (1): take the gradient backward just made; send its bucket if that was the last."""
@@ -137,7 +137,7 @@ class GradientEngine:
         store = self.layout.gather if slot.fresh else self.layout.gather_add
         store(name, grad, slot.out)
         slot.fresh = False
-        if self._last:
+        if name in self._last:
             self._pending[slot.bucket] -= 1
             if self._overlap:
                 self._launch_full()
@@ -203,7 +203,7 @@ class GradientEngine:
         stored = 0
         nonzero = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
-            if self._counts(bucket):
+            if self.counts(bucket):
                 # Padding takes no gradient, so that what is not zero is always an entry.
                 nonzero.append(torch.count_nonzero(reduced.values))
                 stored += sum(
@@ -212,6 +212,12 @@ class GradientEngine:
                 )
         total = stored - torch.stack(nonzero).sum().double().view(1)
         return int(self.groups.sum_over_model(total))
+
+    def counts(self, bucket: GradBucket) -> bool:
+        """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
+        if bucket.tied and self.groups.embedding.rank:
+            return False
+        return bucket.tp_sharded or self.groups.tp.rank == 0
 
     def why_idle(self, first: int, last: int) -> str:
         """Why the path would do nothing of its own in these updates; "" where it does."""
@@ -254,8 +260,9 @@ class GradientEngine:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
             slot.fresh = not self.reducer.carries
-        self._last = self._finishing = False
-        self._pending: list[int] = []
+        self._last: set[str] = set()
+        self._finishing = False
+        self._pending = list(self._arrivals)
         self._work: list[Work] = []
         self._local_norms: list[torch.Tensor] = []
 
@@ -300,15 +307,9 @@ class GradientEngine:
         """(6): L2 norm of the whole model's mean gradient, in scaled units."""
         total = torch.zeros(1, dtype=torch.float64, device=values[0].device)
         for bucket, bucket_values in zip(self.buckets, values, strict=True):
-            if self._counts(bucket):
+            if self.counts(bucket):
                 total += _sum_of_squares(bucket_values)
         return math.sqrt(self.groups.sum_over_model(total))
-
-    def _counts(self, bucket: GradBucket) -> bool:
-        """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
-        if bucket.tied and self.groups.embedding.rank:
-            return False
-        return bucket.tp_sharded or self.groups.tp.rank == 0
 
 
 def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def find_out(run_dir: Path) -> int | None:
             reason=f"{failed.reason}; rank {parting.rank}: {parting}",
         )
     elif found:
-        last = min(found, key=lambda seen: seen.beats)
+        last = min(found, key=lambda seen: (seen.phase == "receive", seen.beats))
         failed = dataclasses.replace(
             failed,
             rank=last.rank,

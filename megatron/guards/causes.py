@@ -21,6 +21,8 @@ from megatron.status import Status, read_status, write_status
 PATIENCE = 2.0
 """Seconds that a rank waits for a peer to tell what happened to it."""
 _POLL = 0.05
+SILENT = 3.0
+"""Seconds without a sign of life after which a rank counts as stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class Causes:
         late = [peer for peer in self.peers() if peer.phase not in ("leaving", "done")]
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        last = min(late, key=lambda peer: peer.beats)
+        last = min(late, key=lambda peer: (waits(peer), peer.beats))
         cause = self.of(last, late_text(last, here))
         wake(last)
         return cause
@@ -130,9 +132,18 @@ def gone_text(peer: Sighting, here: str) -> str:
 def late_text(peer: Sighting, here: str) -> str:
     """What is known of a rank that does not follow."""
     now = time.time()
-    silent = now - peer.alive
-    state = f"stopped or unreachable for {silent:.0f} s" if silent > 3.0 else "running"
+    silent = _silence(peer)
+    state = f"stopped or unreachable for {silent:.0f} s" if silent > SILENT else "running"
     return (
         f"it does not follow the others: {state}, in this phase for {now - peer.since:.0f} s "
         f"(process {peer.pid} on {peer.host}); {here}"
     )
+
+
+def waits(peer: Sighting) -> bool:
+    """Whether a rank runs and was last seen waiting for a message: somebody else holds it up."""
+    return peer.phase == "receive" and _silence(peer) <= SILENT
+
+
+def _silence(peer: Sighting) -> float:
+    return time.time() - peer.alive

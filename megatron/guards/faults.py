@@ -3,7 +3,7 @@
 `step` is a number, or `3+` for step 3 and all after it. Without the variable nothing of this is
 imported; with it, stderr shows when a fault strikes. Kinds: kill, raise, exit0, oom, hang, stop
 (SIGSTOP), extra-collective, skip-collective (the next all-reduce), nan, inf (in one gradient),
-spike (the loss as 100 times itself), drift (one bit of one weight), slow (1 s).
+spike (the loss as 100 times itself, on a rank that has one), drift (one bit of one weight), slow (1 s).
 """
 
 from __future__ import annotations
@@ -65,6 +65,14 @@ def parse_faults(text: str) -> list[Fault]:
 
 def arm(trainer: Trainer, faults: list[Fault]) -> None:
     """Let this rank's faults strike in `trainer`, by wrapping its heartbeat."""
+    dims = trainer.groups.dims
+    for fault in faults:
+        if fault.kind == "spike" and dims.coordinates(fault.rank).pp != dims.pp - 1:
+            first = (dims.pp - 1) * dims.tp * dims.dp
+            raise ConfigError(
+                f"SPARSETRON_FAULT: rank {fault.rank} has no loss to be a spike; name one from "
+                f"{first} to {dims.world_size - 1}, of the last pipeline stage"
+            )
     mine = [fault for fault in faults if fault.rank == trainer.groups.world.rank]
     heartbeat, go_there = trainer.heartbeat, trainer.heartbeat.at
     struck: set[Fault] = set()
@@ -131,8 +139,11 @@ def _spike(trainer: Trainer) -> None:
     forward = trainer.stage.forward
 
     def spiked(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        made = forward(*args, **kwargs)
+        if made.dim():  # an activation: of a chunk before the last
+            return made
         trainer.stage.forward = forward  # type: ignore[method-assign]
-        return forward(*args, **kwargs) * 100
+        return made * 100
 
     trainer.stage.forward = spiked  # type: ignore[method-assign]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 FOLDER = "heartbeat"
 PHASES = (
-    "start", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
+    "start", "data", "receive", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
     "leaving", "done",
 )  # fmt: skip
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
@@ -30,12 +30,17 @@ _BEAT = struct.Struct("<qqqd")  # beats, step, phase, time of the last beat
 _ALIVE = struct.Struct("<d")  # time at which the rank was seen running
 _CALL = struct.Struct("<qqq40s")  # number, step, phase, what
 _COUNT = struct.Struct("<q")
+_NAME = struct.Struct("<32s")  # of the connections that a ring of calls is about
 _CALLS = 128
-"""Collectives that a record holds: the latest."""
+"""Collectives that a ring holds: the latest."""
+_RINGS = 12
+"""Connections of a rank: of every axis of the grid, and to its neighbours in the pipeline."""
+_RING = _NAME.size + _CALLS * _CALL.size
 _BEAT_AT = _OWNER.size
 _ALIVE_AT = _BEAT_AT + _BEAT.size
 _CALLS_AT = _ALIVE_AT + _ALIVE.size
-_SIZE = _CALLS_AT + _CALLS * _CALL.size
+_SIZE = _CALLS_AT + _RINGS * _RING
+WORLD = "world"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +63,14 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective that a rank issued: its number there, where the rank was, and what it is."""
+    """One collective that a rank issued: its number among those over the same connections, whose
+    name is `group`, where the rank was, and what it is."""
 
     number: int
     step: int
     phase: str
     what: str
+    group: str = WORLD
 
     def __str__(self) -> str:
         return f"{self.what} in step {self.step}, {self.phase}"
@@ -86,6 +93,7 @@ class Heartbeat:
     ) -> None:
         self.step, self.phase, self.changed = 0, "start", time.monotonic()
         self._beats, self._path = 0, None
+        self._rings: dict[str, int] = {}
         self._file: mmap.mmap | None = None
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if folder is not None:
@@ -113,9 +121,14 @@ class Heartbeat:
             with suppress(OSError):
                 self._file.flush()
 
-    def called(self, number: int, what: str) -> None:
-        """The rank is about to issue collective `number`."""
-        place = _CALLS_AT + number % _CALLS * _CALL.size
+    def called(self, number: int, what: str, group: str = WORLD) -> None:
+        """The rank is about to issue collective `number` of those over some connections."""
+        ring = self._rings.get(group)
+        if ring is None:
+            ring = self._rings[group] = len(self._rings)
+            assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
+            _NAME.pack_into(self._memory, _CALLS_AT + ring * _RING, group.encode())
+        place = _CALLS_AT + ring * _RING + _NAME.size + number % _CALLS * _CALL.size
         _CALL.pack_into(self._memory, place, 0, self.step, _NUMBER[self.phase], what.encode())
         # Last of all: who finds the number there finds the rest.
         _COUNT.pack_into(self._memory, place, number)
@@ -159,20 +172,33 @@ def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[Sight
 
 
 def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list[Call]]:
-    """The latest collectives of these ranks in this attempt, in order; ranks without a readable
-    record are left out."""
+    """The latest collectives of these ranks in this attempt, in order, group after group; ranks
+    without a readable record are left out."""
     found = {}
     for rank in ranks:
         with suppress(OSError, struct.error, UnicodeError, IndexError):
             data = (folder / f"rank_{rank}").read_bytes()
             if _OWNER.unpack_from(data)[0].rstrip(b"\0").decode() == attempt:
-                records = list(_CALL.iter_unpack(data[_CALLS_AT:_SIZE]))
-                found[rank] = [
-                    Call(number=n, step=step, phase=PHASES[phase], what=what.rstrip(b"\0").decode())
-                    for n, step, phase, what in sorted(records)
-                    if n
+                rings = [
+                    data[at : at + _RING] for at in range(_CALLS_AT, _SIZE, _RING) if data[at]
                 ]
+                found[rank] = [call for ring in rings for call in _calls_in(ring)]
     return found
+
+
+def _calls_in(ring: bytes) -> list[Call]:
+    (name,) = _NAME.unpack_from(ring)
+    return [
+        Call(
+            number=number,
+            step=step,
+            phase=PHASES[phase],
+            what=what.rstrip(b"\0").decode(),
+            group=name.rstrip(b"\0").decode(),
+        )
+        for number, step, phase, what in sorted(_CALL.iter_unpack(ring[_NAME.size :]))
+        if number
+    ]
 
 
 def is_gone(seen: Sighting) -> bool:

@@ -5,6 +5,8 @@ are one apart end in an abort, in a timeout or with each other's numbers, far fr
 
     rank 0   bucket  vote  loss    bucket  vote
     rank 1   bucket  vote  [extra]  loss   bucket      they part at [extra]
+
+Each set of connections counts by itself: ranks are compared in those that they share.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.guards.heartbeat import PHASES, Call
+from megatron.guards.heartbeat import PHASES, WORLD, Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +30,32 @@ class Parting:
     @property
     def place(self) -> Call:
         """Where it happened: an extra collective there, or one that is missing, is the earlier."""
-        return min(self.odd, self.usual, key=lambda call: (call.step, PHASES.index(call.phase)))
+        return min(self.odd, self.usual, key=_moment)
 
     def __str__(self) -> str:
+        group = "" if self.odd.group == WORLD else f" of {self.odd.group}"
         return (
-            f"it parts from the others at collective {self.odd.number}, {self.odd}, where rank "
+            f"it parts from the others at collective {self.odd.number}{group}, {self.odd}, where rank "
             f"{self.other} has {self.usual}: one was added or left out"
         )
 
 
 def find_parting(calls: Mapping[int, Sequence[Call]]) -> Parting | None:
-    """Where ranks' calls first differ, None where they do not as far as they are recorded.
+    """Where ranks' calls first differ, None where they do not as far as they are recorded: over
+    any connections, the earliest such place.
 
     The odd rank is the one that differs from most. Of two, it is the one that does what was not
     done after the same calls of an earlier step; where there is no such step, the later rank.
     """
-    by_number: dict[int, dict[int, Call]] = {}
+    by_group: dict[str, dict[int, dict[int, Call]]] = {}
     for rank, log in calls.items():
         for call in log:
-            by_number.setdefault(call.number, {})[rank] = call
+            by_group.setdefault(call.group, {}).setdefault(call.number, {})[rank] = call
+    found = [parting for each in by_group.values() if (parting := _find_in_group(each)) is not None]
+    return min(found, key=lambda parting: _moment(parting.place), default=None)
+
+
+def _find_in_group(by_number: Mapping[int, Mapping[int, Call]]) -> Parting | None:
     agreed: list[Call] = []
     for number in sorted(by_number):
         seen = by_number[number]
@@ -65,6 +74,10 @@ def find_parting(calls: Mapping[int, Sequence[Call]]) -> Parting | None:
             rank=first[odd][0], odd=first[odd][1], other=first[usual][0], usual=first[usual][1]
         )
     return None
+
+
+def _moment(call: Call) -> tuple[int, int]:
+    return call.step, PHASES.index(call.phase)
 
 
 def _kind(call: Call) -> tuple[int, str]:

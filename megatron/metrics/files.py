@@ -93,7 +93,8 @@ class AppendFile:
 
 
 def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
-    """The line of a step as a dictionary: `COLUMNS`, then what the gradient path tells of it."""
+    """The line of a step as a dictionary: `COLUMNS`, then what went along other axes of the grid,
+    and what the gradient path tells of it."""
     values = (
         record.iteration,
         record.lm_loss,
@@ -114,7 +115,7 @@ def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
         record.params_norm,
         round(time, 3),
     )
-    return {**dict(zip(COLUMNS, values, strict=True)), **record.path}
+    return {**dict(zip(COLUMNS, values, strict=True)), **record.axis_bytes, **record.path}
 
 
 def json_line(values: dict[str, Value]) -> str:

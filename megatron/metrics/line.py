@@ -77,6 +77,10 @@ def _own_fields(
     if peak_tflops is not None:
         fields.append(f"MFU: {100 * rate / (peak_tflops * 1e12):.1f}%")
     fields.append(f"sent per step: {byte_size(interval.bytes_per_step)}")
+    fields += [
+        f"sent per step ({name.removeprefix('bytes_')}): {byte_size(sent)}"
+        for name, sent in interval.axis_bytes_per_step.items()
+    ]
     if interval.density < 1:
         fields.append(f"density: {interval.density:.4g}")
     fields += [f"{name.replace('_', ' ')}: {value:.4g}" for name, value in interval.path.items()]

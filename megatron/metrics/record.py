@@ -19,7 +19,8 @@ class StepRecord:
     `lm_loss` is the mean over the tokens of the global batch and may be NaN or infinite.
     `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
     saving. `bytes_sent` is this rank's payload on the data-parallel group; `flops` are model FLOPs
-    over all ranks. `timers` are seconds gained since the record before, over ranks. `path` are
+    over all ranks. `axis_bytes`
+    is what it sent along the other axes of the grid, by name, where there are any. `timers` are seconds gained since the record before, over ranks. `path` are
     numbers of the gradient path's own, by name, where a step has any.
     """
 
@@ -44,6 +45,7 @@ class StepRecord:
     timers: Mapping[str, Spread] = field(default_factory=dict)
     wait_seconds: float | None = None
     path: Mapping[str, float] = field(default_factory=dict)
+    axis_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,6 +71,7 @@ class Interval:
     timers: dict[str, Spread]
     density: float
     path: dict[str, float]
+    axis_bytes_per_step: dict[str, float]
 
 
 def summarize(records: Sequence[StepRecord]) -> Interval:
@@ -94,6 +97,10 @@ def summarize(records: Sequence[StepRecord]) -> Interval:
         timers=_sum_timers(records),
         density=sum(r.density for r in records) / len(records),
         path={name: value for r in records for name, value in r.path.items()},
+        axis_bytes_per_step={
+            name: sum(r.axis_bytes.get(name, 0) for r in records) / len(records)
+            for name in records[-1].axis_bytes
+        },
     )
 
 

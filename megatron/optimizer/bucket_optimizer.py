@@ -116,9 +116,16 @@ class BucketOptimizer:
                 yield kind, name, flat
 
     def params_norm(self) -> float:
-        """L2 norm of the master weights this rank counts; what `--log-params-norm` prints."""
-        squares = [state.master.double().square().sum() for state in self.states]
-        return float(torch.stack(squares).sum().sqrt())
+        """L2 norm of the whole model's master weights; what `--log-params-norm` prints. Collective
+        over the model-parallel ranks."""
+        squares = [
+            state.master.double().square().sum()
+            for bucket, state in zip(self.engine.buckets, self.states, strict=True)
+            if self.engine.counts(bucket)
+        ]
+        none = torch.zeros((), dtype=torch.float64, device=self.states[0].master.device)
+        total = torch.stack(squares).sum() if squares else none
+        return float(self.engine.groups.sum_over_model(total.view(1)).sqrt())
 
     def loaded(self) -> None:
         """Master weights were written to: bring the 16-bit parameters up to date."""

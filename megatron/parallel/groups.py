@@ -7,7 +7,7 @@ run alone on one rank never initialises torch.distributed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,32 +21,53 @@ T = TypeVar("T")
 
 
 class Calls:
-    """The collectives that this rank issued over one set of connections. gloo pairs the n-th of
-    one rank with the n-th of another, whatever they are; `tell`, if set, hears each one's number
-    and what it is, so that ranks which issued different ones can be told."""
+    """The collectives that this rank issued over one set of connections, which `name` tells from
+    others alike on all its ranks. gloo pairs the n-th of one rank with the n-th of another,
+    whatever they are; `tell`, if set, hears each one's number, what it is and the name, so that
+    ranks which issued different ones can be told."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.count = 0
-        self.tell: Callable[[int, str], None] | None = None
+        self.tell: Callable[[int, str, str], None] | None = None
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
         """The next one is about to be issued."""
         self.count += 1
         if self.tell is not None:
-            self.tell(self.count, f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}")
+            text = f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}"
+            self.tell(self.count, text, self.name)
+
+
+class Traffic:
+    """Bytes that this rank sent along one axis of the grid, collectives by the ring model."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+
+    def add(self, sent: int) -> None:
+        """Count bytes that are about to be sent."""
+        self._sent += sent
+
+    def take(self) -> int:
+        """Bytes since the last call."""
+        sent, self._sent = self._sent, 0
+        return sent
 
 
 @dataclass(frozen=True)
 class Group:
     """The ranks of one collective and this rank's place among them.
 
-    `handle` is None for a group of one. Groups that share connections share `calls`.
+    `handle` is None for a group of one. Groups that share connections share `calls`; what is sent
+    adds to `traffic`.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = None
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -66,6 +87,7 @@ class Group:
         if self.handle is None:
             return None
         self.calls.note(about or _last_part(op).lower(), tensor)
+        self.traffic.add(2 * (self.size - 1) * tensor.nbytes // self.size)
         return dist.all_reduce(tensor, op=op, group=self.handle, async_op=async_op)
 
     def all_gather(
@@ -77,6 +99,7 @@ class Group:
             out.view(-1).copy_(mine.view(-1))
             return None
         self.calls.note(about or "gather", mine)
+        self.traffic.add((self.size - 1) * mine.nbytes)
         return dist.all_gather_single(out, mine, group=self.handle, async_op=async_op)
 
     def reduce_scatter(
@@ -93,7 +116,27 @@ class Group:
             out.view(-1).copy_(whole.view(-1))
             return None
         self.calls.note(about or "reduce-scatter", whole)
+        self.traffic.add((self.size - 1) * whole.nbytes // self.size)
         return dist.reduce_scatter_single(out, whole, op=op, group=self.handle, async_op=async_op)
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
+        """Begin to send a contiguous tensor to the rank at place `to`; it must stay as it is until
+        the work is waited for. `tag` pairs it with a `receive` there; NCCL pairs by order."""
+        assert self.handle is not None, "nobody to send to"
+        self.calls.note(about, tensor)
+        self.traffic.add(tensor.nbytes)
+        work = dist.isend(tensor, self.ranks[to], group=self.handle, tag=tag)
+        assert work is not None, "we are in the group"
+        return work
+
+    def receive(self, out: torch.Tensor, *, source: int, tag: int = 0, about: str) -> dist.Work:
+        """Begin to receive what the rank at place `source` sends, of the size of `out`, into it;
+        it is there once the work was waited for."""
+        assert self.handle is not None, "nobody to receive from"
+        self.calls.note(about, out)
+        work = dist.irecv(out, self.ranks[source], group=self.handle, tag=tag)
+        assert work is not None, "we are in the group"
+        return work
 
     def apart(self) -> Group:
         """The same ranks over connections of their own, for a thread that talks while others do.
@@ -154,9 +197,34 @@ ALONE = Group((0,), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Edges:
+    """A stage's one-way connections, each a group of (sender, receiver): of activations from the
+    stage before and to the one after, of gradients the other way. The last stage comes before the
+    first, for chunks of layers that go round more than once.
+
+    NCCL carries out what is issued over one communicator in order, and a receive waits there for
+    its sender: were two directions to share one, a receive posted ahead could hold back a send that
+    it depends on. So with NCCL each edge is a communicator of its own. gloo pairs by tag.
+    """
+
+    activations_in: Group
+    activations_out: Group
+    gradients_in: Group
+    gradients_out: Group
+
+    def __iter__(self) -> Iterator[Group]:
+        yield from (
+            self.activations_in,
+            self.activations_out,
+            self.gradients_in,
+            self.gradients_out,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
     """This rank's groups: along each axis of the grid, the ends of its pipeline that share a tied
-    embedding, and everybody."""
+    embedding, and everybody. `edges`: to the neighbours in the pipeline, None without one."""
 
     dims: ParallelDims
     tp: Group
@@ -164,6 +232,13 @@ class ProcessGroups:
     pp: Group
     embedding: Group
     world: Group
+    edges: Edges | None = None
+
+    def listen(self, tell: Callable[[int, str, str], None]) -> None:
+        """Have `tell` hear of every collective and transfer that this rank issues from now on: its
+        number among those of its connections, what it is, and the connections' name."""
+        for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
+            group.calls.tell = tell
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Add up in place, over the tensor- and pipeline-parallel ranks of one copy of the model,
@@ -178,18 +253,20 @@ class ProcessGroups:
         world = tuple(range(dims.world_size))
         pipelines = dims.lines("pp")
         ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
-        everybody = Calls()
+        everybody = Calls("world")
+        pp = _join("pp", pipelines, rank, everybody)
         return cls(
             dims=dims,
-            tp=_join(dims.lines("tp"), rank, everybody),
-            dp=_join(dims.lines("dp"), rank, everybody),
-            pp=_join(pipelines, rank, everybody),
-            embedding=_join(ends, rank, everybody),
-            world=_join([world], rank, everybody),
+            tp=_join("tp", dims.lines("tp"), rank, everybody),
+            dp=_join("dp", dims.lines("dp"), rank, everybody),
+            pp=pp,
+            embedding=_join("embedding", ends, rank, everybody),
+            world=_join("world", [world], rank, everybody),
+            edges=_edges(pipelines, rank, pp) if dims.pp > 1 else None,
         )
 
 
-def _join(lines: list[tuple[int, ...]], rank: int, everybody: Calls) -> Group:
+def _join(name: str, lines: list[tuple[int, ...]], rank: int, everybody: Calls) -> Group:
     """Make every group of a family, as torch.distributed demands, and return the one we are in.
     `everybody`: calls over the connections that all groups of the whole world share."""
     mine = Group((rank,), 0)
@@ -200,8 +277,28 @@ def _join(lines: list[tuple[int, ...]], rank: int, everybody: Calls) -> Group:
         handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-            mine = Group(ranks, ranks.index(rank), handle, everybody if whole else Calls())
+            calls = everybody if whole else Calls(f"{name} of {ranks[0]}")
+            mine = Group(ranks, ranks.index(rank), handle, calls)
     return mine
+
+
+def _edges(pipelines: list[tuple[int, ...]], rank: int, pp: Group) -> Edges:
+    """This stage's edges. With NCCL every rank of the world makes the communicators of all."""
+    apart = dist.get_backend() == "nccl"
+    found: dict[str, Group] = {}
+    for line in pipelines:
+        for kind, step in (("activations", 1), ("gradients", -1)):
+            for place, sender in enumerate(line):
+                receiver = line[(place + step) % len(line)]
+                handle = dist.new_group([sender, receiver]) if apart else pp.handle
+                if rank in (sender, receiver):
+                    assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
+                    way = "out" if rank == sender else "in"
+                    calls = Calls(f"{kind} {sender}>{receiver}")
+                    found[f"{kind}_{way}"] = Group(
+                        (sender, receiver), int(way == "in"), handle, calls, pp.traffic
+                    )
+    return Edges(**found)
 
 
 def _last_part(name: object) -> str:

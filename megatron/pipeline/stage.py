@@ -2,37 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
 import torch
 
 from megatron.data.loader import DeviceMicrobatch
+from megatron.data_parallel.interface import ParamInfo
 from megatron.model.gpt import GPT
 
 
-class Stage:
-    """The whole model as a single stage: forward ends in a loss, backward starts from it.
+class _Graph(NamedTuple):
+    """What backward of a microbatch needs: the input that takes a gradient, None for tokens; and
+    what backward starts from, a loss or the anchor of an output."""
 
-    `forward` keeps the graph of its microbatch until `backward` of the same microbatch.
+    hidden: torch.Tensor | None
+    end: torch.Tensor
+    gradient: list[torch.Tensor]
+
+
+class Stage:
+    """The runs of layers of one rank, its chunks, in the order in which a microbatch passes them.
+
+    The chunk with the embedding begins with tokens, that with the head ends in a loss; others take
+    and give the hidden state. `forward` keeps the graph of its microbatch until `backward` of the
+    same, but not the output's data: once that is sent, it is gone.
     """
 
-    def __init__(self, model: GPT) -> None:
-        self.model = model
-        self._graphs: dict[int, torch.Tensor] = {}
+    def __init__(self, chunks: Sequence[GPT]) -> None:
+        self.chunks = list(chunks)
+        self._graphs: dict[tuple[int, int], _Graph] = {}
 
-    def forward(self, iteration: int, batch: DeviceMicrobatch) -> torch.Tensor:
-        """Sum of the microbatch's token losses, an fp32 scalar without graph."""
-        self.model.streams.at(iteration, batch.index)
-        loss = self.model.loss(
-            batch.tokens,
-            batch.labels,
-            batch.loss_mask,
-            position_ids=batch.position_ids,
-            document_ids=batch.document_ids,
-        )
-        if torch.is_grad_enabled():
-            self._graphs[batch.index] = loss
-        return loss.detach()
+    def parameter_infos(self) -> list[ParamInfo]:
+        """Every logical parameter held here, in the order of the forward pass."""
+        return [info for chunk in self.chunks for info in chunk.parameter_infos()]
 
-    def backward(self, index: int, scale: float) -> None:
-        """Gradients of `scale` times that microbatch's loss, through the engine's hooks."""
-        loss = self._graphs.pop(index)
-        loss.backward(torch.full_like(loss, scale))
+    def names(self, chunk: int) -> Iterator[str]:
+        """Logical names of a chunk's parameters."""
+        return (info.name for info in self.chunks[chunk].parameter_infos())
+
+    def train(self, mode: bool) -> None:
+        """As `nn.Module.train`, of every chunk."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def forward(
+        self,
+        iteration: int,
+        batch: DeviceMicrobatch,
+        hidden: torch.Tensor | None = None,
+        *,
+        chunk: int = 0,
+    ) -> torch.Tensor:
+        """From `hidden`, the output of the chunk before (None: from the tokens), this chunk's
+        output; of the last the sum of the microbatch's token losses, an fp32 scalar. The result
+        has no graph."""
+        model = self.chunks[chunk]
+        assert (hidden is None) == (model.embedding is not None), "either tokens or an activation"
+        model.streams.at(iteration, batch.index)
+        keeps = torch.is_grad_enabled()
+        if hidden is None:
+            output = model.embed(batch.tokens, batch.position_ids)
+        else:
+            output = hidden.requires_grad_(keeps)
+        output = model.transform(output, batch.position_ids, batch.document_ids)
+        if ends := model.output_layer is not None:
+            output = model.loss_from_hidden(output, batch.labels, batch.loss_mask)
+        if keeps:
+            gradient: list[torch.Tensor] = []
+            end = output if ends else _Anchor.apply(output, gradient)
+            assert isinstance(end, torch.Tensor)
+            self._graphs[chunk, batch.index] = _Graph(hidden, end, gradient)
+        return output.detach()
+
+    def backward(
+        self, index: int, gradient: torch.Tensor | float, *, chunk: int = 0
+    ) -> torch.Tensor | None:
+        """Gradients of microbatch `index` (its number in the global batch) through the engine's
+        hooks, and that of the chunk's input, None where it began with tokens. `gradient`: of the
+        chunk's output; a number where that is the loss."""
+        graph = self._graphs.pop((chunk, index))
+        if isinstance(gradient, torch.Tensor):
+            graph.gradient.append(gradient)
+            graph.end.backward()
+        else:
+            graph.end.backward(torch.full_like(graph.end, gradient))
+        return None if graph.hidden is None else graph.hidden.grad
+
+
+class _Anchor(torch.autograd.Function):
+    """Stands for an output whose data may go: backward from here hands on the gradient that is by
+    then in `holder`. torch itself would want the output, and its memory, back."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
+        ctx.holder = holder
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *unused: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.holder.pop(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,9 +85,9 @@ def watch_gradients(trainer: Trainer) -> WholeGradients:
     watch = WholeGradients(tuple(info.param.shape) for info in infos if info.param.dim() > 1)
     backward = trainer.stage.backward
 
-    def watched(index: int, scale: float) -> None:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         with watch:
-            backward(index, scale)
+            return backward(*args, **kwargs)
 
     trainer.stage.backward = watched
     return watch

@@ -1,0 +1,128 @@
+"""Runs a batch through the pipeline: for each operation that the schedule decides on, the transport
+moves what it needs and makes, and the stage computes.
+
+    order --> receive --> stage.forward  --> send          hooks hand gradients to the engine
+          '-> receive --> stage.backward --> send          while backward runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.data.loader import DeviceMicrobatch
+from megatron.data_parallel.engine import GradientEngine
+from megatron.pipeline.schedule import (
+    Kind,
+    Operation,
+    Place,
+    forward_only,
+    interleaved,
+    warm_up,
+)
+from megatron.pipeline.stage import Stage
+from megatron.pipeline.transport import Transport
+from megatron.timers import Timers
+
+_RECEIVING = {Kind.FORWARD: "forward-recv", Kind.BACKWARD: "backward-recv"}
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """One rank's part of the pipeline; a single stage is one too. `at` tells the phase that the
+    rank goes into."""
+
+    stage: Stage
+    place: Place
+    transport: Transport
+    engine: GradientEngine
+    timers: Timers
+    at: Callable[[str], None]
+
+    def forward_backward(
+        self, batches: Sequence[DeviceMicrobatch], *, iteration: int, scale: float
+    ) -> torch.Tensor:
+        """Gradients of `scale` times the loss of the microbatches, to the engine; the sum of their
+        token losses, fp64, which is 0 on all but the last stage."""
+        place, count = self.place, len(batches)
+        order = interleaved(place.stage, place.stages, place.chunks, count)
+        self._expect(order, count)
+        self._name_timers()
+        total = self._zero()
+        left = [count] * place.chunks
+        for operation in order:
+            batch, chunk = batches[operation.microbatch], operation.chunk
+            message = self._receive(operation)
+            if operation.kind is Kind.FORWARD:
+                self.at("forward")
+                with self.timers("forward-compute", level=2):
+                    made = self.stage.forward(iteration, batch, message, chunk=chunk)
+                if place.is_last(chunk):
+                    total += made
+            else:
+                self.at("backward")
+                left[chunk] -= 1
+                if not left[chunk]:
+                    self.engine.expect_last_backward(self.stage.names(chunk))
+                gradient = scale if message is None else message
+                with self.timers("backward-compute", level=2):
+                    made = self.stage.backward(batch.index, gradient, chunk=chunk)
+            self._send(operation, made)
+        return total
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[DeviceMicrobatch], *, iteration: int) -> torch.Tensor:
+        """The sum of the microbatches' token losses alone, as `forward_backward`."""
+        order = forward_only(self.place.stages, self.place.chunks, len(batches))
+        self._expect(order, len(batches))
+        total = self._zero()
+        for operation in order:
+            needed = self.place.needs(operation)
+            hidden = None if needed is None else self.transport.receive(needed)
+            batch, chunk = batches[operation.microbatch], operation.chunk
+            made = self.stage.forward(iteration, batch, hidden, chunk=chunk)
+            if self.place.is_last(chunk):
+                total += made
+            self._send(operation, made)
+        self.transport.settle()
+        return total
+
+    def settle(self) -> None:
+        """After a step, when all ranks have finished their backwards: let go of what was sent."""
+        self.transport.settle()
+
+    def _expect(self, order: Sequence[Operation], count: int) -> None:
+        # The first stage has most in flight, and no rank has more unanswered sends than the one
+        # that they go to has in flight. Evaluations, in which nothing is answered, wait for none
+        # that is not received before this rank's next turn as long as there are `stages`.
+        place = self.place
+        most = warm_up(0, place.stages, place.chunks, count) + 1
+        needed = [message for each in order if (message := place.needs(each)) is not None]
+        self.transport.expect(needed, unanswered=max(most, place.stages))
+
+    def _receive(self, operation: Operation) -> torch.Tensor | None:
+        needed = self.place.needs(operation)
+        if needed is None:
+            return None
+        self.at("receive")
+        with self.timers(_RECEIVING[operation.kind], level=2):
+            return self.transport.receive(needed)
+
+    def _send(self, operation: Operation, made: torch.Tensor | None) -> None:
+        message = self.place.makes(operation)
+        if message is not None:
+            assert made is not None, "what is to be sent was computed"
+            self.transport.send(message, made)
+
+    def _name_timers(self) -> None:
+        """All stages have all timers, as those are compared over ranks."""
+        if self.place.stages > 1:
+            for name in _RECEIVING.values():
+                with self.timers(name, level=2):
+                    pass
+
+    def _zero(self) -> torch.Tensor:
+        device = self.stage.chunks[0].device
+        return torch.zeros((), dtype=torch.float64, device=device)
