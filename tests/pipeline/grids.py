@@ -1,0 +1,90 @@
+"""Trainers on the ranks of a grid, stepped by hand: nothing is saved."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.data_parallel.interface import Slice
+from megatron.optimizer.bucket_optimizer import PARAM
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from megatron.training import Trainer
+from tests.training.harness import make_trainer
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--vocab-size 96 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 0.5 "
+    "--optimizer sgd --sgd-momentum 0.5 --clip-grad 0.5 --eval-iters 2 --log-interval 1 "
+    "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --ddp-bucket-size 4000"
+)
+
+
+@cache
+def _grid(dims: ParallelDims, rank: int) -> ProcessGroups:
+    return ProcessGroups.build(dims, rank=rank)
+
+
+def grid(groups: ProcessGroups, *, pp: int, tp: int = 1) -> ProcessGroups:
+    """The groups of another grid on the same ranks, which are made once. Collective."""
+    dims = ParallelDims.from_world(groups.world.size, tp=tp, pp=pp)
+    return _grid(dims, groups.world.rank)
+
+
+def trainer_on(groups: ProcessGroups, flags: str, pp: int, run_dir: Path) -> Trainer:
+    """The trainer of this rank of a grid with `pp` stages."""
+    flags = f"{SMALL} --pipeline-model-parallel-size {pp} {flags}"
+    return make_trainer(grid(groups, pp=pp), flags, run_dir)
+
+
+def masters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Master weights of this rank, flat, without what only fills up a slice."""
+    return {
+        name: Slice(0, trainer.engine.infos[name].local_entries).of(flat).clone()
+        for kind, name, flat in trainer.optimizer.tensors()
+        if kind == PARAM
+    }
+
+
+def train_by_hand(groups: ProcessGroups, flags: str, pp: int, run_dir: Path) -> dict[str, Any]:
+    """Three steps with an evaluation in between: what each rank finds."""
+    trainer = trainer_on(groups, flags, pp, run_dir)
+    launched: list[int] = []
+    backward, finish = trainer.stage.backward, trainer.engine.finish
+
+    def watched_backward(*args: Any, **kwargs: Any) -> Any:
+        launched.append(len(trainer.engine._work))
+        return backward(*args, **kwargs)
+
+    def watched_finish(*args: Any, **kwargs: Any) -> Any:
+        launched.append(len(trainer.engine._work))
+        return finish(*args, **kwargs)
+
+    trainer.stage.backward = watched_backward  # type: ignore[method-assign]
+    trainer.engine.finish = watched_finish  # type: ignore[method-assign]
+    records = []
+    for number in range(3):
+        record, _ = trainer.train_step()
+        trainer.metrics.step(record)
+        records.append(record)
+        if number == 1:
+            trainer._evaluate("valid", trainer.readers.valid)
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return {
+        "losses": [record.lm_loss for record in records],
+        "norms": [record.grad_norm for record in records],
+        "params_norms": [record.params_norm for record in records],
+        "zeros": [record.num_zeros for record in records],
+        "tokens": [record.tokens for record in records],
+        "sent": [dict(record.axis_bytes) for record in records],
+        "timers": set(records[-1].timers),
+        "params": masters(trainer),
+        "launched": launched,
+        "buckets": len(trainer.engine.buckets),
+        "tied": sum(bucket.tied for bucket in trainer.engine.buckets),
+        "kept": len(trainer.stage._graphs),
+    }

@@ -1,0 +1,146 @@
+"""A model over pipeline stages is the model on one rank, up to rounding."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.guards.faults import arm, parse_faults
+from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.transport import open_transport
+from tests.pipeline.grids import grid, masters, train_by_hand, trainer_on
+from tests.ranks import Ranks
+from tests.training.harness import metrics_of
+
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+UNTIED = f"{DROPOUT} --untie-embeddings-and-output-weights"
+FIVE = "--num-layers 5 --attention-dropout 0 --hidden-dropout 0"
+TURNS = "--num-layers-per-virtual-pipeline-stage"
+CASES = {
+    "pp2": (2, 2, DROPOUT, ""),
+    "pp2-uneven-recomputed": (2, 2, FIVE, "--recompute-granularity full"),
+    "pp2-first-stage-small": (2, 2, FIVE, "--decoder-first-pipeline-num-layers 1"),
+    "pp2-in-turns": (2, 2, DROPOUT, f"{TURNS} 1"),
+    "pp2-in-turns-untied": (2, 2, UNTIED, f"{TURNS} 1"),
+    "pp4-uneven": (4, 4, FIVE, ""),
+    "pp4-untied": (4, 4, UNTIED, ""),
+    "dp2-pp2-in-turns": (4, 2, DROPOUT, f"{TURNS} 1"),
+    "dp2-pp2": (4, 2, FIVE, ""),
+}
+"""Ranks, stages, what the model is, how it is cut."""
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
+    """The same model on one rank: what it finds, and its validation losses."""
+
+    @cache
+    def run(flags: str) -> tuple[dict[str, Any], list[float]]:
+        run_dir = tmp_path_factory.mktemp("alone")
+        (found,) = ranks.run(1, train_by_hand, flags, 1, run_dir)
+        return found, metrics_of(run_dir, "valid_loss")
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_find_what_one_rank_finds(ranks: Ranks, tmp_path: Path, alone: Any, case: str):
+    world, pp, model, cut = CASES[case]
+    whole, valid = alone(model)
+    found = ranks.run(world, train_by_hand, f"{model} {cut}", pp, tmp_path)
+    for each in found:
+        assert each["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert each["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        assert each["params_norms"] == pytest.approx(whole["params_norms"], rel=1e-6)
+        assert (each["tokens"], each["zeros"]) == (whole["tokens"], whole["zeros"])
+        assert each["losses"] == found[0]["losses"] and each["kept"] == 0
+        assert each["timers"] == found[0]["timers"]
+    assert metrics_of(tmp_path, "valid_loss") == pytest.approx(valid, abs=1e-5)
+    seen = set()
+    for each in found:
+        for name, values in each["params"].items():
+            torch.testing.assert_close(values, whole["params"][name], atol=1e-5, rtol=0)
+        seen |= each["params"].keys()
+    assert seen == whole["params"].keys()
+    for name in seen:  # tied copies, and data-parallel ones
+        first, *others = [each["params"][name] for each in found if name in each["params"]]
+        assert all(torch.equal(first, other) for other in others), name
+
+
+def test_buckets_leave_while_backward_runs_and_bytes_are_counted(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    one_way = 16 * 32 * 4
+    for in_turns in (False, True):
+        flags = f"{DROPOUT} {f'{TURNS} 1' if in_turns else ''}"
+        found = ranks.run(4, train_by_hand, flags, 2, tmp_path / str(in_turns))
+        for each in found:
+            *_, before, after = each["launched"]
+            # Only tied tables wait for the end. Of several chunks, those that are through with the
+            # step do not wait for the others; no step sends anything before its last backward.
+            assert after == each["buckets"] - each["tied"] > 1
+            assert (before > 0) == in_turns and each["launched"][0] == 0
+            # 4 microbatches. Each of two stages sends one message over each boundary.
+            sends = 4 * (3 if in_turns else 1)
+            assert all(sent.keys() == {"bytes_pp"} for sent in each["sent"])
+            overhead = each["sent"][0]["bytes_pp"] - sends * one_way
+            assert 0 < overhead < 100, "the sums over a pipeline are small"
+    assert "sent per step (pp): " in (tmp_path / "True" / "log.txt").read_text()
+
+
+def skipped(groups: ProcessGroups, faults: str, flags: str, run_dir: Path) -> dict[str, Any]:
+    trainer = trainer_on(groups, flags, 2, run_dir)
+    arm(trainer, parse_faults(faults))
+    before, found = masters(trainer), []
+    for _ in range(2):
+        record, _ = trainer.train_step()
+        after = masters(trainer)
+        found.append((record.skipped, all(torch.equal(after[n], before[n]) for n in after)))
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return {"steps": found, "loss": record.lm_loss}
+
+
+@pytest.mark.parametrize("fault", ["nan:0:1:backward", "inf:1:1:backward", "nan:1:1:forward"])
+def test_a_bad_gradient_on_any_stage_skips_the_step_on_all(
+    ranks: Ranks, tmp_path: Path, fault: str
+) -> None:
+    for found in ranks.run(2, skipped, fault, f"{TURNS} 1", tmp_path):
+        assert found["steps"] == [(True, True), (False, False)]
+
+
+def refused_fault(groups: ProcessGroups, run_dir: Path) -> str:
+    trainer = trainer_on(groups, "", 2, run_dir)
+    trainer.engine.detach()
+    with pytest.raises(ConfigError) as caught:
+        arm(trainer, parse_faults("spike:0:1:forward"))
+    return str(caught.value)
+
+
+def test_a_spike_needs_a_rank_with_a_loss(ranks: Ranks, tmp_path: Path) -> None:
+    calm, loud = (
+        ranks.run(2, skipped, fault, f"{TURNS} 1", tmp_path / fault[:3])
+        for fault in ("slow:0:9:forward", "spike:1:2:forward")
+    )
+    # One of 8 microbatches of that step counts a hundred times, on every rank.
+    assert all(found["loss"] > 10 * calm[0]["loss"] for found in loud)
+    for text in ranks.run(2, refused_fault, tmp_path):
+        assert "name one from 1 to 1" in text
+
+
+def on_shapes(groups: ProcessGroups) -> str:
+    mine = grid(groups, pp=2)
+    shape = (2, 8 + mine.pp.rank, 4)
+    with pytest.raises(ConfigError) as caught:
+        open_transport(mine, shape=shape, dtype=torch.float32, device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_stages_that_would_send_other_shapes_are_told_apart(ranks: Ranks) -> None:
+    for text in ranks.run(2, on_shapes):
+        assert "rank 1 sends activations of [2, 9, 4] torch.float32, rank 0 of [2, 8, 4]" in text
