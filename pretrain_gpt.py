@@ -348,6 +348,8 @@ def build_stage(
             dtype=getattr(torch, config.precision.param_dtype),
             device=runtime.device,
             recompute=config.recompute,
+            tp=groups.tp,
+            sequence_parallel=config.parallel.sequence_parallel,
             layers=layers,
             has_embedding=stage == 0 and number == 0,
             has_head=stage == stages - 1 and number == len(split[stage]) - 1,
