@@ -9,8 +9,8 @@
     `data_parallel.{buckets,engine,dense}`
 4   `pipeline`, `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
-    `training`, `run_state`, `run_identity` and `run_folder` (what outlives a run), `metrics`,
-    `report`, `profiling`
+    `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
+    `metrics`, `report`, `profiling`
 6   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
 ==  ==========================================================================================
 """

@@ -7,7 +7,6 @@ all data-parallel ranks, spread over them for speed, but for what each of them h
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,22 +22,14 @@ from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import FILES, Files
 from megatron.checkpoint.keep import Keeper
 from megatron.checkpoint.locate import CHECKPOINTS, checkpoints_folder, find_checkpoint
-from megatron.checkpoint.store import (
-    Checkpoint,
-    Shard,
-    of_rank,
-    owner,
-    save_checkpoint,
-    snapshot,
-    whole,
-)
+from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint, snapshot
 from megatron.config import Config
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import CheckpointError
 from megatron.metrics import Metrics
-from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
+from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_identity import (
     check_data,
@@ -47,11 +38,8 @@ from megatron.run_identity import (
     path_differences,
     schedule,
 )
+from megatron.run_tensors import RunTensors
 from megatron.training import Progress
-
-PATH, RESIDUAL, MASK = "path/", "residual/", "mask/"
-"""Where checkpoints keep a gradient path's state: what all data-parallel ranks share, what each has
-of its own, and which entries of parameters exist."""
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
@@ -173,6 +161,7 @@ class RunState:
     _notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._tensors = RunTensors(groups=self.groups, engine=self.engine, optimizer=self.optimizer)
         asked, world = self.config.checkpoint, self.groups.world
         self._directory = save_directory(self.config, self.run_dir)
         self._channel = world.apart() if asked.async_save else world
@@ -196,7 +185,7 @@ class RunState:
         began = time.perf_counter()
         self.settle(wait=True)
         self.metrics.flush()
-        shards = list(self._shards())
+        shards = list(self._tensors.shards(moments=not self.config.checkpoint.no_save_optim))
         asynchronous = self.config.checkpoint.async_save and not wait
         if asynchronous:
             shards = [snapshot(shard) for shard in shards]
@@ -262,35 +251,6 @@ class RunState:
             "schedule": schedule(self.config),
         }
 
-    def _shards(self) -> Iterator[Shard]:
-        rank, size = self.groups.dp.rank, self.groups.dp.size
-        shared = {part.name: part for part in self._shared()}
-        owners = owner({name: part.nbytes for name, part in shared.items()}, size)
-        for name, part in shared.items():
-            if owners[name] == rank:
-                yield part.make()
-        for name, tensor in self.engine.reducer.state_tensors():
-            own = whole(f"{RESIDUAL}{name}", tensor)
-            yield of_rank(own, data_parallel_rank=rank, data_parallel_size=size)
-
-    def _shared(self) -> Iterator[_Part]:
-        """State equal on all data-parallel ranks. Of a parameter that is stored in part its mask
-        is saved once, and of its weight and moments the entries there are."""
-        for kind, name, flat in self.optimizer.tensors():
-            info = self.engine.infos[name]
-            if kind == PARAM and not _is_whole(info, flat):
-                entries = math.prod(info.logical_shape)
-                yield _Part(f"{MASK}{name}", entries, partial(self._mask_shard, info))
-            if kind == PARAM or not self.config.checkpoint.no_save_optim:
-                yield _Part(f"{kind}/{name}", flat.nbytes, partial(_shard, kind, info, flat))
-        for name, tensor in self.engine.shared_tensors():
-            yield _Part(f"{PATH}{name}", tensor.nbytes, partial(whole, f"{PATH}{name}", tensor))
-
-    def _mask_shard(self, info: ParamInfo) -> Shard:
-        mask = self.engine.layout.mask(info.name)
-        assert mask is not None, "not all of it is stored"
-        return whole(f"{MASK}{info.name}", _logical(info, mask))
-
     # ---- loading -------------------------------------------------------------------------------
 
     def restore(self, origin: Origin) -> Progress:
@@ -306,7 +266,8 @@ class RunState:
             self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
             self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
             if not weights_only and self._goes_on(saved, origin.own):
-                self._take_path(saved)
+                self._tensors.take_path(saved)
+            self._announce_grid(saved)
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
         progress = Progress() if weights_only else Progress(**saved.state["progress"])
@@ -348,6 +309,15 @@ class RunState:
         if idle:
             self.metrics.say(f"the gradient path will not do what it is for: {idle}")
 
+    def _announce_grid(self, saved: Checkpoint) -> None:
+        now = dataclasses.asdict(self.groups.dims)
+        was = {axis: saved.world.get(axis, 1) for axis in now}
+        if was != now:
+            self.metrics.say(
+                f"the checkpoint is of {ParallelDims(**was)}, this run of {self.groups.dims}: it "
+                "goes on equal in state, not bitwise"
+            )
+
     def _announce_changes(self, saved: Checkpoint) -> None:
         was = saved.state.get("schedule", {})
         for key, value in schedule(self.config).items():
@@ -355,80 +325,15 @@ class RunState:
                 self.metrics.say(f"{key}: {was.get(key)} in the checkpoint, {value} from here on")
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
-        stored = set(saved.names())
-        for kind, name, flat in self.optimizer.tensors():
-            if kind != PARAM and fresh_moments:
-                continue
-            if f"{kind}/{name}" not in stored:
-                raise CheckpointError(
-                    f"{saved.path}: has no {kind}/{name}: it was saved without optimizer state or "
-                    "by another optimizer; give --load and --no-load-optim to start that from "
-                    "nothing"
-                )
-            self._fill(self.engine.infos[name], flat, saved.read(f"{kind}/{name}"))
+        self._tensors.take(saved, moments=not fresh_moments)
         self.optimizer.loaded()
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
             self.optimizer.moments_since = int(saved.state.get("moments_since", 0))
             self.scaler.load(saved.state["loss_scaler"])
 
-    def _fill(self, info: ParamInfo, flat: torch.Tensor, logical: torch.Tensor) -> None:
-        """Write a tensor of a checkpoint to a state's stored entries."""
-        if _is_whole(info, flat):
-            _logical(info, flat).copy_(logical)
-            return
-        padded = logical.new_zeros(info.param.shape)
-        padded.view(-1)[: logical.numel()] = logical.view(-1)
-        self.engine.layout.gather(info.name, padded.to(flat.device), flat)
-
-    def _take_path(self, saved: Checkpoint) -> None:
-        shared = {name.removeprefix(PATH): saved.read(name) for name in saved.names(PATH)}
-        own = self.groups.world.agreed(lambda: dict(self._own(saved)))
-        self.engine.load_state_tensors(own, shared)
-
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
         """Whether the gradient path continues from the checkpoint, rather than starting there."""
         same = not path_differences(saved.state.get("identity", {}), self.identity)
         # A run that is started again and again by one command leaves its path once.
         return same and (own or not self.config.checkpoint.reset_grad_state)
-
-    def _own(self, saved: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's share of per-rank state; for another number of ranks the mean of the old
-        ones, which keeps the update that is pending in them."""
-        rank, size = self.groups.dp.rank, self.groups.dp.size
-        for name in saved.names(RESIDUAL):
-            ranks, *rest = saved.shape(name)
-            if ranks == size:
-                whole_box = [rank] + [0] * len(rest), [rank + 1, *rest]
-                value = saved.read(name, *whole_box)[0]
-            else:
-                value = saved.read(name).mean(0)
-            yield name.removeprefix(RESIDUAL), value
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor to save: the rank it falls to makes its shard."""
-
-    name: str
-    nbytes: int
-    make: Callable[[], Shard]
-
-
-def _shard(kind: str, info: ParamInfo, flat: torch.Tensor) -> Shard:
-    """Padding rows of the vocabulary are left out: they lie at the end of a slice that is stored
-    whole, and have no entries in one that is not."""
-    name, shape = f"{kind}/{info.name}", info.logical_shape
-    if _is_whole(info, flat):
-        return whole(name, _logical(info, flat))
-    return Shard(name, flat, shape, (0,) * len(shape), shape, mask=f"{MASK}{info.name}")
-
-
-def _is_whole(info: ParamInfo, flat: torch.Tensor) -> bool:
-    """Whether a state has all entries of its parameter."""
-    return flat.numel() == info.param.numel()
-
-
-def _logical(info: ParamInfo, flat: torch.Tensor) -> torch.Tensor:
-    entries = math.prod(info.logical_shape)
-    return flat[:entries].view(info.logical_shape)

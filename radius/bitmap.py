@@ -17,6 +17,7 @@ import torch
 from megatron.data_parallel.interface import Run
 from megatron.sparse.reference import BLOCK, GROUP, WORDS, Bits, aligned_pieces, put, unpack
 from megatron.sparse.selection import Given, Largest, Selection
+from radius import reference
 from radius.marked import FlushedBitmap, Marked
 from radius.tally import Tally
 
@@ -62,7 +63,9 @@ class BitmapIndex(Marked):
         if isinstance(selection, Largest):
             found = selection
             where = (found.values, found.threshold, found.cutoff, found.shard)
-            self._kernels.write_bits(self._words, start, *where)
+            # Places told by a list of runs are looked up, which no kernel does.
+            kernels = self._kernels if found.shard.runs is None else reference
+            kernels.write_bits(self._words, start, *where)
         else:
             for lo, hi in aligned_pieces(start, stop):
                 chosen = torch.zeros(hi - lo, dtype=torch.bool)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import GradBucket, SparseIndex
-from megatron.sparse.selection import CHUNK, Selection
+from megatron.data_parallel.interface import Entries, GradBucket, SparseIndex
+from megatron.sparse.selection import CHUNK, Given, Selection
 from radius.index import BucketIndex, Part, new_index
 from radius.residual import Residual, squares
 
@@ -30,7 +31,8 @@ class Phase(Enum):
 @dataclass
 class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole. Of the step under way: `phase`;
-    `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, one for each run of `sent`;
+    `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, of which those that have
+    entries on this rank are the runs of `sent`;
     `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
     the squared norm of what the latest step, a resample, sent of earlier ones."""
 
@@ -70,7 +72,7 @@ class RadiusBucket:
         for part in flushed:
             self.residual.join_part(index, part, loss_scale)
         self.flushed = flushed
-        self.sent = index.flushed([(part.start, part.stop) for part in flushed])
+        self.sent = index.flushed([(part.start, part.stop) for part in flushed if part.length])
         values = self._compact("values", self.sent.numel, grad.dtype)
         self.sent.gather(grad, values)
         return values
@@ -81,7 +83,8 @@ class RadiusBucket:
         index, sent, grad = self.index, self.sent, self.bucket.grad
         assert index is not None and sent is not None
         gathered = self._compact("gathered", sent.numel, torch.float32).fill_(1.0)
-        for part, run in zip(self.flushed, sent.runs, strict=True):
+        here = [part for part in self.flushed if part.length]
+        for part, run in zip(here, sent.runs, strict=True):
             not_chosen = grad[part.start : part.stop].fill_(1.0)
             index.clear_part(grad, part.start, part.length)
             gathered[run.values].add_(not_chosen, alpha=steps - 1)
@@ -107,22 +110,27 @@ class RadiusBucket:
         """Views of what a reduced vector holds of the parts in which is chosen anew: those that
         are flushed, or all."""
         if self.sent is not None:
-            return [values[run.values] for run in self.sent.runs]
+            runs = iter(self.sent.runs)
+            return [
+                values[next(runs).values] if part.length else values[:0] for part in self.flushed
+            ]
         return [values[part.start : part.stop] for part in self.parts]
 
-    def choose(self, part: Part, selection: Selection, *, compare: bool) -> int:
-        """Choose anew in a part; with `compare`, how many of the old choice are in the new one."""
+    def choose(self, part: Part, selection: Selection, *, compare: bool) -> tuple[int, int]:
+        """Choose anew in a part; with `compare`, how many were chosen on this rank, and how many of
+        those are again."""
         if self.index is None:
             self.index = new_index(self.bucket.numel, self.bucket.grad.device)
         if not compare:
             self.index.choose(part.start, selection)
-            return 0
+            return 0, 0
         start = part.start // 8 * 8  # of a byte, which may begin in another part
         before = self.index.packed(start, part.stop - start)
+        old = self.index.count(part.start, part.length)
         self.index.choose(part.start, selection)
         both = before & self.index.packed(start, part.stop - start)
-        outside = _ones(before) - part.chosen
-        return _ones(both) - outside
+        outside = _ones(before) - old
+        return old, _ones(both) - outside
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -136,20 +144,29 @@ class RadiusBucket:
         self.index.clear(pending)
         return float(squares(pending))
 
-    def chosen_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Which entries are chosen, packed, by name."""
+    def chosen_state(self) -> Iterator[tuple[str, Entries]]:
+        """Which entries are chosen, by name."""
         if self.index is not None:
             for part in self.parts:
-                yield f"{INDEX}{part.name}", self.index.packed(part.start, part.length)
+                values = partial(self.chosen, part)
+                yield f"{INDEX}{part.name}", Entries(param=part.name, values=values)
 
-    def waiting_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What waits, in order of position, by name; nothing where nothing can be waiting."""
+    def waiting_state(self) -> Iterator[tuple[str, Entries]]:
+        """What waits, by name; nothing where nothing can be waiting."""
         pending = self.residual.pending
         if pending is not None and self.index is not None:
+            self.index.clear(pending)
             for part in self.parts:
-                rest = pending.new_empty(part.rest)
-                self.index.gather_rest(pending, rest, part.start, part.length)
-                yield part.name, rest
+                values = partial(_within, pending, part)
+                unless = f"{INDEX}{part.name}"
+                yield part.name, Entries(param=part.name, values=values, unless=unless)
+
+    def chosen(self, part: Part) -> torch.Tensor:
+        """Whether each entry of a part is chosen: bool, on the CPU. Makes the host wait."""
+        if self.index is None:
+            return torch.zeros(part.length, dtype=torch.bool)
+        bits = np.unpackbits(self.index.packed(part.start, part.length).numpy(), count=part.length)
+        return torch.from_numpy(bits.view(np.bool_))
 
     def load(self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> None:
         """Take back both."""
@@ -157,14 +174,16 @@ class RadiusBucket:
             return
         index = self.index = new_index(self.bucket.numel, self.bucket.grad.device)
         for part in self.parts:
-            index.load(part.start, part.length, shared[f"{INDEX}{part.name}"])
+            index.choose(part.start, Given(shared[f"{INDEX}{part.name}"]))
         self.residual.empty()
         for part in self.parts:
             if part.name in own:
                 pending = self.residual.open()
-                index.place_rest(
-                    own[part.name].to(pending.device), pending, part.start, part.length
-                )
+                _within(pending, part).copy_(own[part.name])
+
+
+def _within(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    return flat[part.start : part.stop]
 
 
 def _ones(bits: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.sparse.selection import Selection
+    from megatron.sparse.shard import Shard
 
 
 def quota(density: Fraction, entries: int) -> int:
@@ -22,32 +23,42 @@ def quota(density: Fraction, entries: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Entries `[start, start + length)` of a bucket, of which `chosen` are sent between resamples:
-    a parameter, or one of the T parts that a rolling schedule cuts it into."""
+    """A parameter, or one of the T parts that a rolling schedule cuts it into: `wanted` of its
+    entries are sent between resamples. Those on this rank, `places` tells which, lie in the bucket
+    from `start` on; there may be none, and how many of them are chosen is known once they are.
+    `within`: the parameter, where this is a part of one."""
 
     name: str
     start: int
-    length: int
-    chosen: int
+    places: Shard
+    wanted: int
+    within: str = ""
+
+    @property
+    def of(self) -> str:
+        """The parameter that it is of."""
+        return self.within or self.name
+
+    @property
+    def length(self) -> int:
+        """Number of its entries on this rank."""
+        return self.places.numel
 
     @property
     def stop(self) -> int:
         """Where it ends."""
         return self.start + self.length
 
-    @property
-    def rest(self) -> int:
-        """How many are not chosen."""
-        return self.length - self.chosen
-
     def cut(self, number: int, parts: int, density: Fraction) -> Part:
         """The `number`-th of about equal `parts`, which together choose as many as the whole."""
         if parts == 1:
             return self
-        lo = self.length * number // parts
-        hi = self.length * (number + 1) // parts
-        chosen = quota(density, hi) - quota(density, lo)
-        return Part(f"{self.name} {number}/{parts}", self.start + lo, hi - lo, chosen)
+        lo = self.places.total * number // parts
+        hi = self.places.total * (number + 1) // parts
+        wanted = quota(density, hi) - quota(density, lo)
+        start = self.start + self.places.below(lo)
+        name = f"{self.name} {number}/{parts}"
+        return Part(name, start, self.places.part(lo, hi), wanted, within=self.name)
 
 
 class BucketIndex(SparseIndex, Protocol):
@@ -55,6 +66,10 @@ class BucketIndex(SparseIndex, Protocol):
 
     def choose(self, start: int, selection: Selection) -> None:
         """Replace what is chosen in `[start, start + selection.n)`."""
+        ...
+
+    def count(self, start: int, length: int) -> int:
+        """How many are chosen in `[start, start + length)`."""
         ...
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:

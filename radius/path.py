@@ -102,6 +102,7 @@ class RadiusPath:
     ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.reducer import RadiusReducer, RadiusSettings
+        from radius.share import ModelShare
 
         options, total = self._options(config), config.total_iterations()
         if not config.training.skip_train:
@@ -116,10 +117,10 @@ class RadiusPath:
             residual=options.radius_residual,
             seed=config.training.seed,
         )
-        matrices = {
-            info.name: math.prod(info.logical_shape) for info in infos if info.param.dim() > 1
-        }
-        return PathParts(layout=DenseLayout(), reducer=RadiusReducer(groups.dp, matrices, settings))
+        matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
+        share = ModelShare.of(groups, infos)
+        reducer = RadiusReducer(groups.dp, matrices, settings, share)
+        return PathParts(layout=DenseLayout(), reducer=reducer)
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""

@@ -26,7 +26,9 @@ import torch
 
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import (
+    BucketLayout,
     BucketUpdate,
+    Entries,
     GradBucket,
     Reduced,
     ReducerStats,
@@ -34,11 +36,13 @@ from megatron.data_parallel.interface import (
     Work,
 )
 from megatron.sparse.selection import Selection, draw_seeded, select_largest
+from megatron.sparse.shard import Shard
 from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, quota
 from radius.memory import memory_note, radius_bytes
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import why_no_resample
+from radius.share import ModelShare
 from radius.work import RadiusWork
 
 if TYPE_CHECKING:
@@ -68,13 +72,22 @@ class RadiusSettings:
 class RadiusReducer:
     """Means over `group`, of whole buckets at resamples and of chosen entries between them.
 
-    `entries`: for each parameter that may be sent in part the number of its logical entries, which
-    come first in its slice; buckets of others are always sent whole. With density 1 everything is,
-    and nothing is kept.
+    `entries`: for each parameter that may be sent in part the number of its logical entries on this
+    rank, which come first in its slice; buckets of others are always sent whole. With density 1
+    everything is, and nothing is kept. `share`: which part of the model that is, None for all of
+    it. The k of a parameter, the order of equal entries, draws and the T parts of a rolling
+    schedule are those of the whole tensor, so that every grid chooses the same.
     """
 
-    def __init__(self, group: Group, entries: Mapping[str, int], settings: RadiusSettings) -> None:
+    def __init__(
+        self,
+        group: Group,
+        entries: Mapping[str, int],
+        settings: RadiusSettings,
+        share: ModelShare | None = None,
+    ) -> None:
         self.settings = settings
+        self.share = share or ModelShare()
         self._entries = entries if settings.density < 1 else {}
         self._whole = AllReduceReducer(group)
         self._own: list[RadiusBucket] = []
@@ -82,24 +95,32 @@ class RadiusReducer:
         self._first = self._last = 0
         self._sent = self._stored = self._chosen = self._kept = 0
         self._notes: list[str] = []
+        self._tells_memory = False
         self._held: list[RadiusWork] = []
 
     @property
     def carries(self) -> bool:
         return self.settings.residual == "in-place" and bool(self._entries)
 
-    def attach(self, buckets: Sequence[GradBucket]) -> None:
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
-        self._own = [self._take_on(bucket) for bucket in buckets]
-        if self._entries and self._own:
-            self._notes = [self._memory()]
+        stored = {
+            name: min(where.numel, self._entries[name])
+            for bucket in buckets
+            for name, where in bucket.slices.items()
+            if name in self._entries
+        }
+        places = self.share.places(stored, layout) if buckets else {}
+        self._own = [self._take_on(bucket, places) for bucket in buckets]
+        self._tells_memory = self.settings.density < 1 and bool(buckets)
 
-    def _take_on(self, bucket: GradBucket) -> RadiusBucket:
-        parts: list[Part] = []
-        for name, where in bucket.slices.items():
-            if name in self._entries:
-                length = min(where.numel, self._entries[name])
-                parts.append(Part(name, where.start, length, quota(self.settings.density, length)))
+    def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard]) -> RadiusBucket:
+        density = self.settings.density
+        parts = [
+            Part(name, where.start, places[name], quota(density, places[name].total))
+            for name, where in bucket.slices.items()
+            if name in places
+        ]
         kind = RESIDUALS[self.settings.residual] if parts or self.carries else Residual
         return RadiusBucket(bucket, parts, kind(bucket))
 
@@ -111,8 +132,9 @@ class RadiusReducer:
         self._step = step
         own.phase = self._phase(step) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
-        self._stored += bucket.numel
-        self._sent += values.numel()
+        if self.share.counts(bucket):
+            self._stored += bucket.numel
+            self._sent += values.numel()
         sending = dataclasses.replace(bucket, grad=values)
         launch, read = partial(self._whole.reduce, sending, step), partial(self._received, own)
         work = RadiusWork(launch, read, self._held)
@@ -142,7 +164,7 @@ class RadiusReducer:
             settings, interval = self.settings, self.settings.interval
             number = step.t % interval
             cuts = [part.cut(number, interval, settings.density) for part in own.parts]
-            values = own.gather_rolling([cut for cut in cuts if cut.length], step.loss_scale)
+            values = own.gather_rolling([cut for cut in cuts if cut.places.total], step.loss_scale)
             if settings.residual != "none":
                 since = step.t - self._first  # below 1 in the first step that is counted anew
                 own.count_steps(since if 0 < since < interval else interval)
@@ -219,10 +241,11 @@ class RadiusReducer:
 
     def _roll(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
         """Choose anew in the parts that were flushed, by values for each."""
+        # What is kept is asked of the first part, as often as with the paper's schedule.
+        compare = self._step.t % self.settings.interval == 0
         for part, mine in zip(own.flushed, values, strict=True):
             own.residual.flush(part)
-            # What is kept is asked of the first part, as often as with the paper's schedule.
-            self._choose(own, part, mine, compare=self._step.t % self.settings.interval == 0)
+            self._choose(own, part, mine, compare=compare)
         if self._step.t < self._last:
             # Updates are counted anew: what waits has done so for whole rounds.
             self._first = -self.settings.interval
@@ -231,25 +254,35 @@ class RadiusReducer:
     def _choose(
         self, own: RadiusBucket, part: Part, values: torch.Tensor | None, *, compare: bool
     ) -> None:
-        """The largest of `values`, or a draw; every rank makes the same choice."""
-        if not part.length:
+        """The largest of `values`, or a draw; every rank makes the same choice, and those that
+        share the tensor make it together, whether they have any of this part or not."""
+        if not part.places.total:
             return
         selection: Selection
         if values is None:
-            seed, step = self.settings.seed, self._step.t
-            selection = draw_seeded(part.length, part.chosen, seed=seed, step=step, name=part.name)
+            seed, step, total = self.settings.seed, self._step.t, part.places.total
+            selection = draw_seeded(
+                total, part.wanted, seed=seed, step=step, name=part.name, shard=part.places
+            )
         else:
-            selection = select_largest(values, part.chosen)
-        kept = own.choose(part, selection, compare=compare)
-        if compare:
-            self._chosen += part.chosen
+            sum_bins = self.share.sum_bins(part.of)
+            if sum_bins is None and not part.length:
+                return
+            selection = select_largest(values, part.wanted, sum_bins=sum_bins, shard=part.places)
+        if not part.length:
+            return
+        chosen, kept = own.choose(part, selection, compare=compare)
+        if self.share.counts(own.bucket):
+            self._chosen += chosen
             self._kept += kept
 
     # ---- telling -------------------------------------------------------------------------------
 
     def _memory(self) -> str:
+        """Of the whole model; "" where it has no matrix. Collective over the ranks of a copy."""
         settings, grad = self.settings, self._own[0].bucket.grad
-        matrices = [part.length for own in self._own for part in own.parts]
+        counted = [own for own in self._own if self.share.counts(own.bucket)]
+        matrices = [part.length for own in counted for part in own.parts]
         rolling = settings.schedule == "rolling"
         kinds = radius_bytes(
             matrices,
@@ -259,7 +292,11 @@ class RadiusReducer:
             value_bytes=grad.element_size(),
             device=grad.device.type,
         )
-        return memory_note(sum(matrices), kinds, grad.device.type)
+        entries, *sizes = self.share.total([sum(matrices), *kinds.values()], grad.device)
+        if not entries:
+            return ""
+        whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}
+        return memory_note(int(entries), whole, grad.device.type)
 
     def _switched(self) -> str:
         settings = self.settings
@@ -274,14 +311,24 @@ class RadiusReducer:
         )
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        extra: dict[str, float] = {}
+        device = self._own[0].bucket.grad.device
+        if self._tells_memory:
+            self._tells_memory = False
+            self._notes = [note for note in (self._memory(), *self._notes) if note]
+        waits = 0.0
         if full and self._first and self.settings.residual != "none":
-            extra["residual_norm"] = math.sqrt(sum(own.squared_norm() for own in self._own))
-        if self._chosen:
-            extra["index_kept"] = self._kept / self._chosen
+            counted = [own for own in self._own if self.share.counts(own.bucket)]
+            waits = sum(own.squared_norm() for own in counted)
+        mine = [self._sent, self._stored, self._chosen, self._kept, waits, bool(self._first)]
+        sent, stored, chosen, kept, waits, began = self.share.total(mine, device)
+        extra: dict[str, float] = {}
+        if full and began and self.settings.residual != "none":
+            extra["residual_norm"] = math.sqrt(waits)
+        if chosen:
+            extra["index_kept"] = kept / chosen
         found = dataclasses.replace(
             self._whole.stats(),
-            density=self._sent / self._stored if self._stored else 1.0,
+            density=sent / stored if stored else 1.0,
             extra=extra,
             notes=tuple(self._notes),
         )
@@ -291,13 +338,13 @@ class RadiusReducer:
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         if self._entries:
             yield STEPS, torch.tensor([self.settings.start, self._first, self._last])
         for own in self._own:
             yield from own.chosen_state()
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
         for own in self._own:
             yield from own.waiting_state()
 

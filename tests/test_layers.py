@@ -16,8 +16,8 @@ LAYERS = (
     ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
-    ("training", "guards", "run_state", "run_identity", "run_folder", "metrics", "report")
-    + ("profiling",),
+    ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
+    + ("report", "profiling"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")

@@ -33,7 +33,7 @@ from megatron.checkpoint.tensors import (
 from megatron.errors import CheckpointError
 
 FORMAT = "sparsetron-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT = 256 * 2**20
 """Bytes. A manifest of 1024 ranks and 600 tensors takes about 90 MB."""

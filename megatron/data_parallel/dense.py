@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.interface import (
+    BucketLayout,
     BucketUpdate,
+    Entries,
     GradBucket,
     Reduced,
     ReducerStats,
@@ -52,7 +54,7 @@ class AllReduceReducer:
     bytes_sent: int = field(default=0, init=False)
     wait_seconds: float = field(default=0.0, init=False)
 
-    def attach(self, buckets: Sequence[GradBucket]) -> None:
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         pass
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> _AllReduceWork:
@@ -85,13 +87,13 @@ class AllReduceReducer:
         self.bytes_sent, self.wait_seconds = 0, 0.0
         return stats
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         return iter(())
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
         return iter(())
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
-        assert not own and not shared, "the dense path has no state of its own"
+        assert not own, "the dense path has no state of its own"

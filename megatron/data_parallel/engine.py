@@ -24,6 +24,7 @@ from megatron.data_parallel.buckets import BucketPlan, entries_of, fingerprint, 
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
+    Entries,
     GradBucket,
     ParamInfo,
     PathParts,
@@ -98,14 +99,14 @@ class GradientEngine:
         _compare_fingerprints(self.fingerprint, self.groups)
         # The old buckets go before the new ones come: with the views of them, here and there.
         if self.buckets:
-            self.reducer.attach(())
+            self.reducer.attach((), layout)
         self.buckets = []
         self._slots: dict[str, _Slot] = {}
         device = infos[0].param.device
         self.buckets = [
             _allocate(index, plan, self._grad_dtype, device) for index, plan in enumerate(plans)
         ]
-        self.reducer.attach(self.buckets)
+        self.reducer.attach(self.buckets, layout)
         self._slots = {
             name: _Slot(bucket.index, where.of(bucket.grad), len(self.infos[name].leaves))
             for bucket in self.buckets
@@ -232,7 +233,7 @@ class GradientEngine:
         extra = {**stats.extra, **self.rewirer.stats()}
         return dataclasses.replace(stats, extra=extra, notes=(*stats.notes, *self.rewirer.notes()))
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         """The path's state that is equal on all data-parallel ranks, for the checkpoint."""
         yield from self.reducer.shared_tensors()
         if self.rewirer is not None:
@@ -243,11 +244,10 @@ class GradientEngine:
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
         """Take back what `shared_tensors` and the reducer's `state_tensors` gave."""
-        theirs = {name: t for name, t in shared.items() if name.startswith(REWIRER)}
-        self.reducer.load_state_tensors(own, {n: t for n, t in shared.items() if n not in theirs})
+        self.reducer.load_state_tensors(own, shared)
         if self.rewirer is not None:
-            named = {name.removeprefix(REWIRER): tensor for name, tensor in theirs.items()}
-            self.rewirer.load_state_tensors(named)
+            theirs = [name for name in shared if name.startswith(REWIRER)]
+            self.rewirer.load_state_tensors({n.removeprefix(REWIRER): shared[n] for n in theirs})
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""

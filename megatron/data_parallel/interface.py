@@ -10,7 +10,7 @@ Nothing here imports torch when it runs, so that flags can be checked before tor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -255,13 +255,30 @@ Masks = Mapping[str, "torch.Tensor"]
 lies in this rank's memory, by logical name. A parameter without a mask has all of its entries."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entries:
+    """State that goes by the entries of a parameter, for the checkpoint, which holds it in terms of
+    the logical tensor, so that any grid can load it.
+
+    `values()`: 1-D, one for each stored entry of the parameter `param` on this rank, in order,
+    vocabulary padding left out; may be a view, good until the next step. `unless`: the name of
+    state of the same parameter (bool, equal on all data-parallel ranks); entries at which that is
+    True mean nothing, are not saved and come back as 0.
+    """
+
+    param: str
+    values: Callable[[], torch.Tensor]
+    unless: str = ""
+
+
 @dataclass(frozen=True)
 class ReducerStats:
     """Counters of one step on this rank. `bytes_sent` follows the ring model: an all-reduce of b
     bytes over n ranks sends 2 (n - 1) / n b, an all-gather (n - 1) times the rank's own bytes.
-    `density`: entries sent over entries stored. `wait_seconds`: time blocked in `Work.wait`.
-    `extra`: numbers of the path's own for log line and metrics file, under names that read well in
-    both (`residual_norm`). `notes`: sentences for the log, each told once."""
+    `density`: entries sent over entries stored, of the whole model. `wait_seconds`: time blocked in
+    `Work.wait`. `extra`: numbers of the path's own, of the whole model too, for log line and
+    metrics file, under names that read well in both (`residual_norm`). `notes`: sentences for the
+    log, each told once."""
 
     bytes_sent: int = 0
     density: float = 1.0
@@ -277,7 +294,9 @@ class GradientReducer(Protocol):
     is good, else `abort` is called. Buckets are reduced in index order on every rank.
 
     State that is equal on all data-parallel ranks is saved once, each rank's own for each of them;
-    both go by logical name and say nothing of buckets.
+    both go by logical name and say nothing of buckets. State of a parameter is `Entries`, and comes
+    back as the stored entries that this rank has by then; a plain tensor is equal on all ranks,
+    model-parallel ones too, that have state of its name, which must tell apart what is not.
     """
 
     @property
@@ -286,9 +305,10 @@ class GradientReducer(Protocol):
         reducer empties buckets itself."""
         ...
 
-    def attach(self, buckets: Sequence[GradBucket]) -> None:
-        """These are the buckets; called before anything else, and again when other coordinates
-        exist (`StepContext.settled` was False until then), which finds no state."""
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
+        """These are the buckets, in the coordinates of `layout`; called before anything else, and
+        again when other coordinates exist (`StepContext.settled` was False until then), which finds
+        no state. Collective over the model-parallel ranks but for no buckets at all."""
         ...
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
@@ -314,22 +334,24 @@ class GradientReducer(Protocol):
 
     def stats(self, *, full: bool = False) -> ReducerStats:
         """Counters since the last call, which they are reset by; `full` adds to `extra` what takes
-        a pass over the state to find."""
+        a pass over the state to find. Collective over the model-parallel ranks."""
         ...
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """State equal on all data-parallel ranks for the checkpoint, by name."""
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+        """State equal on all data-parallel ranks for the checkpoint, by name; that of `Entries`
+        ends in "/" and their parameter's."""
         ...
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """State of this data-parallel rank alone for the checkpoint, by logical name: what was not
-        sent yet. Of one shape on all ranks; ranks that are more or fewer get the mean."""
+    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
+        """State of this data-parallel rank alone for the checkpoint, by the parameter's name: what
+        was not sent yet. Data-parallel ranks that are more or fewer get the mean."""
         ...
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take back what `state_tensors` and `shared_tensors` gave."""
+        """Take back what `state_tensors` and `shared_tensors` gave, on whatever ranks; plain
+        tensors of other ranks' parts may be among them. Each is read as it is asked for."""
         ...
 
 
@@ -373,8 +395,8 @@ class Rewirer(Protocol):
         """Sentences for the log since the last call."""
         ...
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """State for the checkpoint, equal on all data-parallel ranks, by name."""
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+        """State for the checkpoint, as a reducer's that is equal on all data-parallel ranks."""
         ...
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:

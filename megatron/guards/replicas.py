@@ -1,4 +1,4 @@
-"""Data-parallel copies of the model must stay equal to the last bit; this looks.
+"""What several ranks hold alike must stay equal to the last bit; this looks.
 
 A parameter's checksum is the sum of its bit patterns as integers: exact in any order, as fast as
 memory, and changed by any single flipped bit.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import NumericsError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups
 
 _NAMED = 3
 """Parameters that an error names before it counts the rest."""
@@ -38,39 +40,70 @@ def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
 
 
 def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step: int) -> None:
-    """Raise `NumericsError`, on every rank, naming parameter and rank, where a data-parallel copy
-    differs from most. One small all-reduce; collective over the world."""
-    if groups.dp.size == 1:
+    """Raise `NumericsError`, on every rank, naming parameter and rank, where a copy differs from
+    most: among data-parallel ranks, among tensor-parallel ones of what they all hold whole, among
+    stages of what is tied. One small all-reduce for each; collective over the world."""
+    if groups.world.size == 1:
         return
-    found = checksums(optimizer)
-    mine = torch.stack(list(found.values()))
-    extremes = torch.stack([mine, -mine])
-    groups.dp.all_reduce(extremes, dist.ReduceOp.MAX)
-    differs = extremes[0] != -extremes[1]
-    bad = differs.any().to(torch.int64).view(1)
+    copies = [
+        _Copies(group, dict(sorted(found.items())))
+        for group, found in _copies(optimizer, groups)
+        if group.size > 1 and found
+    ]
+    odd = [_odd(copy) for copy in copies]
+    device = optimizer.engine.buckets[0].grad.device
+    bad = torch.tensor([int(any(odd))], device=device)
     groups.world.all_reduce(bad, dist.ReduceOp.MAX)
     if not bad.item():
         return
-    names = [name for name, odd in zip(found, differs.tolist(), strict=True) if odd]
-    groups.world.agreed(lambda: _name(names, found, groups, step))
+    lines = [line for copy, names in zip(copies, odd, strict=True) for line in _told(copy, names)]
+    groups.world.agreed(lambda: _raise(lines, step))
 
 
-def _name(
-    names: list[str], found: dict[str, torch.Tensor], groups: ProcessGroups, step: int
-) -> None:
-    texts = groups.dp.gather_text(json.dumps([int(found[name]) for name in names]))
+class _Copies(NamedTuple):
+    """Checksums of what the ranks of a group hold alike, by name."""
+
+    group: Group
+    found: dict[str, torch.Tensor]
+
+
+def _copies(
+    optimizer: BucketOptimizer, groups: ProcessGroups
+) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
+    """Parameters that each group holds alike."""
+    found = checksums(optimizer)
+    infos = optimizer.engine.infos
+    owner = {name: infos[name.split(" ")[0]] for name in found}
+    yield groups.dp, found
+    yield groups.tp, {name: total for name, total in found.items() if owner[name].cut is None}
+    yield groups.embedding, {name: total for name, total in found.items() if owner[name].tied}
+
+
+def _odd(copies: _Copies) -> list[str]:
+    """Names that are not equal on all ranks."""
+    mine = torch.stack(list(copies.found.values()))
+    extremes = torch.stack([mine, -mine])
+    copies.group.all_reduce(extremes, dist.ReduceOp.MAX)
+    differs = extremes[0] != -extremes[1]
+    return [name for name, odd in zip(copies.found, differs.tolist(), strict=True) if odd]
+
+
+def _told(copies: _Copies, names: list[str]) -> Iterator[str]:
+    """A line for each of these names: on which ranks. Collective over the group."""
+    group, found = copies
+    texts = group.gather_text(json.dumps([int(found[name]) for name in names]))
     everyone = [json.loads(text) for text in texts]
-    drifted = []
     for number, name in enumerate(names):
         sums = [values[number] for values in everyone]
         usual, count = Counter(sums).most_common(1)[0]
-        odd = [groups.dp.ranks[i] for i, value in enumerate(sums) if value != usual]
+        odd = [group.ranks[i] for i, value in enumerate(sums) if value != usual]
         line = f"{name} on rank {', '.join(map(str, odd))}"
         if 2 * count <= len(sums):
-            line += (
-                f", or on those that it differs from (rank {groups.dp.ranks[sums.index(usual)]})"
-            )
-        drifted.append(line)
+            line += f", or on those that it differs from (rank {group.ranks[sums.index(usual)]})"
+        yield line
+
+
+def _raise(drifted: list[str], step: int) -> None:
     if drifted:
         more = f" and {len(drifted) - _NAMED} more" if len(drifted) > _NAMED else ""
         raise NumericsError(

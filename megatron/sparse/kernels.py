@@ -28,8 +28,9 @@ _ENTRIES = GROUP * BLOCK
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """Start so many programs of a Triton kernel on the current stream."""
-    # Fused multiplications and additions were Triton's default, and will not be.
-    kernel[(programs,)](*arguments, num_warps=_WARPS, enable_fp_fusion=True, **options)
+    if programs:
+        # Fused multiplications and additions were Triton's default, and will not be.
+        kernel[(programs,)](*arguments, num_warps=_WARPS, enable_fp_fusion=True, **options)
 
 
 def launch_over(
@@ -74,6 +75,7 @@ def tie_counts(
         shard.row,
         shard.stride,
         shard.offset,
+        shard.first,
         0,
         TIE_BLOCK=TIE_BLOCK,
         ENTRIES=_ENTRIES,
@@ -105,6 +107,7 @@ def write_bits(
         shard.row,
         shard.stride,
         shard.offset,
+        shard.first,
         IS_RUN=shard.is_run,
         WORDS=_ENTRIES // 32,
     )
@@ -161,7 +164,7 @@ def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIE
         tl.atomic_add(counts + ((magnitude - first) >> shift), one, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numel", "row", "stride", "offset", "apart"])
+@triton.jit(do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"])
 def _tie_counts(
     values,
     threshold,
@@ -171,6 +174,7 @@ def _tie_counts(
     row,
     stride,
     offset,
+    skipped,
     apart,
     TIE_BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -180,12 +184,13 @@ def _tie_counts(
         left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
         at = tl.arange(0, ENTRIES) + apart
         tied = _magnitudes(values + begin, at, left) == tl.load(threshold)
-        logical = (begin + at) // row * stride + (begin + at) % row + offset
+        place = begin + skipped + at
+        logical = place // row * stride + place % row + offset
         one = tl.full((ENTRIES,), 1, tl.int64)
         tl.atomic_add(counts + logical // TIE_BLOCK, one, mask=tied, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first", "numel", "row", "stride", "offset"])
+@triton.jit(do_not_specialize=["first", "numel", "row", "stride", "offset", "skipped"])
 def _write_bits(
     words,
     values,
@@ -197,6 +202,7 @@ def _write_bits(
     row,
     stride,
     offset,
+    skipped,
     IS_RUN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -219,7 +225,7 @@ def _write_bits(
     if IS_RUN:
         early = at < tl.maximum(tl.minimum(before - offset - begin, ENTRIES), 0).to(tl.int32)
     else:
-        local = begin + at
+        local = begin + skipped + at
         early = local // row * stride + local % row + offset < before
     chosen = (magnitude > limit) | ((magnitude == limit) & early)
     # Eight entries to a byte, the first in its highest bit: entry e has bit e ^ 7 of its word.

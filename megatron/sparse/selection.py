@@ -111,11 +111,13 @@ def select_largest(
     when the selection is used. 16-bit values are widened piece by piece.
 
     Where the tensor is cut over ranks, k counts them all, `shard` says which entries these are, and
-    `sum_bins` adds int64 counts over the ranks in place; all of them call this.
+    `sum_bins` adds int64 counts over the ranks in place; all of them call this, those without any
+    entry too.
     """
     shard = shard or Shard(values.numel(), values.numel())
     assert values.dtype in DTYPES and values.dim() == 1 and values.is_contiguous()
-    assert 0 <= k <= shard.total and values.numel() == shard.numel > 0
+    assert 0 <= k <= shard.total and values.numel() == shard.numel
+    assert values.numel() or sum_bins is not None
     if values.device.type == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
         return Largest(values, *_by_partition(values, k), shard, k)
     count = _Counter(values, sum_bins)
@@ -207,13 +209,16 @@ class _Counter:
         values, cut = self.values, wanted < ties
         if values.device.type == "cpu" and not cut:
             return torch.tensor(_ALL_TIES)
-        counts = _kernels(values).tie_counts(values, threshold, cut.view(()), shard)
+        kernels = _kernels(values) if shard.runs is None else reference
+        counts = kernels.tie_counts(values, threshold, cut.view(()), shard)
         self._sum(counts)
         block, rest = _reaching(counts, wanted)
         places = block * TIE_BLOCK + torch.arange(TIE_BLOCK, device=values.device)
-        local, here = shard.local(places)
-        found = magnitudes(values.index_select(0, local.clamp_(0, values.numel() - 1)))
-        tied = ((found == threshold) & here).long()
+        tied = torch.zeros_like(places)
+        if values.numel():
+            local, here = shard.local(places)
+            found = magnitudes(values.index_select(0, local.clamp_(0, values.numel() - 1)))
+            tied += (found == threshold) & here
         self._sum(tied)
         last, _ = _reaching(tied, rest)
         cutoff = torch.where(wanted > 0, block * TIE_BLOCK + last + 1, 0)

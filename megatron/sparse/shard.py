@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +15,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Shard:
     """Where this rank's `numel` entries lie among the `total` of a tensor: local entry i is entry
-    i // row * stride + offset + i % row."""
+    j // row * stride + offset + j % row, where j = first + i.
+
+    `runs`, where they lie less evenly, says it in place of these numbers: int64 [runs] on the CPU,
+    which local entry each run begins with and where that lies, both ascending.
+    """
 
     numel: int
     total: int
     row: int = 1
     stride: int = 1
     offset: int = 0
+    first: int = 0
+    runs: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, cut: Cut) -> Shard:
@@ -33,33 +39,92 @@ class Shard:
             return cls(numel, total, offset=offset)
         return cls(numel, total, row, stride, offset)
 
+    @classmethod
+    def of_stored(cls, counts: torch.Tensor, rank: int) -> Shard:
+        """Of a tensor of which only some entries are stored, among those: `counts` [ranks, rows]
+        (int64) is how many each rank stores of each of its rows, which take turns by row."""
+        places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
+        mine = counts[rank]
+        starts = mine.cumsum(0) - mine
+        return cls._of_runs(int(mine.sum()), int(counts.sum()), starts, places[:, rank], mine)
+
+    @classmethod
+    def _of_runs(
+        cls,
+        numel: int,
+        total: int,
+        starts: torch.Tensor,
+        places: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> Shard:
+        starts, places = starts[lengths > 0], places[lengths > 0]
+        if starts.numel() < 2:
+            return cls(numel, total, offset=int(places.sum()))
+        return cls(numel, total, runs=(starts, places))
+
     @property
     def is_run(self) -> bool:
         """Whether the entries lie side by side in the whole tensor."""
-        return self.row == self.stride
+        return self.row == self.stride and self.runs is None
 
     def logical(self, local: torch.Tensor) -> torch.Tensor:
         """Positions in the whole tensor of local ones (int64)."""
+        if self.runs is not None:
+            starts, places = (numbers.to(local.device) for numbers in self.runs)
+            run = torch.searchsorted(starts, local, right=True) - 1
+            return local + (places - starts)[run]
         if self.is_run:
             return local + self.offset
-        rows = local // self.row
-        return rows * (self.stride - self.row) + local + self.offset
+        moved = local + self.first
+        return moved // self.row * (self.stride - self.row) + moved + self.offset
 
     def local(self, logical: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Local positions of entries of the whole tensor (int64), and which of them are on this
         rank: the positions of others mean nothing."""
+        if self.runs is not None:
+            starts, places = (numbers.to(logical.device) for numbers in self.runs)
+            run = torch.searchsorted(places, logical, right=True) - 1
+            found = starts[run] + logical - places[run]
+            ends = torch.cat([starts[1:], starts.new_tensor([self.numel])])
+            return found, (run >= 0) & (found < ends[run])
         moved = logical - self.offset
         rows = moved // self.stride
         within = moved - rows * self.stride
-        found = rows * self.row + within
+        found = rows * self.row + within - self.first
         return found, (within < self.row) & (found >= 0) & (found < self.numel)
 
     def below(self, logical: int) -> int:
         """How many of this rank's entries come before entry `logical` of the whole tensor."""
+        if self.runs is not None:
+            starts, places = self.runs
+            run = int(torch.searchsorted(places, logical)) - 1
+            end = int(starts[run + 1]) if run + 1 < starts.numel() else self.numel
+            return min(int(starts[run]) + logical - int(places[run]), end) if run >= 0 else 0
         moved = logical - self.offset
-        if moved <= 0:
-            return 0
+        if not self.is_run:
+            rows, within = divmod(moved, self.stride)
+            moved = rows * self.row + min(within, self.row) - self.first
+        return min(max(moved, 0), self.numel)
+
+    def part(self, start: int, stop: int) -> Shard:
+        """Those of this rank's entries that lie in `[start, stop)` of the whole tensor, which are
+        as many as `below` counts, among all of that range."""
+        low, high = self.below(start), self.below(stop)
+        if low == high:
+            return Shard(0, stop - start)
+        if self.runs is not None:
+            starts, places = self.runs
+            ends = torch.cat([starts[1:], starts.new_tensor([self.numel])])
+            begin, end = starts.clamp(min=low), ends.clamp(max=high)
+            moved = places + begin - starts - start
+            return self._of_runs(high - low, stop - start, begin - low, moved, end - begin)
         if self.is_run:
-            return min(moved, self.numel)
-        rows, within = divmod(moved, self.stride)
-        return min(rows * self.row + min(within, self.row), self.numel)
+            return Shard(high - low, stop - start, offset=self.offset + low - start)
+        return Shard(
+            high - low,
+            stop - start,
+            self.row,
+            self.stride,
+            self.offset - start,
+            self.first + low,
+        )

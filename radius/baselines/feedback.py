@@ -15,13 +15,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import (
+    BucketLayout,
     BucketUpdate,
+    Entries,
     GradBucket,
     ParamInfo,
     Reduced,
@@ -29,13 +32,17 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
+from radius.share import ModelShare
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
 
 
 class CompressedWork(ABC):
-    """A compressed reduction under way, from `FeedbackReducer.compress`."""
+    """A compressed reduction under way, from `FeedbackReducer.compress`. `entries`: how many this
+    rank sends."""
+
+    entries: int
 
     @abstractmethod
     def wait(self) -> Reduced:
@@ -55,15 +62,25 @@ class FeedbackReducer(ABC):
 
     Steps before `start_iter` and buckets of which `plan` compresses nothing, those of 1-D
     parameters among them, travel as on the dense path. The residual belongs to this rank; it is
-    fp32, in unscaled units, and leaves out vocabulary padding.
+    fp32, in unscaled units, and leaves out vocabulary padding. Compression is each rank's own
+    affair: what a tensor-parallel rank has of a parameter is compressed as if it were the whole, so
+    that the trajectory depends on the grid.
     """
 
     name: str
     """Its value of `--grad-path`."""
     carries = False
 
-    def __init__(self, infos: Sequence[ParamInfo], group: Group, *, start_iter: int) -> None:
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        group: Group,
+        *,
+        start_iter: int,
+        share: ModelShare | None = None,
+    ) -> None:
         self.group = group
+        self.share = share or ModelShare()
         self.start_iter = start_iter
         self.infos = {info.name: info for info in infos}
         self.offered: dict[str, torch.Tensor] = {}
@@ -97,27 +114,29 @@ class FeedbackReducer(ABC):
 
     # ---- GradientReducer -----------------------------------------------------------------------
 
-    def attach(self, buckets: Sequence[GradBucket]) -> None:
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         """Allocate the residuals."""
-        self._dense.attach(buckets)
+        self._counted = [bucket.index for bucket in buckets if self.share.counts(bucket)]
         for bucket in buckets:
             matrices = all(self.infos[name].param.dim() > 1 for name in bucket.slices)
             self._names[bucket.index] = tuple(self.plan(bucket)) if matrices else ()
             for name in self._names[bucket.index]:
-                numel, device = math.prod(local_shape(self.infos[name])), bucket.grad.device
+                numel, device = self.infos[name].local_entries, bucket.grad.device
                 self._residual[name] = torch.zeros(numel, dtype=torch.float32, device=device)
                 self.offered[name] = torch.zeros_like(self._residual[name])
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         stored = sum(where.numel for where in bucket.slices.values())
-        self.entries_stored += stored
+        counted = bucket.index in self._counted
+        self.entries_stored += stored * counted
         if step.t < self.start_iter or not self._names[bucket.index]:
-            self.entries_sent += stored
+            self.entries_sent += stored * counted
             return self._dense.reduce(bucket, step)
         if not self._told:
             self._told = True
             self._notes.append(f"{self.name}: gradients of matrices are compressed from here on")
         self._work[bucket.index] = work = self.compress(bucket, step)
+        self.entries_sent += work.entries * counted
         return work
 
     def wants_update(self, step: StepContext) -> bool:
@@ -144,12 +163,14 @@ class FeedbackReducer(ABC):
         )
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        dense = self._dense.stats()
+        dense, squares = self._dense.stats(), self._squared_residual() if full else 0.0
+        mine = [self.entries_sent, self.entries_stored, squares]
+        sent, stored, squares = self.share.total(mine, next(iter(self.infos.values())).param.device)
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent + self.bytes_sent,
-            density=self.entries_sent / self.entries_stored if self.entries_stored else 1.0,
+            density=sent / stored if stored else 1.0,
             wait_seconds=dense.wait_seconds + self.wait_seconds,
-            extra={"residual_norm": self._residual_norm()} if full else {},
+            extra={"residual_norm": math.sqrt(squares)} if full else {},
             notes=tuple(self._notes),
         )
         self.bytes_sent = self.entries_sent = self.entries_stored = 0
@@ -157,11 +178,12 @@ class FeedbackReducer(ABC):
         self._notes.clear()
         return stats
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
         # Before the first compressed step every residual is 0.
-        return iter(self._residual.items() if self.began else ())
+        for name in self._residual if self.began else ():
+            yield name, Entries(param=name, values=partial(self._residual.__getitem__, name))
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         return iter(())
 
     def load_state_tensors(
@@ -169,7 +191,7 @@ class FeedbackReducer(ABC):
     ) -> None:
         self.began = self._told = bool(own)
         for name, residual in own.items():
-            self._residual[name].copy_(residual.view(-1))
+            self._residual[name].copy_(residual)
 
     # ---- for the methods -----------------------------------------------------------------------
 
@@ -180,13 +202,8 @@ class FeedbackReducer(ABC):
         yield
         self.wait_seconds += time.perf_counter() - began
 
-    def _residual_norm(self) -> float:
-        """L2, of this rank."""
-        norms = [torch.linalg.vector_norm(r).double() for r in self._residual.values()]
-        return float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
-
-
-def local_shape(info: ParamInfo) -> tuple[int, ...]:
-    """Shape of what this rank holds of a parameter, vocabulary padding left out: the logical
-    shape, or its shard where the parameter is cut over the tensor-parallel group."""
-    return tuple(map(min, info.param.shape, info.logical_shape))
+    def _squared_residual(self) -> float:
+        """Of the residuals that this rank counts."""
+        names = [name for index in self._counted for name in self._names[index]]
+        norms = [torch.linalg.vector_norm(self._residual[name]).double() for name in names]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0

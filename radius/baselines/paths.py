@@ -30,7 +30,8 @@ class TopKConfig:
 
     topk_density: float = option(
         default=0.01,
-        help="Share of each matrix's entries that every rank sends (1 = all, as the dense path).",
+        help="Share of each matrix's entries that every rank sends (1 = all, as the dense path). "
+        "Tensor-parallel ranks each choose from their own part.",
         within=Interval(low=0, high=1, low_open=True),
     )
     topk_start_iter: int = option(
@@ -47,7 +48,7 @@ class PowerSGDConfig:
     powersgd_rank: int = option(
         default=4,
         help="Rank of the matrices that gradients are approximated by; those too small to gain "
-        "from it are sent whole.",
+        "from it are sent whole. Parts on tensor-parallel ranks are matrices of their own.",
         within=at_least(1),
     )
     powersgd_start_iter: int = option(
@@ -76,6 +77,7 @@ class TopKPath:
     ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.baselines.topk import TopKReducer
+        from radius.share import ModelShare
 
         options = _options(config, TopKConfig)
         reducer = TopKReducer(
@@ -83,6 +85,7 @@ class TopKPath:
             groups.dp,
             density=options.topk_density,
             start_iter=options.topk_start_iter,
+            share=ModelShare.of(groups, infos),
         )
         return PathParts(layout=DenseLayout(), reducer=reducer)
 
@@ -121,6 +124,7 @@ class PowerSGDPath:
     ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
         from radius.baselines.powersgd import PowerSGDReducer
+        from radius.share import ModelShare
 
         options = _options(config, PowerSGDConfig)
         reducer = PowerSGDReducer(
@@ -129,6 +133,7 @@ class PowerSGDPath:
             rank=options.powersgd_rank,
             seed=config.training.seed,
             start_iter=options.powersgd_start_iter,
+            share=ModelShare.of(groups, infos),
         )
         return PathParts(layout=DenseLayout(), reducer=reducer)
 

@@ -24,9 +24,16 @@ import torch.distributed as dist
 
 from megatron.data_parallel.dense import ring_all_reduce_bytes
 from megatron.data_parallel.engine import PIECE
-from megatron.data_parallel.interface import GradBucket, ParamInfo, Reduced, StepContext
-from radius.baselines.feedback import CompressedWork, FeedbackReducer, local_shape
+from megatron.data_parallel.interface import (
+    Entries,
+    GradBucket,
+    ParamInfo,
+    Reduced,
+    StepContext,
+)
+from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import is_smaller
+from radius.share import ModelShare
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
@@ -89,6 +96,7 @@ class _PowerSGDWork(CompressedWork):
         for name, place in plan.whole.items():
             gradient = bucket.slices[name].of(bucket.grad)
             self._first[place].copy_(gradient).mul_(1.0 / self._scale)
+        self.entries = plan.first_round + plan.second_round
         self._pending = reducer.mean(self._first)  # (2)
 
     def start_second_round(self) -> None:
@@ -164,8 +172,9 @@ class PowerSGDReducer(FeedbackReducer):
         rank: int,
         seed: int,
         start_iter: int = 0,
+        share: ModelShare | None = None,
     ) -> None:
-        super().__init__(infos, group, start_iter=start_iter)
+        super().__init__(infos, group, start_iter=start_iter, share=share)
         self.rank, self.seed = rank, seed
         self.q: dict[str, torch.Tensor] = {}
         self.first_rounds: list[_PowerSGDWork] = []
@@ -174,10 +183,10 @@ class PowerSGDReducer(FeedbackReducer):
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         self._plans[bucket.index] = plan = _Plan()
         for name, where in bucket.slices.items():
-            rows, *others = local_shape(self.infos[name])
+            rows, *others = self.infos[name].local_shape
             columns = math.prod(others)
             p, q = self.rank * rows, self.rank * columns
-            if not is_smaller(rows, columns, self.rank):
+            if not self._is_worth_it(name):
                 plan.whole[name] = slice(plan.first_round, plan.first_round + where.numel)
                 plan.first_round += where.numel
                 continue
@@ -188,11 +197,19 @@ class PowerSGDReducer(FeedbackReducer):
             self.q[name] = first_q(self.seed, name, columns, self.rank).to(bucket.grad.device)
         return [matrix.name for matrix in plan.matrices]
 
+    def _is_worth_it(self, name: str) -> bool:
+        """Whether factors are smaller, for the least part of the parameter that any rank has: its
+        ranks have a residual all or none."""
+        info, ranks = self.infos[name], 1 if self.share.tp is None else self.share.tp.size
+        least = list(info.local_shape)
+        if info.cut is not None:
+            least[info.cut.axis] = info.cut.block // ranks * info.cut.blocks
+        return is_smaller(least[0], math.prod(least[1:]), self.rank)
+
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         plan = self._plans[bucket.index]
         work = _PowerSGDWork(bucket, plan, step, self)
         self.first_rounds.append(work)
-        self.entries_sent += plan.first_round + plan.second_round
         return work
 
     def start_second_rounds(self) -> None:
@@ -205,13 +222,21 @@ class PowerSGDReducer(FeedbackReducer):
         self.bytes_sent += ring_all_reduce_bytes(factors.nbytes, self.group.size)
         return self.group.all_reduce(factors, dist.ReduceOp.AVG, async_op=True)
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         if self.began:
-            yield from ((f"{WARM_START}{name}", q) for name, q in self.q.items())
+            yield from ((self._warm_start(name), q) for name, q in self.q.items())
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
         super().load_state_tensors(own, shared)
-        for name, q in shared.items():
-            self.q[name.removeprefix(WARM_START)].copy_(q)
+        for name, q in self.q.items():
+            # Factors of other parts say nothing of this rank's, which begin anew.
+            if self._warm_start(name) in shared:
+                q.copy_(shared[self._warm_start(name)])
+
+    def _warm_start(self, name: str) -> str:
+        """What a checkpoint calls Q, that of a part by what it is the part of."""
+        cut = self.infos[name].cut
+        part = f"@{cut.axis}:{cut.start}-{cut.stop}" if cut is not None else ""
+        return f"{WARM_START}{name}{part}"

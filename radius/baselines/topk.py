@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from megatron.data_parallel.interface import GradBucket, ParamInfo, Reduced, StepContext
 from megatron.errors import ConfigError
-from radius.baselines.feedback import CompressedWork, FeedbackReducer, local_shape
+from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import count
+from radius.share import ModelShare
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
@@ -119,9 +120,15 @@ class TopKReducer(FeedbackReducer):
     name = "topk"
 
     def __init__(
-        self, infos: Sequence[ParamInfo], group: Group, *, density: float, start_iter: int = 0
+        self,
+        infos: Sequence[ParamInfo],
+        group: Group,
+        *,
+        density: float,
+        start_iter: int = 0,
+        share: ModelShare | None = None,
     ) -> None:
-        super().__init__(infos, group, start_iter=start_iter)
+        super().__init__(infos, group, start_iter=start_iter, share=share)
         self.density = density
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
@@ -135,8 +142,7 @@ class TopKReducer(FeedbackReducer):
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         counts = {
-            name: count(self.density, math.prod(local_shape(self.infos[name])))
-            for name in bucket.slices
+            name: count(self.density, self.infos[name].local_entries) for name in bucket.slices
         }
         entries, grad = sum(counts.values()), bucket.grad
         length = _Message.length(entries, grad.dtype)
@@ -151,7 +157,6 @@ class TopKReducer(FeedbackReducer):
             offered[chosen] = picked - sent.float() / step.loss_scale
             message.positions[at : at + k] = chosen + bucket.slices[name].start
             at += k
-        self.entries_sent += entries
         return self._gather(bucket, raw, entries)
 
     def _gather(self, bucket: GradBucket, raw: torch.Tensor, entries: int) -> CompressedWork:

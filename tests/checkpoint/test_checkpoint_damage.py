@@ -189,7 +189,7 @@ def test_a_forged_manifest(
 
 def test_a_newer_version_names_both(folder: Path) -> None:
     rewrite_manifest(folder, lambda document: document.update(version=9, news="?"))
-    refused(folder, "version 9", "version 1", kind=NewerFormat)
+    refused(folder, "version 9", "version 2", kind=NewerFormat)
 
 
 @pytest.mark.parametrize(

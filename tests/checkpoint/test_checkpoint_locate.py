@@ -138,9 +138,9 @@ def test_a_name_that_tells_another_step_is_not_believed(run: Path) -> None:
 
 
 def test_a_newer_version_is_neither_skipped_nor_renamed(run: Path) -> None:
-    rewrite_manifest(run / "checkpoints" / "step_00000030", lambda d: d.update(version=2))
+    rewrite_manifest(run / "checkpoints" / "step_00000030", lambda d: d.update(version=3))
     before = tree(run)
-    with pytest.raises(NewerFormat, match="version 2.*version 1"):
+    with pytest.raises(NewerFormat, match="version 3.*version 2"):
         find(run, [], repair=True)
     assert tree(run) == before
 

@@ -7,15 +7,15 @@ inherits them all. Gradients come out of a real backward: the loss is sum(parame
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo, Step, StepContext
+from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.groups import ProcessGroups
@@ -188,29 +188,37 @@ class Toy:
     def residual(self) -> dict[str, torch.Tensor]:
         """This rank's residual by name, flat; zeros for a path that keeps none. Where a path has
         an index, what it keeps are the entries outside it."""
-        stored = {name: int(self.exists(name).sum()) for name in SHAPES}
-        found = {name: torch.zeros(numel) for name, numel in stored.items()}
-        shared = dict(self.engine.reducer.shared_tensors())
-        for name, kept in self.engine.reducer.state_tensors():
-            bits = shared.get(f"index/{name}", torch.zeros(0, dtype=torch.uint8)).numpy()
-            inside = torch.from_numpy(np.unpackbits(bits)).bool()
-            outside = torch.ones(found[name].numel(), dtype=torch.bool)
-            outside[: inside.numel()] &= ~inside[: outside.numel()]
-            found[name][outside] = kept
-        return {name: self.whole(name, kept) for name, kept in found.items()}
+        found = {name: torch.zeros(math.prod(SHAPES[name])) for name in SHAPES}
+        for name, kept in self.own().items():
+            found[name] = self.whole(name, kept)
+        return found
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """The reducer's state of this rank, as a checkpoint gives it back: copies."""
+        return copies(self.engine.reducer.state_tensors())
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The path's state that all data-parallel ranks share, in the same way."""
+        return copies(self.engine.shared_tensors())
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything a skipped step must leave alone."""
         found = {info.name: info.param.detach().clone() for info in self.infos}
         for kind, name, tensor in self.optimizer.tensors():
             found[f"{kind}/{name}"] = tensor.clone()
-        for name, tensor in self.engine.reducer.state_tensors():
-            found[f"reducer/{name}"] = tensor.clone()
-        for name, tensor in self.engine.shared_tensors():
-            found[f"shared/{name}"] = tensor.clone()
+        found |= {f"reducer/{name}": tensor for name, tensor in self.own().items()}
+        found |= {f"shared/{name}": tensor for name, tensor in self.shared().items()}
         for name in SHAPES:
             found[f"mask/{name}"] = self.exists(name).clone()
         return found
+
+
+def copies(states: Iterable[tuple[str, torch.Tensor | Entries]]) -> dict[str, torch.Tensor]:
+    """Copies of a path's state by name, as it comes back from a checkpoint."""
+    return {
+        name: (state.values() if isinstance(state, Entries) else state).clone()
+        for name, state in states
+    }
 
 
 class SavedToy:

@@ -484,8 +484,7 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
     for number in range(left_at):
         first.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
     saved = {(k, n): t.clone() for k, n, t in first.optimizer.tensors()}
-    carried = {n: t.clone() for n, t in first.engine.reducer.state_tensors()}
-    shared = {n: t.clone() for n, t in first.engine.shared_tensors()}
+    carried, shared = first.own(), first.shared()
     second = Toy(groups, case, saved=SavedToy(first))
     for kind, name, tensor in second.optimizer.tensors():
         tensor.copy_(saved[kind, name])

@@ -8,6 +8,7 @@ from megatron.parallel.groups import Group
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer, largest
+from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, infos_of, mean_of, random
 
 SHAPES = {"wide": (60, 300), "small": (3, 4), "tall": (400, 90)}
@@ -51,4 +52,4 @@ def _states(
         gradients = {n: g.to(device) for n, g in random(SHAPES, t, dtype=dtype).items()}
         mean = mean_of(reducer, bucket, gradients, t=t)
     found = {f"mean/{name}": tensor.cpu() for name, tensor in mean.items()}
-    return found | {name: tensor.cpu() for name, tensor in reducer.state_tensors()}
+    return found | {n: tensor.cpu() for n, tensor in copies(reducer.state_tensors()).items()}

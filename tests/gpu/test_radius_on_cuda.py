@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.data_parallel.interface import StepContext
+from tests.contract.harness import copies
 from tests.gpu.test_training_on_cuda import (
     losses,
     make_trainer,
@@ -29,11 +30,11 @@ def test_steps_equal_those_on_the_cpu(device: torch.device, tmp_path: Path) -> N
         there = make_trainer(torch.device("cpu"), tmp_path / f"cpu{number}", flags)
         for mine, wanted in zip(losses(here, 8), losses(there, 8), strict=True):
             assert abs(mine - wanted) < 2e-3
-        chosen = dict(there.engine.reducer.shared_tensors())
-        for name, tensor in here.engine.reducer.shared_tensors():
+        chosen = copies(there.engine.reducer.shared_tensors())
+        for name, tensor in copies(here.engine.reducer.shared_tensors()).items():
             assert torch.equal(tensor, chosen[name]), name
-        rest = dict(there.engine.reducer.state_tensors())
-        for name, tensor in here.engine.reducer.state_tensors():
+        rest = copies(there.engine.reducer.state_tensors())
+        for name, tensor in copies(here.engine.reducer.state_tensors()).items():
             torch.testing.assert_close(tensor.cpu(), rest[name], atol=1e-3, rtol=1e-2)
 
 
@@ -75,8 +76,8 @@ def test_a_checkpoint_brings_it_back(device: torch.device, tmp_path: Path) -> No
         expected = states(trainer)
         assert all(torch.equal(expected[key], tensor) for key, tensor in states(resumed).items())
         first, second = trainer.engine.reducer, resumed.engine.reducer
-        was = dict(first.state_tensors()) | dict(first.shared_tensors())
-        found = dict(second.state_tensors()) | dict(second.shared_tensors())
+        was = copies(first.state_tensors()) | copies(first.shared_tensors())
+        found = copies(second.state_tensors()) | copies(second.shared_tensors())
         assert found.keys() == was.keys() and len(was) > 8
         assert all(torch.equal(found[name], was[name]) for name in was)
         assert abs(losses(trainer, 1)[0] - losses(resumed, 1)[0]) < 1e-3

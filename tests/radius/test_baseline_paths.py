@@ -14,7 +14,7 @@ from pretrain_gpt import GRADIENT_PATHS
 from radius.baselines.paths import PowerSGDConfig, TopKConfig
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer
 from radius.baselines.topk import TopKReducer
-from tests.contract.harness import PathCase
+from tests.contract.harness import PathCase, copies
 from tests.contract.test_contracts import on_rank_resume
 from tests.radius.by_hand import bucket_of, infos_of
 from tests.ranks import Ranks
@@ -165,8 +165,8 @@ def on_rank_load(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, 
     trainer.metrics.close()
     trainer.engine.detach()
     reducer = trainer.engine.reducer
-    found = {f"own/{name}": tensor.clone() for name, tensor in reducer.state_tensors()}
-    return found | {name: tensor.clone() for name, tensor in reducer.shared_tensors()}
+    found = {f"own/{name}": kept for name, kept in copies(reducer.state_tensors()).items()}
+    return found | copies(reducer.shared_tensors())
 
 
 @pytest.mark.parametrize("path", FLAGS)

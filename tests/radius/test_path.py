@@ -13,6 +13,7 @@ import pytest
 from megatron.config import Config, parse, to_yaml
 from megatron.config.refused_pairs import check_pairs
 from megatron.errors import ConfigError
+from megatron.sparse.shard import Shard
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import Part, quota
 from radius.path import RadiusConfig, RadiusPath
@@ -194,13 +195,13 @@ def test_parts_of_a_tensor_choose_together_what_the_whole_does(
     density: str, length: int, parts: int
 ) -> None:
     share = Fraction(density)
-    whole = Part("w", 64, length, quota(share, length))
-    assert whole.chosen == math.ceil(share * length) >= 1
+    whole = Part("w", 64, Shard(length, length), quota(share, length))
+    assert whole.wanted == math.ceil(share * length) >= 1
     cuts = [whole.cut(number, parts, share) for number in range(parts)]
-    assert sum(cut.chosen for cut in cuts) == whole.chosen
+    assert sum(cut.wanted for cut in cuts) == whole.wanted
     assert cuts[0].start == whole.start and cuts[-1].stop == whole.stop
     assert all(a.stop == b.start for a, b in zip(cuts, cuts[1:], strict=False))
-    assert all(0 <= cut.chosen <= cut.length for cut in cuts)
+    assert all(0 <= cut.wanted <= cut.length for cut in cuts)
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (100, 10), "b": (7, 3), "bias": (100,)}

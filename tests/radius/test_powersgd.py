@@ -13,6 +13,7 @@ from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import StepContext
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer, first_q
+from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
@@ -34,8 +35,8 @@ def on_rank_steps(groups: ProcessGroups, dtype: torch.dtype, scale: float) -> li
     for step in range(5):
         mine = random(SHAPES, step, groups.dp.rank, dtype=dtype)
         mean = mean_of(reducer, bucket, mine, t=step + 1, scale=scale)
-        kept = {name: tensor.clone() for name, tensor in reducer.state_tensors()}
-        shared = {name: tensor.clone() for name, tensor in reducer.shared_tensors()}
+        kept = copies(reducer.state_tensors())
+        shared = copies(reducer.shared_tensors())
         found.append({"mean": mean, "kept": kept, "shared": shared, "stats": reducer.stats()})
     return found
 
@@ -93,7 +94,7 @@ def test_what_is_not_sent_is_kept(dtype: torch.dtype) -> None:
     for step in range(4):
         mine = random(SHAPES, step, dtype=dtype)
         mean = mean_of(reducer, bucket, mine, t=step + 1)
-        for name, after in reducer.state_tensors():
+        for name, after in copies(reducer.state_tensors()).items():
             offered = mine[name].view(-1) + before[name]
             torch.testing.assert_close(mean[name] + after, offered, rtol=0, atol=2e-6)
             before[name] = after.clone()
@@ -151,7 +152,7 @@ def on_rank_hook(groups: ProcessGroups, steps: int) -> list[tuple[dict, dict, di
         hooked = {n: p.grad.view(-1).clone() for n, p in wrapped.module.weights.items()}
         ours = mean_of(reducer, mine, gradients, t=step)
         pieces = state.error_dict[0].split([math.prod(SHAPES[name]) for name in order])
-        kept = {name: tensor.clone() for name, tensor in reducer.state_tensors()}
+        kept = copies(reducer.state_tensors())
         found.append((hooked, ours, dict(zip(order, pieces, strict=True)), kept))
     return found
 
@@ -310,7 +311,7 @@ def test_vocabulary_padding_is_no_part_of_the_matrix() -> None:
         reducer.attach([bucket])
         for t in (1, 2):
             mean = mean_of(reducer, bucket, random({"e": (21, 8)}, t), t=t)["e"]
-        found.append((mean[: 21 * 8], dict(reducer.state_tensors())["e"]))
+        found.append((mean[: 21 * 8], copies(reducer.state_tensors())["e"]))
         assert not mean[21 * 8 :].any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -33,8 +33,7 @@ def on_rank_resumed(groups: ProcessGroups, case: PathCase) -> list[list[str]]:
     for number in range(STEPS):
         through.step([gradients(number, groups.dp.rank)], clip_norm=1.0)
         second = Toy(groups, case)
-        own = {name: t.clone() for name, t in reducer_of(through).state_tensors()}
-        moved(through, second, own)
+        moved(through, second, through.own())
         lefts.append((number, second))
     for number, second in lefts:
         for rest in range(number + 1, STEPS):
@@ -57,8 +56,7 @@ def on_rank_handed_over(groups: ProcessGroups, case: PathCase, left_at: int) -> 
         mine = [gradients(number, share, scale=size / 4) for share in range(rank, 4, size)]
         toy.step(mine, clip_norm=1.0)
     optimizer = {(kind, name): t.clone() for kind, name, t in toy.optimizer.tensors()}
-    shared = dict(reducer_of(toy).shared_tensors())
-    return optimizer, {n: t.clone() for n, t in reducer_of(toy).state_tensors()}, shared
+    return optimizer, toy.own(), toy.shared()
 
 
 def on_rank_taken_over(
@@ -69,7 +67,7 @@ def on_rank_taken_over(
     optimizer, own, shared = states[0]
     if len(states) == size:
         own = states[rank][1]
-    else:  # as `run_state` does for another number of ranks
+    else:  # as `run_tensors` does for another number of ranks
         own = {name: torch.stack([s[1][name] for s in states]).mean(0) for name in own}
     for kind, name, tensor in toy.optimizer.tensors():
         tensor.copy_(optimizer[kind, name])
@@ -101,19 +99,18 @@ def test_another_number_of_ranks_keeps_the_pending_update(
                 torch.testing.assert_close(found["params"][name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_only_what_is_not_chosen_is_saved_and_nothing_right_after_a_resample() -> None:
+def test_only_what_is_not_chosen_waits_and_nothing_right_after_a_resample() -> None:
     toy = Toy(alone(), radius())
     for t in range(1, 10):
         toy.step([gradients(t)])
-        own, shared = (
-            dict(x()) for x in (reducer_of(toy).state_tensors, reducer_of(toy).shared_tensors)
-        )
+        own, shared = toy.own(), toy.shared()
         assert shared.pop("radius/steps").tolist() == [2, 0 if t < 4 else 4, t // 4 * 4]
         assert set(shared) == {f"index/{name}" for name in MATRICES if t >= 4}
         assert set(own) == (set(MATRICES) if t > 4 and t % 4 else set())
         for name, rest in own.items():
-            n = math.prod(SHAPES[name])
-            assert rest.dtype == torch.float32 and rest.numel() == n - math.ceil(0.4 * n)
+            n, chosen = math.prod(SHAPES[name]), shared[f"index/{name}"]
+            assert rest.dtype == torch.float32 and rest.numel() == n
+            assert int(chosen.sum()) == math.ceil(0.4 * n) and not rest[chosen].any()
 
 
 def test_a_saved_start_wins_over_the_configured_one() -> None:
@@ -167,5 +164,5 @@ def test_rolling_counts_whole_rounds_where_updates_are_counted_anew(saved_at: in
         toy.apply(step)
         if t == saved_at:
             second = Toy(alone(), radius(schedule="rolling"))
-            moved(toy, second, dict(reducer_of(toy).state_tensors()))
+            moved(toy, second, toy.own())
             toy = second

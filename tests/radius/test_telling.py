@@ -83,7 +83,7 @@ def test_it_says_what_it_keeps_and_when_it_is_on_each_once() -> None:
     assert first == 1 and "of index" in memory and "the paper" in memory
     assert second == 4 and "after update 4" in switch and "0.4" in switch
     resumed = Toy(alone(), radius())
-    moved(toy, resumed, dict(reducer_of(toy).state_tensors()))
+    moved(toy, resumed, toy.own())
     resumed.step([gradients(10)])
     assert len(resumed.engine.stats().notes) == 1, "on already"
 
@@ -98,4 +98,4 @@ def test_vocabulary_padding_is_never_chosen() -> None:
     )
     padded.attach(toy.engine.buckets)
     (part,) = padded._own[-1].parts
-    assert (part.length, part.chosen) == (100, 40)
+    assert (part.length, part.wanted) == (100, 40)

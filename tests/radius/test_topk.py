@@ -15,6 +15,7 @@ from megatron.data_parallel.interface import GradBucket, Slice, StepContext
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.topk import SAMPLED, TopKReducer, largest
+from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
@@ -63,7 +64,7 @@ def on_rank_steps(
         mine = random(SHAPES, step, groups.dp.rank, dtype=dtype)
         mean = mean_of(reducer, bucket, mine, t=step + 1, scale=scale)
         stats = reducer.stats(full=True)
-        kept = {name: residual.clone() for name, residual in reducer.state_tensors()}
+        kept = copies(reducer.state_tensors())
         found.append({"mean": mean, "kept": kept, "stats": stats})
     return found
 
@@ -119,7 +120,7 @@ def test_nothing_is_lost_not_a_bit(dtype: torch.dtype) -> None:
     for step in range(4):
         mine = random(SHAPES, step, dtype=dtype)
         mean = mean_of(reducer, bucket, mine, t=step + 1)
-        for name, after in reducer.state_tensors():
+        for name, after in copies(reducer.state_tensors()).items():
             # Both sides exactly: a float is a fraction, and fractions do not round.
             offered = before[name] + mine[name].view(-1)
             for sent, left, total in zip(
@@ -136,7 +137,9 @@ def test_vocabulary_padding_is_neither_selected_nor_saved() -> None:
     mean = mean_of(reducer, bucket, {"embedding": torch.zeros(8, 4)}, t=1)
     assert reducer.stats().density == 10 / 32
     assert not mean["embedding"].any()
-    assert {name: tensor.numel() for name, tensor in reducer.state_tensors()} == {"embedding": 20}
+    assert {n: kept.numel() for n, kept in copies(reducer.state_tensors()).items()} == {
+        "embedding": 20
+    }
 
 
 def on_rank_limit(groups: ProcessGroups, density: float, start_iter: int) -> list[bool]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -44,16 +42,9 @@ def reducer_of(toy: Toy) -> Any:
 
 def masks_of(toy: Toy) -> dict[str, torch.Tensor]:
     """Which entries are chosen, by name and in the parameter's shape."""
-    shared = dict(reducer_of(toy).shared_tensors())
-    return {
-        name: torch.from_numpy(
-            np.unpackbits(shared[f"index/{name}"].numpy(), count=math.prod(SHAPES[name]))
-        )
-        .bool()
-        .view(SHAPES[name])
-        for name in MATRICES
-        if f"index/{name}" in shared
-    }
+    shared = toy.shared()
+    names = [name for name in MATRICES if f"index/{name}" in shared]
+    return {name: shared[f"index/{name}"].view(SHAPES[name]) for name in names}
 
 
 def params_of(toy: Toy) -> dict[str, torch.Tensor]:
@@ -73,7 +64,7 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
         tensor.copy_(saved[kind, name])
     target.optimizer.applied = source.optimizer.applied
     target.optimizer.loaded()
-    reducer_of(target).load_state_tensors(own, dict(reducer_of(source).shared_tensors()))
+    reducer_of(target).load_state_tensors(own, source.shared())
 
 
 def alone() -> ProcessGroups:

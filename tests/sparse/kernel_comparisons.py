@@ -39,6 +39,7 @@ def _compare_counting(device: torch.device, dtype: torch.dtype) -> None:
         Shard(20000, 20000),
         Shard(20000, 200000, offset=100000),
         Shard(20000, 200000, row=20, stride=200, offset=40),
+        Shard(20000, 201000, row=20, stride=200, offset=-9, first=13),
     ):
         found = kernels.tie_counts(values, quarter, one, shard)
         wanted = reference.tie_counts(values.cpu().float(), quarter.cpu(), one.cpu(), shard)
@@ -55,6 +56,7 @@ def compare_bit_writing(device: torch.device) -> None:
             Shard(numel, numel),
             Shard(numel, 10 * numel, offset=2 * numel),
             Shard(numel, 10 * numel, row=7, stride=70, offset=14),
+            Shard(numel, 10 * numel, row=7, stride=70, offset=-3, first=4),
         ):
             cutoff = shard.logical(torch.tensor(numel // 3, device=device))
             found, wanted = torch.randint(-(2**31), 2**31, (2, 3 * GROUP, 32), device=device).int()

@@ -13,6 +13,7 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups
+from tests.contract.harness import copies
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
@@ -142,8 +143,7 @@ def pending(groups: ProcessGroups, line: str, run_dir: Path) -> dict[str, Any]:
     """What a run starts with: residual and shared state of this rank."""
     trainer = make_trainer(groups, line, run_dir)
     reducer = trainer.engine.reducer
-    own = {name: t.clone() for name, t in reducer.state_tensors()}
-    shared = {name: t.clone() for name, t in reducer.shared_tensors()}
+    own, shared = copies(reducer.state_tensors()), copies(reducer.shared_tensors())
     trainer.engine.detach()
     trainer.metrics.close()
     return {"own": own, "shared": shared}
