@@ -15,10 +15,7 @@ sends part t % T whole, with its residual, and chooses anew in it, beside what i
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,10 +36,10 @@ from megatron.sparse.selection import Selection, draw_seeded, select_largest
 from megatron.sparse.shard import Shard
 from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, quota
-from radius.memory import memory_note, radius_bytes
 from radius.residual import RESIDUALS, Residual
-from radius.schedule import why_no_resample
+from radius.schedule import RadiusSettings, why_no_resample
 from radius.share import ModelShare
+from radius.telling import Telling
 from radius.work import RadiusWork
 
 if TYPE_CHECKING:
@@ -52,21 +49,6 @@ STEPS = "radius/steps"
 """What a checkpoint calls the start, the first resample and the latest one, in t."""
 CHOOSING = (Phase.RESAMPLE, Phase.ROLLING)
 """Steps that choose entries anew."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RadiusSettings:
-    """What `RadiusReducer` does. `density`: share of each matrix that is sent between resamples;
-    `start`: the t from which a resample may come; the words are those of the `--radius-*` flags;
-    `seed` is of the draws of `select="seeded"`."""
-
-    density: Fraction
-    interval: int
-    start: int
-    schedule: str = "paper"
-    select: str = "update"
-    residual: str = "separate"
-    seed: int = 0
 
 
 class RadiusReducer:
@@ -93,9 +75,7 @@ class RadiusReducer:
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
-        self._sent = self._stored = self._chosen = self._kept = 0
-        self._notes: list[str] = []
-        self._tells_memory = False
+        self._telling = Telling(settings, self.share)
         self._held: list[RadiusWork] = []
 
     @property
@@ -112,7 +92,8 @@ class RadiusReducer:
         }
         places = self.share.places(stored, layout) if buckets else {}
         self._own = [self._take_on(bucket, places) for bucket in buckets]
-        self._tells_memory = self.settings.density < 1 and bool(buckets)
+        if buckets:
+            self._telling.attached()
 
     def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard]) -> RadiusBucket:
         density = self.settings.density
@@ -132,9 +113,7 @@ class RadiusReducer:
         self._step = step
         own.phase = self._phase(step) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
-        if self.share.counts(bucket):
-            self._stored += bucket.numel
-            self._sent += values.numel()
+        self._telling.sent(bucket, values.numel())
         sending = dataclasses.replace(bucket, grad=values)
         launch, read = partial(self._whole.reduce, sending, step), partial(self._received, own)
         work = RadiusWork(launch, read, self._held)
@@ -236,7 +215,7 @@ class RadiusReducer:
                 self._choose(own, cut, mine, compare=compare)
         if not self._first:
             self._first = self._step.t
-            self._notes.append(self._switched())
+            self._telling.switched(self._step.t)
         self._last = self._step.t
 
     def _roll(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
@@ -272,69 +251,12 @@ class RadiusReducer:
         if not part.length:
             return
         chosen, kept = own.choose(part, selection, compare=compare)
-        if self.share.counts(own.bucket):
-            self._chosen += chosen
-            self._kept += kept
+        self._telling.chose(own.bucket, chosen, kept)
 
     # ---- telling -------------------------------------------------------------------------------
 
-    def _memory(self) -> str:
-        """Of the whole model; "" where it has no matrix. Collective over the ranks of a copy."""
-        settings, grad = self.settings, self._own[0].bucket.grad
-        counted = [own for own in self._own if self.share.counts(own.bucket)]
-        matrices = [part.length for own in counted for part in own.parts]
-        rolling = settings.schedule == "rolling"
-        kinds = radius_bytes(
-            matrices,
-            density=settings.density,
-            residual=settings.residual,
-            rolling_interval=settings.interval if rolling else None,
-            value_bytes=grad.element_size(),
-            device=grad.device.type,
-        )
-        entries, *sizes = self.share.total([sum(matrices), *kinds.values()], grad.device)
-        if not entries:
-            return ""
-        whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}
-        return memory_note(int(entries), whole, grad.device.type)
-
-    def _switched(self) -> str:
-        settings = self.settings
-        how = (
-            f"all of it again every {settings.interval} steps"
-            if settings.schedule == "paper"
-            else f"and one of {settings.interval} parts of it whole, in turn"
-        )
-        return (
-            f"radius: on from here, after update {self._step.t}: {float(settings.density):.4g} of "
-            f"each matrix's gradient is sent, {how}"
-        )
-
     def stats(self, *, full: bool = False) -> ReducerStats:
-        device = self._own[0].bucket.grad.device
-        if self._tells_memory:
-            self._tells_memory = False
-            self._notes = [note for note in (self._memory(), *self._notes) if note]
-        waits = 0.0
-        if full and self._first and self.settings.residual != "none":
-            counted = [own for own in self._own if self.share.counts(own.bucket)]
-            waits = sum(own.squared_norm() for own in counted)
-        mine = [self._sent, self._stored, self._chosen, self._kept, waits, bool(self._first)]
-        sent, stored, chosen, kept, waits, began = self.share.total(mine, device)
-        extra: dict[str, float] = {}
-        if full and began and self.settings.residual != "none":
-            extra["residual_norm"] = math.sqrt(waits)
-        if chosen:
-            extra["index_kept"] = kept / chosen
-        found = dataclasses.replace(
-            self._whole.stats(),
-            density=sent / stored if stored else 1.0,
-            extra=extra,
-            notes=tuple(self._notes),
-        )
-        self._sent = self._stored = self._chosen = self._kept = 0
-        self._notes = []
-        return found
+        return self._telling.stats(self._whole.stats(), self._own, on=bool(self._first), full=full)
 
     # ---- state ---------------------------------------------------------------------------------
 

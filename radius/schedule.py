@@ -1,6 +1,24 @@
-"""Whether a resample falls into a run. Loads no torch."""
+"""What Radius is asked to do, and whether a resample falls into a run. Loads no torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class RadiusSettings:
+    """What `RadiusReducer` does. `density`: share of each matrix that is sent between resamples;
+    `start`: the t from which a resample may come; the words are those of the `--radius-*` flags;
+    `seed` is of the draws of `select="seeded"`."""
+
+    density: Fraction
+    interval: int
+    start: int
+    schedule: str = "paper"
+    select: str = "update"
+    residual: str = "separate"
+    seed: int = 0
 
 
 def fitting_interval(first: int, last: int, interval: int) -> int:

@@ -33,6 +33,8 @@ FEW = 1 << 19
 SAMPLE = 1 << 18
 """Entries that a GPU looks at first, so as to count single magnitudes near the threshold alone:
 adding to counters in its memory costs more than reading the entries."""
+TOGETHER = 1 << 17
+"""Entries of a tensor cut over ranks up to which it is less to send them all than two counts."""
 SumBins = Callable[[torch.Tensor], None]
 _EVERYTHING = (0, MAGNITUDE, 15)
 _NOTHING = (1, 0, 0)
@@ -111,8 +113,8 @@ def select_largest(
     when the selection is used. 16-bit values are widened piece by piece.
 
     Where the tensor is cut over ranks, k counts them all, `shard` says which entries these are, and
-    `sum_bins` adds int64 counts over the ranks in place; all of them call this, those without any
-    entry too.
+    `sum_bins` adds integers over the ranks in place; all of them call this, those without any entry
+    too.
     """
     shard = shard or Shard(values.numel(), values.numel())
     assert values.dtype in DTYPES and values.dim() == 1 and values.is_contiguous()
@@ -120,6 +122,9 @@ def select_largest(
     assert values.numel() or sum_bins is not None
     if values.device.type == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
         return Largest(values, *_by_partition(values, k), shard, k)
+    if sum_bins is not None and shard.total <= TOGETHER:
+        whole = select_largest(_together(values, shard, sum_bins), k)
+        return Largest(values, whole.threshold, whole.cutoff, shard, None)
     count = _Counter(values, sum_bins)
     wanted = torch.full((1,), k, dtype=torch.int64, device=values.device)
     if values.device.type == "cuda" and shard.total > 16 * SAMPLE:
@@ -129,6 +134,15 @@ def select_largest(
     threshold, ties, wanted = count.threshold(bins, wanted)
     cutoff = count.cutoff(threshold, ties, wanted, shard)
     return Largest(values, threshold, cutoff, shard, k if sum_bins is None else None)
+
+
+def _together(values: torch.Tensor, shard: Shard, sum_bins: SumBins) -> torch.Tensor:
+    """Magnitudes of all entries of a tensor that is cut over ranks, fp32."""
+    bits = torch.zeros(shard.total, dtype=torch.int32, device=values.device)
+    places = shard.logical(torch.arange(shard.numel, device=values.device))
+    bits.index_copy_(0, places, magnitudes(values))
+    sum_bins(bits)
+    return bits.view(torch.float32)
 
 
 def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ inherits them all. Gradients come out of a real backward: the loss is sum(parame
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +111,7 @@ class Toy:
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
-        parts = GRADIENT_PATHS[case.name].build(_config(case), self.infos, groups, saved)
+        parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
         self.engine = GradientEngine(
             self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
         )
@@ -243,8 +243,15 @@ class SavedToy:
 
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
     """Random fp32 gradients for every parameter, a function of the numbers given."""
+    return gradients_of(SHAPES, *seed, scale=scale)
+
+
+def gradients_of(
+    shapes: Mapping[str, tuple[int, ...]], *seed: int, scale: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """The same for parameters of these shapes."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
-    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
@@ -253,7 +260,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> lis
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def _config(case: PathCase) -> Any:
+def config_of(case: PathCase) -> Any:
     """What a path looks at in a run's configuration, with the case's options for its own."""
     path = GRADIENT_PATHS[case.name]
     extensions = {

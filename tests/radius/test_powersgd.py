@@ -24,7 +24,8 @@ ALONE = Group((0,), 0)
 
 
 def reducer_of(infos: list, group: Group, **options: Any) -> PowerSGDReducer:
-    return PowerSGDReducer(infos, group, **({"rank": RANK, "seed": SEED} | options))
+    settings: dict[str, Any] = {"rank": RANK, "seed": SEED}
+    return PowerSGDReducer(infos, group, **(settings | options))
 
 
 def on_rank_steps(groups: ProcessGroups, dtype: torch.dtype, scale: float) -> list[dict]:

@@ -16,7 +16,7 @@ from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS
 
 Case = tuple[Any, dict[str, str], dict[str, Any]]
 """A kernel with the types of its arguments and its constants."""
-CUT = {"row": "i64", "stride": "i64", "offset": "i64"}
+CUT = {"row": "i64", "stride": "i64", "offset": "i64", "skipped": "i64"}
 ENTRIES = GROUP * BLOCK
 
 

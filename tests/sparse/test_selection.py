@@ -177,11 +177,14 @@ class Together:
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["normal", "few values", "bf16"])
-def test_cut_over_ranks_chooses_the_same(axis: int, ranks: int, kind: str) -> None:
-    shape = (520, 512)
+@pytest.mark.parametrize("shape", [(520, 512), (52, 36)], ids=str)
+def test_cut_over_ranks_chooses_the_same(
+    shape: tuple[int, int], axis: int, ranks: int, kind: str
+) -> None:
+    """By counts, and where the tensor is small by sending all of it."""
     whole = torch.randint(-2, 3, shape).float() if kind == "few values" else torch.randn(shape)
     whole = whole.bfloat16() if kind == "bf16" else whole
-    for k in (0, 1, 100_000, whole.numel()):
+    for k in (0, 1, whole.numel() * 3 // 8, whole.numel()):
         expected = torch.zeros(whole.numel(), dtype=torch.bool)
         expected[largest_by_sorting(whole.view(-1), k)] = True
         group = Together(ranks)
@@ -196,6 +199,57 @@ def test_cut_over_ranks_chooses_the_same(axis: int, ranks: int, kind: str) -> No
             return chosen.view(part.shape)
 
         assert torch.equal(torch.cat(group.run(on_rank), dim=axis).view(-1), expected)
+        assert len(set(group.calls)) == 1
+
+
+def stored_in_part(ranks: int) -> list[Shard]:
+    """A tensor of 6 x 8, cut by columns, of which the ranks store some entries: of one row none."""
+    counts = torch.tensor([[2, 0, 1, 0, 4, 3], [1, 3, 0, 0, 2, 0], [0, 1, 1, 0, 0, 0]])[:ranks]
+    return [Shard.of_stored(counts, rank) for rank in range(ranks)]
+
+
+KINDS_OF_CUT = {
+    "rows": [Shard.of(Cut.evenly((7, 8), axis=0, rank=r, ranks=3)) for r in range(3)],
+    "columns": [Shard.of(Cut.evenly((6, 8), axis=1, rank=r, ranks=3)) for r in range(3)],
+    "blocks": [Shard.of(Cut.evenly((8, 5), axis=0, rank=r, ranks=2, blocks=2)) for r in range(2)],
+    "stored": stored_in_part(3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_CUT)
+@pytest.mark.parametrize("parts", [1, 4, 9])
+@pytest.mark.parametrize("together", [0, 1 << 17])
+def test_parts_of_a_cut_tensor_are_chosen_from_alike(
+    monkeypatch: pytest.MonkeyPatch, kind: str, parts: int, together: int
+) -> None:
+    """Of ranges of the whole tensor each rank has a range, or nothing and takes part all the
+    same."""
+    monkeypatch.setattr(selection, "TOGETHER", together)
+    shards = KINDS_OF_CUT[kind]
+    total = shards[0].total
+    whole = torch.randint(-3, 4, (total,)).float()
+    places = [shard.logical(torch.arange(shard.numel)) for shard in shards]
+    assert torch.equal(torch.cat(places).sort().values, torch.arange(total))
+    for number in range(parts):
+        lo, hi = total * number // parts, total * (number + 1) // parts
+        group = Together(len(shards))
+        expected = largest_by_sorting(whole[lo:hi], (hi - lo) // 2)
+
+        def on_rank(rank: int, lo: int = lo, hi: int = hi, group: Together = group) -> torch.Tensor:
+            mine, shard = whole[places[rank]], shards[rank]
+            local, part = slice(shard.below(lo), shard.below(hi)), shard.part(lo, hi)
+            assert torch.equal(part.logical(torch.arange(part.numel)), places[rank][local] - lo)
+            back, here = part.local(torch.arange(hi - lo)) if part.numel else (None, None)
+            if back is not None and here is not None:
+                assert torch.equal(back[here], torch.arange(part.numel))
+            k = (hi - lo) // 2
+            found = select_largest(mine[local], k, sum_bins=group.sums(rank), shard=part)
+            drawn = draw_seeded(hi - lo, k, seed=1, step=2, name="w", shard=part)
+            assert not part.numel or drawn.count == drawn.positions().numel()
+            return part.logical(found.positions().long())
+
+        chosen = torch.cat(group.run(on_rank)).sort().values
+        assert torch.equal(chosen, expected)
         assert len(set(group.calls)) == 1
 
 

@@ -1,0 +1,228 @@
+"""The toy of the contracts on a TP x PP x DP grid: parameters cut in every way there is.
+
+A parameter's whole gradient is given; each rank's backward makes its part of it, so that a grid
+has nothing to do but what it must: sums of halves are exact, and what one rank computes on the
+whole tensor the ranks of a grid compute on its parts, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.store import Checkpoint, save_checkpoint
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import ParamInfo, PathParts, StepContext
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.rules import AdamW
+from megatron.parallel.cut import Cut, even_share
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from megatron.run_tensors import RunTensors
+from pretrain_gpt import GRADIENT_PATHS
+from samo.layout import CompressedLayout
+from tests.contract.harness import PathCase, Toy, config_of, gradients_of
+
+LAYERS = 4
+EMBEDDING = "embedding.weight"
+PADDED_TO = 4
+"""Rows of the embedding on a rank, a multiple of which it has in memory."""
+PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[int, int] | None]] = {
+    EMBEDDING: ((37, 16), (0, 1)),
+    "position.weight": ((9, 16), None),
+    "0.first.weight": ((48, 16), (0, 2)),
+    "0.first.bias": ((48,), (0, 2)),
+    "1.norm.weight": ((16,), None),
+    "1.second.weight": ((10, 22), (1, 1)),
+    "2.second.bias": ((10,), None),
+    "2.mixed.weight": ((6, 12, 3), (1, 2)),
+    "3.first.weight": ((28, 11), (0, 1)),
+}
+"""Shapes, and by which axis in how many blocks tensors are cut: vocabulary, gate|value, columns
+that do not divide, an axis in the middle; a number is of the layer."""
+SHAPES = {name: shape for name, (shape, _) in PARAMETERS.items()}
+GRIDS = {
+    "1": (1, 1, 1),
+    "DP4": (1, 1, 4),
+    "TP2": (2, 1, 1),
+    "TP4": (4, 1, 1),
+    "PP2": (1, 2, 1),
+    "PP4": (1, 4, 1),
+    "TP2xDP2": (2, 1, 2),
+    "PP2xDP2": (1, 2, 2),
+    "TP2xPP2": (2, 2, 1),
+}
+"""Sizes of TP, PP and DP."""
+
+
+def world_of(grid: str) -> int:
+    return math.prod(GRIDS[grid])
+
+
+@cache
+def _groups(tp: int, pp: int, dp: int, rank: int) -> ProcessGroups:
+    return ProcessGroups.build(ParallelDims(tp=tp, dp=dp, pp=pp), rank=rank)
+
+
+def on_grid(groups: ProcessGroups, grid: str) -> ProcessGroups:
+    """The same ranks as another grid; groups are made once in the life of a process."""
+    tp, pp, dp = GRIDS[grid]
+    return _groups(tp, pp, dp, groups.world.rank)
+
+
+class GridToy(Toy):
+    """A rank's part of the toy. `pruned`: random entries of the matrices do not exist."""
+
+    def __init__(
+        self, groups: ProcessGroups, case: PathCase, *, pruned: bool = False, lr: float = 1e-2
+    ) -> None:
+        self.groups, self.lr, self.weight_decay = groups, lr, 0.1
+        self.infos = infos_on(groups)
+        parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, None)
+        if pruned:
+            local_entries = {info.name: info.local_entries for info in self.infos}
+            masks = {i.name: _mask(i) for i in self.infos if i.param.dim() > 1}
+            some = {n: m for n, m in masks.items() if not m[: local_entries[n]].all()}
+            parts = PathParts(layout=CompressedLayout(some), reducer=parts.reducer)
+        self.engine = GradientEngine(self.infos, parts, groups, cap=1024, grad_dtype=torch.float32)
+        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+        self.steps = 0
+        self.tensors = RunTensors(groups=groups, engine=self.engine, optimizer=self.optimizer)
+
+    def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
+        parts = [
+            {info.name: self._part(info, whole[info.name]) for info in self.infos}
+            for whole in wanted
+        ]
+        self.engine.begin(StepContext(t=self.optimizer.applied + 1, loss_scale=loss_scale))
+        for number, gradients in enumerate(parts):
+            if number == len(parts) - 1:
+                self.engine.expect_last_backward()
+            products = [
+                (leaf * gradients[info.name]).sum() for info in self.infos for leaf in info.leaves
+            ]
+            (torch.stack(products).sum() * loss_scale).backward()
+
+    def _part(self, info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
+        """What each leaf of this rank makes of a whole gradient."""
+        uses = len(info.leaves) * (self.groups.embedding.size if info.tied else 1)
+        part = _local(info.cut, whole, info.param.shape) / uses
+        return part / self.groups.tp.size if info.partial else part
+
+    def whole(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """The flattened part of which these are the stored entries, 0 elsewhere."""
+        info, mask = self.engine.infos[name], self.engine.layout.mask(name)
+        if mask is None:
+            return stored[: info.local_entries]
+        return torch.zeros(mask.numel()).masked_scatter_(mask, stored)[: info.local_entries]
+
+    def residual(self) -> dict[str, torch.Tensor]:
+        found = {info.name: torch.zeros(info.local_entries) for info in self.infos}
+        return found | {name: self.whole(name, kept) for name, kept in self.own().items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"{kind}/{name}": flat.clone() for kind, name, flat in self.optimizer.tensors()}
+        found |= {f"reducer/{name}": kept for name, kept in self.own().items()}
+        return found | {f"shared/{name}": kept for name, kept in self.shared().items()}
+
+    def share(self, number: int) -> list[dict[str, torch.Tensor]]:
+        """This data-parallel rank's of four parts of a global batch."""
+        rank, size = self.groups.dp.rank, self.groups.dp.size
+        return [gradients(number, part, scale=size / 4) for part in range(rank, 4, size)]
+
+    def save(self, folder: Path) -> None:
+        save_checkpoint(
+            folder,
+            step=self.optimizer.applied,
+            tensors=list(self.tensors.shards(moments=True)),
+            state={},
+            rank=self.groups.world.rank,
+            world=self.groups.world.size,
+            gather=self.groups.world.gather_text,
+            grid=dataclasses.asdict(self.groups.dims),
+        )
+
+    def load(self, folder: Path, applied: int) -> None:
+        with Checkpoint.open(folder / f"step_{applied:08d}") as saved:
+            self.tensors.take(saved, moments=True)
+            self.optimizer.loaded()
+            self.optimizer.applied = applied
+            self.tensors.take_path(saved)
+
+
+def infos_on(groups: ProcessGroups) -> list[ParamInfo]:
+    """The parameters of this rank's stage, as it holds them."""
+    pp, found = groups.pp, []
+    low, high = even_share(LAYERS, rank=pp.rank, ranks=pp.size)
+    for name in PARAMETERS:
+        layer, _, _ = name.partition(".")
+        at_an_end = pp.rank in (0, pp.size - 1) if name == EMBEDDING else pp.rank == 0
+        if low <= int(layer) < high if layer.isdigit() else at_an_end:
+            found.append(_info(name, groups))
+    return found
+
+
+def logical(folder: Path, applied: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    with Checkpoint.open(folder / f"step_{applied:08d}") as saved:
+        return {name: saved.read(name) for name in saved.names()}
+
+
+def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Random whole gradients, a function of the numbers given."""
+    return gradients_of(SHAPES, *seed, scale=scale)
+
+
+def _info(name: str, groups: ProcessGroups) -> ParamInfo:
+    shape, how = PARAMETERS[name]
+    tp, cut = groups.tp, None
+    if how is not None and tp.size > 1:
+        cut = Cut.evenly(shape, axis=how[0], rank=tp.rank, ranks=tp.size, blocks=how[1])
+    local = list(shape if cut is None else cut.local_shape)
+    if name == EMBEDDING:
+        local[0] = -(-local[0] // PADDED_TO) * PADDED_TO
+    leaf = torch.nn.Parameter(_local(cut, _initial(name), torch.Size(local)))
+    tied = name == EMBEDDING
+    both = tied and groups.pp.size == 1
+    return ParamInfo(
+        name=name,
+        leaves=(leaf, torch.nn.Parameter(leaf.detach())) if both else (leaf,),
+        logical_shape=shape,
+        cut=cut,
+        partial=name.endswith("norm.weight"),
+        tied=tied,
+        weight_decay=len(shape) > 1,
+    )
+
+
+def _initial(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def _mask(info: ParamInfo) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + sum(map(ord, info.name)))
+    whole = torch.rand(info.logical_shape, generator=generator) < 0.5
+    if info.name == EMBEDDING:
+        whole[:20] = True  # the first rank of several has its part whole
+    return _local(info.cut, whole, info.param.shape).reshape(-1)
+
+
+def _local(cut: Cut | None, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The part of a tensor, with zeros for what is in memory only."""
+    part = whole if cut is None else cut.of(whole)
+    padded = part.new_zeros(shape)
+    padded[: part.shape[0]] = part
+    return padded
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names whose tensors differ in any bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
