@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,8 +66,10 @@ class Start:
     def names(self, prefix: str = "") -> tuple[str, ...]:
         return self.checkpoint.names(prefix)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self.checkpoint.read(name)
+    def read(
+        self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        return self.checkpoint.read(name, start, stop)
 
 
 @contextmanager

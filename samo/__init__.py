@@ -7,9 +7,11 @@ master weights and moments exist for the others alone, and so do the messages be
 `path`, `memory`                   `--grad-path samo`: what it builds, bytes for the planner
 `options`, `refused_pairs`         its flags, and what they exclude (no torch)
 `mask`                             masks on disk, and between logical shape and a rank's memory
-`pruning`, `shares`                which weights exist from the start, and how many
+`parts`                            what is counted and compared where ranks hold parts of a model
+`pruning`, `shares`, `ticket`      which weights exist from the start, and how many
 `early_bird`                       which from a ticket on, drawn while the dense run goes on
-`rewiring`, `schedule`, `storage`  dynamic sparse reparameterization: which, when, in how many bits
+`rewiring`, `regrowth`,            dynamic sparse reparameterization: what it decides, does to a
+`schedule`, `storage`              tensor, when, and in how many bits
 `layout`                           compressed storage: a gradient in, a weight out, by one index
 `kernels`, `reference`             the same moves on a GPU in one pass each, and in plain torch
 =================================  =================================================================

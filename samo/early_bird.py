@@ -2,22 +2,25 @@
 
 A run begins dense. Every few updates a magnitude mask is drawn and compared with the last ones;
 once they are nearly alike, the newest is the ticket and the run goes on with compressed states.
+Masks are drawn, and distances taken, over the whole model, so that all ranks go over at one step.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 import torch
 
-from megatron.data_parallel.interface import BucketLayout, ParamInfo, Rewiring
+from megatron.data_parallel.interface import BucketLayout, Masks, ParamInfo, Rewiring
 from samo.layout import CompressedLayout
-from samo.mask import PackedMasks, flat_masks
-from samo.pruning import Scope, distance, magnitude
+from samo.mask import PackedMasks, flat_parts
+from samo.parts import Parts
+from samo.pruning import WHOLE, Scope, distance, magnitude
 from samo.shares import DRAWS
 
+WhyIdle = Callable[[int, int], str]
 _STATE = "early-bird/"
 _COUNTS = f"{_STATE}counts"
 
@@ -26,8 +29,10 @@ class EarlyBird:
     """A `Rewirer` that prunes once, after `DRAWS` draws of which the largest distance between the
     newest and another is below `limit`.
 
-    `infos`: the parameters to prune, in the model's order. A draw falls on each update that
-    `interval` divides; `last` is the run's last update; `drawn`: the ticket is an earlier run's.
+    `infos`: the parameters to prune, those of this rank, of which it holds `parts`. A draw falls on
+    each update that `interval` divides; `last` is the run's last update; `drawn`: the ticket is an
+    earlier run's. `make_layout` makes a layout of masks. `why_no_more`: why nothing is left, in
+    updates `first` to `last`, for what waits for the ticket; "" where something is.
     Distances are |A xor B| / (|A| + |B|): over all entries, as in the paper, unrelated masks at
     p = 0.95 are 0.095 apart, so its limit of 0.1 would be met at once.
     """
@@ -42,9 +47,12 @@ class EarlyBird:
         limit: float,
         last: int,
         drawn: bool = False,
+        parts: Parts = WHOLE,
+        make_layout: Callable[[Masks], BucketLayout] = CompressedLayout,
+        why_no_more: WhyIdle = lambda first, last: "",
     ) -> None:
-        assert infos, "nothing to prune"
-        self.infos, self.sparsity = list(infos), sparsity
+        self.infos, self.sparsity, self.parts = list(infos), sparsity, parts
+        self._make_layout, self._why_no_more = make_layout, why_no_more
         self.scope: Scope = scope
         self.interval, self.limit, self.last = interval, limit, last
         self._draws = 0
@@ -64,24 +72,27 @@ class EarlyBird:
         """Draw a mask where one is due; the compressed layout where it is the ticket."""
         if self.settled or t % self.interval:
             return None
-        masks = magnitude(self._logical(weights), self.sparsity, scope=self.scope)
-        found = max((distance(masks, old) for old in self._masks), default=None)
+        masks = self.parts.agreed(partial(self._draw, self._logical(weights)))
+        distances = [distance(masks, old, parts=self.parts) for old in self._masks]
+        found = max(distances, default=None)
         drawn = len(self._masks) == DRAWS - 1 and found is not None and found < self.limit
         self._draws += 1
         self._tell(t, found, masks, drawn)
         if not drawn:
-            self._masks = [*self._masks, PackedMasks.of(masks)][1 - DRAWS :]
+            self._masks = [*self._masks, PackedMasks.of(masks.items())][1 - DRAWS :]
             return None
         self._ticket, self._masks = t, []
-        flat = flat_masks(self.infos, masks)
-        return Rewiring(layout=CompressedLayout(flat, device=self.infos[0].param.device))
+        return Rewiring(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
 
     def why_idle(self, first: int, last: int) -> str:
-        """Why no ticket can be drawn in these updates."""
-        draws = last // self.interval - (first - 1) // self.interval
+        """Why no ticket can be drawn in these updates, or only too late for what waits for it."""
+        drawn = (first - 1) // self.interval
+        draws = last // self.interval - drawn
         missing = DRAWS - len(self._masks)
-        if self.settled or draws >= missing:
+        if self.settled:
             return ""
+        if draws >= missing:
+            return self._why_no_more((drawn + missing) * self.interval + 1, last)
         return (
             f"samo_early_bird_interval {self.interval}: {draws} masks will be drawn, a ticket "
             f"takes {missing} more; lower it, or train for longer"
@@ -99,34 +110,40 @@ class EarlyBird:
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Number of draws, the ticket's update, and the masks that the next draw is compared with,
-        packed, under the numbers of their draws."""
+        under the numbers of their draws and the names of their parameters: bool [local entries],
+        what this rank holds of the whole ones. Each is unpacked as it is asked for."""
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):
-            for name, bits in masks.bits.items():
-                yield f"{_STATE}{number}/{name}", bits
+            for name in masks:
+                yield f"{_STATE}{number}/{name}", masks[name].view(-1)
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
         """Take back what `state_tensors` gave."""
         self._draws, self._ticket = shared[_COUNTS].tolist()
-        shapes = {info.name: tuple(info.logical_shape) for info in self.infos}
         numbers = {
             int(name.split("/")[1])
             for name in shared
             if name.startswith(_STATE) and name != _COUNTS
         }
         self._masks = [
-            PackedMasks({name: shared[f"{_STATE}{number}/{name}"] for name in shapes}, shapes)
+            PackedMasks.of(
+                (info.name, shared[f"{_STATE}{number}/{info.name}"].view(info.local_shape))
+                for info in self.infos
+            )
             for number in sorted(numbers)
         ]
+
+    def _draw(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return magnitude(weights, self.sparsity, scope=self.scope, parts=self.parts)
 
     def _logical(
         self, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Views of the weights to prune in logical shapes, in an order that no bucketing changes:
-        equal magnitudes are told apart by it."""
+        """Views of the weights to prune, without padding, in an order that no bucketing changes:
+        ranks that hold parts of them draw together."""
         found = {info.name: flat for info, flat in weights}
         return {
-            info.name: found[info.name][: math.prod(info.logical_shape)].view(info.logical_shape)
+            info.name: found[info.name][: info.local_entries].view(info.local_shape)
             for info in self.infos
         }
 
@@ -140,8 +157,9 @@ class EarlyBird:
             others = len(self._masks)
             text += f"largest distance {found:.4f} to the last {others} mask{'s' * (others > 1)}"
             if drawn:
-                kept = sum(int(mask.count_nonzero()) for mask in masks.values())
-                all_ = sum(math.prod(info.logical_shape) for info in self.infos)
+                rows = {n: [int(mask.count_nonzero()), mask.numel()] for n, mask in masks.items()}
+                columns = zip(*self.parts.table(rows).values(), strict=True)
+                kept, all_ = (sum(column) for column in columns)
                 text += (
                     f", below {self.limit:g}: the ticket is drawn; {kept:,} of {all_:,} entries of "
                     "the pruned tensors exist from here on"

@@ -9,8 +9,7 @@ every dimension; here all states of a parameter share one index over its flatten
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from types import ModuleType
@@ -42,20 +41,29 @@ class CompressedLayout:
     """A `BucketLayout` of the entries that `masks` marks; a parameter without a mask, or whose mask
     leaves nothing out, is stored as `DenseLayout` stores it.
 
+    `masks` are looked up one after another. `cut`: names of parameters that are cut over ranks; the
+    masks given of these count even where all that they leave out is on another rank.
     `device`: where the parameters are, unless that is where the masks are. On a CPU an index holds
     4 bytes for each entry that exists, as the paper's; on a GPU, a bit for each entry of the
     parameter. Casts go through at most `CHUNK` entries at a time, so that the 16-bit copy of all
     stored weights that the paper's step makes (2 f bytes a parameter, Eq. 1) is never whole.
     """
 
-    def __init__(self, masks: Masks, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        masks: Masks,
+        *,
+        device: torch.device | None = None,
+        cut: Collection[str] = (),
+    ) -> None:
         self._dense = DenseLayout()
         self._indices: dict[str, Positions | Bitmap] = {}
-        for name, mask in sorted(masks.items()):
+        for name in sorted(masks):
+            mask = masks[name]
             assert mask.dtype == torch.bool and mask.dim() == 1, f"{name}: not a flat mask"
             on = mask.device if device is None else device
             _refuse_too_long(name, mask.numel(), on)
-            if not mask.all():
+            if name in cut or not mask.all():
                 held = mask.cpu()
                 self._indices[name] = Positions(held) if on.type == "cpu" else Bitmap(held, on)
 
@@ -64,11 +72,19 @@ class CompressedLayout:
         """Bytes of all indices."""
         return sum(index.nbytes for index in self._indices.values())
 
+    def index_nbytes(self, name: str) -> int:
+        """Bytes of the index of one parameter; 0 where it has none."""
+        return self._indices[name].nbytes if name in self._indices else 0
+
+    def __contains__(self, name: str) -> bool:
+        """Whether this parameter is stored by an index, rather than whole."""
+        return name in self._indices
+
     def count(self, infos: Iterable[ParamInfo]) -> Count:
         """Of these parameters on this rank; vocabulary padding is no entry."""
         stored = everything = 0
         for info in infos:
-            index, entries = self._indices.get(info.name), math.prod(info.logical_shape)
+            index, entries = self._indices.get(info.name), info.local_entries
             stored += entries if index is None else index.stored
             everything += entries
         return Count(stored, everything)

@@ -16,7 +16,7 @@ import secrets
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError, DataError
+from samo.parts import Parts
 
 VERSION = 1
 _MARK, _SHAPE, _BITS = "masks", "shape/", "bits/"
@@ -58,11 +59,11 @@ class PackedMasks(Mapping[str, torch.Tensor]):
         self.bits, self.shapes = dict(bits), dict(shapes)
 
     @classmethod
-    def of(cls, masks: Mapping[str, torch.Tensor]) -> PackedMasks:
-        """Pack masks, one after another."""
+    def of(cls, masks: Iterable[tuple[str, torch.Tensor]]) -> PackedMasks:
+        """Pack masks, each as it comes."""
         bits: dict[str, torch.Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, mask in masks.items():
+        for name, mask in masks:
             assert mask.dtype == torch.bool
             bits[name] = torch.from_numpy(np.packbits(mask.detach().cpu().numpy().reshape(-1)))
             shapes[name] = tuple(mask.shape)
@@ -72,6 +73,9 @@ class PackedMasks(Mapping[str, torch.Tensor]):
         shape = self.shapes[name]
         entries = np.unpackbits(self.bits[name].numpy(), count=math.prod(shape))
         return torch.from_numpy(entries.view(np.bool_)).view(shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.bits
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.bits)
@@ -85,24 +89,42 @@ def packed_bytes(shape: Sequence[int]) -> int:
     return -(-math.prod(shape) // 8)
 
 
-def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
-    """A mask of the logical shape as the parameter lies in memory: bool [param.numel()], False for
-    the padding rows of a vocabulary, which are last. May share the memory of `logical`."""
-    assert tuple(logical.shape) == tuple(info.logical_shape) and logical.dtype == torch.bool
-    missing = info.param.numel() - logical.numel()
-    assert missing >= 0, "a mask is cut before it is laid out"
-    flat = logical.reshape(-1)
+def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
+    """The mask of what is on this rank as the parameter lies in its memory: bool [param.numel()],
+    False for rows that exist in memory only."""
+    assert part.numel() == info.local_entries, f"{info.name}: a mask of another shape"
+    missing = info.param.numel() - part.numel()
+    flat = part.reshape(-1)
     return flat if missing == 0 else torch.cat([flat, flat.new_zeros(missing)])
 
 
-def flat_masks(
-    infos: Sequence[ParamInfo], logical: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Masks of logical shapes as the parameters lie in memory, without those that leave nothing
-    out: such a parameter is stored whole, padding and all, as if it had none."""
-    named = {info.name: logical[info.name] for info in infos if info.name in logical}
-    by_name = {info.name: info for info in infos}
-    return {n: flat_mask(by_name[n], mask) for n, mask in named.items() if not mask.all()}
+def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a mask of the logical shape, `padded`."""
+    assert tuple(logical.shape) == tuple(info.logical_shape)
+    return padded(info, logical if info.cut is None else info.cut.of(logical))
+
+
+def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) -> PackedMasks:
+    """This rank's parts of masks of logical shapes, as the parameters lie in memory, without those
+    that leave nothing out: such a parameter is stored whole, padding and all, as if it had none.
+    Masks are looked up one after another."""
+    return PackedMasks.of(
+        (info.name, flat_mask(info, mask))
+        for info in infos
+        if info.name in logical and not (mask := logical[info.name]).all()
+    )
+
+
+def flat_parts(
+    infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: Parts
+) -> PackedMasks:
+    """The same of masks of which each rank has its part already. Collective over the stage."""
+    counts = parts.summed({name: [int(mask.count_nonzero())] for name, mask in masks.items()})
+    return PackedMasks.of(
+        (info.name, padded(info, masks[info.name]))
+        for info in infos
+        if info.name in masks and counts[info.name] != [info.entries]
+    )
 
 
 def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
@@ -112,7 +134,7 @@ def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
     Raises `ConfigError` where the file cannot be written.
     """
     draft = path.parent / f"{path.name}.tmp-{secrets.token_hex(4)}"
-    packed = masks if isinstance(masks, PackedMasks) else PackedMasks.of(masks)
+    packed = masks if isinstance(masks, PackedMasks) else PackedMasks.of(masks.items())
     try:
         _write(draft, packed)
         os.replace(draft, path)
@@ -126,7 +148,7 @@ def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
             draft.unlink()
 
 
-def load_masks(path: Path) -> dict[str, torch.Tensor]:
+def load_masks(path: Path) -> PackedMasks:
     """The masks of a file, bool of logical shapes, on the CPU.
 
     Raises `DataError` naming the file, and the tensor where it is one's fault: for a missing file,
@@ -139,7 +161,7 @@ def load_masks(path: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{path}: {what}; give a mask file, as tools/prune_checkpoint.py writes it")
     try:
         with zipfile.ZipFile(path) as archive:
-            return dict(_read(path, archive))
+            return PackedMasks.of(_read(path, archive))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except _DAMAGE as error:
@@ -147,16 +169,23 @@ def load_masks(path: Path) -> dict[str, torch.Tensor]:
 
 
 def masks_for(
-    infos: Sequence[ParamInfo], masks: Mapping[str, torch.Tensor], *, source: str
-) -> dict[str, torch.Tensor]:
+    infos: Sequence[ParamInfo],
+    masks: Mapping[str, torch.Tensor],
+    *,
+    source: str,
+    elsewhere: Collection[str] = (),
+) -> PackedMasks:
     """Masks of logical shapes that came from `source`, as the parameters of this model lie in
-    memory.
+    memory; those of `elsewhere` are other ranks' affair.
 
     Raises `DataError` for a mask of a tensor that the model does not have, or has in another
     shape, or never prunes, and for a mask without a stored entry.
     """
     known = {info.name: info for info in infos}
-    for name, mask in masks.items():
+    for name in masks:
+        if name not in known and name in elsewhere:
+            continue
+        mask = masks[name]
         if name not in known:
             wrong = "of which the model has none; the mask is of another model"
         elif tuple(mask.shape) != tuple(shape := known[name].logical_shape):

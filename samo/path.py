@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.data_parallel.interface import Masks, ParamInfo, PathParts, Rewirer, Saved
 from megatron.data_parallel.path import BYTES
@@ -15,19 +14,22 @@ from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes
 from samo.options import SamoConfig
 from samo.refused_pairs import SAMO_PAIRS
-from samo.schedule import Schedule, target_of, until_of, why_none, why_too_many
+from samo.schedule import (
+    Schedule,
+    target_of,
+    until_of,
+    why_no_resample,
+    why_none,
+    why_too_many,
+)
 from samo.shares import first_ticket, is_prunable, stored_count
 from samo.storage import model_bits
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron.config import Config
     from megatron.parallel.groups import ProcessGroups
     from samo.layout import CompressedLayout
-
-MASK, PARAM = "mask/", "param/"
-"""What a checkpoint calls masks and master weights, with the parameter's name behind it."""
+    from samo.parts import Parts
 
 
 class SamoPath:
@@ -40,7 +42,7 @@ class SamoPath:
     def check(self, config: Config) -> None:
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
-            _check_length(_options(config), config.total_iterations())
+            _check_length(config, config.total_iterations())
 
     def build(
         self,
@@ -51,19 +53,26 @@ class SamoPath:
     ) -> PathParts:
         from megatron.data_parallel.dense import AllReduceReducer
         from samo.layout import CompressedLayout
+        from samo.parts import Parts
+        from samo.ticket import first_masks
 
         options, total = _options(config), config.total_iterations()
+        seed = config.training.seed
         if not config.training.skip_train:
             # Only the number of ranks tells how many steps so many samples are.
-            _check_length(options, total)
-        layout = CompressedLayout(
-            _masks(options, infos, saved, seed=config.training.seed), device=infos[0].param.device
-        )
+            _check_length(config, total)
+        parts = Parts(infos, groups)
+        make_layout = partial(CompressedLayout, device=infos[0].param.device, cut=parts.cut_names)
+
+        def draw() -> CompressedLayout:
+            return make_layout(first_masks(options, infos, parts, saved, seed=seed))
+
+        layout = parts.agreed(draw)
         return PathParts(
             layout=layout,
             reducer=AllReduceReducer(groups.dp),
-            rewirer=_rewirer(options, infos, layout, total, seed=config.training.seed),
-            notes=tuple(_notes(config, infos, layout)),
+            rewirer=_rewirer(config, infos, layout, parts, make_layout),
+            notes=tuple(_notes(config, infos, layout, parts)),
         )
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -100,70 +109,46 @@ def _schedule(options: SamoConfig, total: int) -> Schedule:
     return Schedule(interval=options.dsr_interval, until=options.dsr_until or until_of(total))
 
 
-def _check_length(options: SamoConfig, total: int) -> None:
+def _check_length(config: Config, total: int) -> None:
     """Refuse a run of `total` steps that ends before what it is to wait for."""
+    options = _options(config)
     interval = options.samo_early_bird_interval
     waits = options.samo_pruning == "early-bird" and options.sparsity > 0
-    if waits and first_ticket(interval) > total:
+    if waits and (ticket := first_ticket(interval)) > total:
         raise ConfigError(
             f"samo_early_bird_interval {interval}: the first ticket could be drawn after step "
-            f"{first_ticket(interval)}, the run has {total}; lower it, or train longer"
+            f"{ticket}, the run has {total}; lower it, or train longer"
         )
+    if waits and (problem := _why_radius_never_begins(config)(first_ticket(interval) + 1, total)):
+        raise ConfigError(f"samo_early_bird_interval {interval}: {problem}")
     if options.dsr_interval is not None and (
         problem := why_none(_schedule(options, total), 1, total)
     ):
         raise ConfigError(problem)
 
 
-def _masks(
-    options: SamoConfig, infos: Sequence[ParamInfo], saved: Saved | None, *, seed: int
-) -> Masks:
-    """What the run begins with: the masks of the checkpoint where that is of the same path with
-    the same settings, else the ticket's."""
-    from samo.mask import flat_masks, load_masks, masks_for
-    from samo.pruning import Weights, magnitude, prunable, random, refuse_zeros
-
-    there = set(saved.names(MASK)) if saved is not None else set[str]()
-    if saved is not None and saved.same_path:
-        masked = [info for info in infos if f"{MASK}{info.name}" in there]
-        return flat_masks(masked, {i.name: saved.read(f"{MASK}{i.name}") for i in masked})
-    if options.samo_pruning == "file":
-        assert options.samo_mask_file is not None, "checked with the pairs"
-        source = options.samo_mask_file
-        return masks_for(infos, load_masks(Path(source)), source=source)
-    if options.samo_pruning == "early-bird" or options.sparsity == 0:
-        return {}
-    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
-    if options.samo_pruning == "random":
-        shapes = {info.name: info.logical_shape for info in pruned}
-        return flat_masks(pruned, random(shapes, options.sparsity, seed=seed))
-    by_name = {info.name: info for info in pruned}
-
-    def read(name: str) -> torch.Tensor:
-        """The weights that a parameter begins with."""
-        if saved is not None:
-            return saved.read(f"{PARAM}{name}")
-        shape = by_name[name].logical_shape
-        return by_name[name].param.detach().reshape(-1)[: math.prod(shape)].view(shape)
-
-    drawn = magnitude(Weights(list(by_name), read), options.sparsity, scope=options.samo_scope)
-    if saved is not None:
-        stored = {n: saved.read(f"{MASK}{n}") for n in drawn if f"{MASK}{n}" in there}
-        refuse_zeros(drawn, stored, what="--samo-sparsity")
-    return flat_masks(pruned, drawn)
+def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
+    """Of the updates from the first after a ticket to a run's last; never a reason where nothing
+    but the masks waits for it."""
+    # Any: its class is declared where its path is.
+    radius: Any = config.extensions.get("radius")
+    if radius is None or radius.density == 1:
+        return lambda first, last: ""
+    start = radius.start(config.total_iterations())
+    return partial(why_no_resample, start=start, interval=radius.radius_interval)
 
 
 def _rewirer(
-    options: SamoConfig,
+    config: Config,
     infos: Sequence[ParamInfo],
     layout: CompressedLayout,
-    total: int,
-    *,
-    seed: int,
+    parts: Parts,
+    make_layout: Callable[[Masks], CompressedLayout],
 ) -> Rewirer | None:
     from samo.early_bird import EarlyBird
     from samo.pruning import prunable
 
+    options = _options(config)
     pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
     if options.samo_pruning == "early-bird" and options.sparsity > 0:
         return EarlyBird(
@@ -172,55 +157,67 @@ def _rewirer(
             scope=options.samo_scope,
             interval=options.samo_early_bird_interval,
             limit=options.samo_early_bird_distance,
-            last=total,
-            drawn=layout.nbytes > 0,
+            last=config.total_iterations(),
+            drawn=any(sum(parts.table({i.name: [i.name in layout] for i in pruned}).values(), [])),
+            parts=parts,
+            make_layout=make_layout,
+            why_no_more=_why_radius_never_begins(config),
         )
-    return None if options.dsr_interval is None else _dsr(options, pruned, layout, total, seed)
+    if options.dsr_interval is None:
+        return None
+    return _dsr(config, pruned, layout, parts, make_layout)
 
 
 def _dsr(
-    options: SamoConfig,
+    config: Config,
     pruned: Sequence[ParamInfo],
     layout: CompressedLayout,
-    total: int,
-    seed: int,
+    parts: Parts,
+    make_layout: Callable[[Masks], CompressedLayout],
 ) -> Rewirer:
-    from samo.layout import CompressedLayout
     from samo.rewiring import DsrRewirer, RewiringSettings
 
+    options = _options(config)
     fraction = Fraction(str(options.dsr_fraction))
-    entries = [math.prod(info.logical_shape) for info in pruned]
-    stored = sum(layout.numel(info.name, info.param) for info in pruned)
-    if problem := why_too_many(fraction, entries, stored):
+    counts = parts.table({info.name: layout.count([info]) for info in pruned}).values()
+    entries = [all_ for _, all_ in counts]
+    if problem := why_too_many(fraction, entries, sum(stored for stored, _ in counts)):
         raise ConfigError(problem)
     settings = RewiringSettings(
-        schedule=_schedule(options, total),
+        schedule=_schedule(options, config.total_iterations()),
         target=target_of(fraction, entries),
         threshold=options.dsr_threshold,
         reset_moments=options.dsr_reset_moments == "all",
-        seed=seed,
+        seed=config.training.seed,
     )
-    make_layout = partial(CompressedLayout, device=pruned[0].param.device)
-    return DsrRewirer([info.name for info in pruned], settings, make_layout)
+    return DsrRewirer([info.name for info in pruned], settings, make_layout, parts=parts)
 
 
-def _notes(config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout) -> Iterator[str]:
-    options, count = _options(config), layout.count(infos)
-    masked = [info for info in infos if layout.numel(info.name, info.param) < info.param.numel()]
-    entries = sum(math.prod(info.logical_shape) for info in masked)
-    stored = {info.name: layout.numel(info.name, info.param) for info in masked}
-    text = f"samo: {count.stored:,} of {count.all:,} parameters exist"
+def _notes(
+    config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: Parts
+) -> Iterator[str]:
+    """Of the whole model. Collective over a copy of it."""
+    options = _options(config)
+    rows = {
+        info.name: (*layout.count([info]), info.name in layout, layout.index_nbytes(info.name))
+        for info in infos
+    }
+    table = parts.table(rows)
+    masked = {name: (stored, all_) for name, (stored, all_, index, _) in table.items() if index}
+    stored, all_, _, index = (sum(column) for column in zip(*table.values(), strict=True))
+    text = f"samo: {stored:,} of {all_:,} parameters exist"
     if masked:
-        p = 1 - sum(stored.values()) / entries
-        yield f"{text}, f = {count.stored / count.all:.4f}; p = {p:.4f} of what is pruned"
+        kept, entries = (sum(column) for column in zip(*masked.values(), strict=True))
+        yield f"{text}, f = {stored / all_:.4f}; p = {1 - kept / entries:.4f} of what is pruned"
     else:
+        entries = 0
         yield f"{text}; nothing is pruned yet" if options.sparsity else f"{text}: nothing is pruned"
     width = BYTES[config.precision.param_dtype]
     moments = 1 if config.optimizer.optimizer == "sgd" else 2
     kinds = state_bytes(
-        count.all,
-        count.stored,
-        index=layout.nbytes,
+        all_,
+        stored,
+        index=index,
         param_bytes=width,
         grad_bytes=BYTES[config.precision.grad_dtype],
         moments=moments,
@@ -228,10 +225,11 @@ def _notes(config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout)
     if width == 4:
         # fp32 parameters that are stored whole are views of their master weights.
         kinds["parameters"] = width * entries
-    yield memory_note(kinds, count.all, count.stored, beside_paper=width == 2)
+    yield memory_note(kinds, all_, stored, beside_paper=width == 2)
     if options.dsr_interval is not None:
-        shapes = {info.name: info.logical_shape for info in infos}
-        bits = model_bits(shapes, stored, copies=2 + moments)
+        shapes = parts.everywhere({info.name: info.logical_shape for info in infos})
+        sparse = {name: kept for name, (kept, _) in masked.items()}
+        bits = model_bits(shapes, sparse, copies=2 + moments)
         yield (
             f"DSR: in flattened CSR, with fp32 values, weights, gradients and moments would take "
             f"{bits / 8e6:.1f} MB"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,10 +21,13 @@ from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError, NumericsError
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, histogram, magnitudes
 from megatron.sparse.selection import Largest, select_largest
+from samo.parts import Parts
 from samo.shares import is_prunable, stored_count
 
 Scope = Literal["tensor", "global"]
 Read = Callable[[str], torch.Tensor]
+WHOLE = Parts()
+"""Every tensor is here, whole."""
 _SHIFT = 15
 """Bits of a magnitude that the first count of a global draw leaves out: 31 - 15 number its bins."""
 
@@ -37,6 +40,9 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -55,29 +61,44 @@ def prunable(infos: Sequence[ParamInfo], *, keep_embeddings: bool) -> list[Param
 
 
 def magnitude(
-    tensors: Mapping[str, torch.Tensor], sparsity: Fraction, *, scope: Scope = "tensor"
+    tensors: Mapping[str, torch.Tensor],
+    sparsity: Fraction,
+    *,
+    scope: Scope = "tensor",
+    parts: Parts = WHOLE,
 ) -> dict[str, torch.Tensor]:
     """Masks of the entries of largest magnitude, of fp32, bf16 or fp16 tensors.
 
     "tensor": `stored_count` entries of each; of equal ones those that come first. "global":
     `stored_count` entries of all together, but of each tensor at least its largest, even if a
-    larger one of another has to go; of equal ones those of the tensor that is named first, then
+    larger one of another has to go; of equal ones those of the tensor whose name comes first, then
     those that come first. A tensor is looked up once for "tensor", four times for "global", and
-    held for that long only, so that a mapping may read it from a file. Raises `NumericsError` for
-    entries that are not finite.
+    held for that long only, so that a mapping may read it from a file.
+
+    With `parts`, tensors and masks are what this rank holds of them, and the masks are those of the
+    whole ones; "global" is over all of the model. Collective then over a copy of the model. Raises
+    `NumericsError` for entries that are not finite, on all ranks of the stage; `Parts.agreed` makes
+    it all of the world.
     """
     if scope == "global":
-        return dict(_draw_together(tensors, sparsity))
-    return {name: _draw_alone(name, tensor, sparsity) for name, tensor in tensors.items()}
+        counts = _counts_of_all(tensors, sparsity, parts)
+        return {name: _draw(name, tensors, parts, counts[name]) for name in tensors}
+    return {name: _draw(name, tensors, parts, sparsity) for name in tensors}
 
 
 def refuse_zeros(
-    drawn: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], *, what: str
+    drawn: Mapping[str, torch.Tensor],
+    stored: Mapping[str, torch.Tensor],
+    *,
+    what: str,
+    parts: Parts = WHOLE,
 ) -> None:
     """Raise `ConfigError`, in the words `what` for the setting, where a mask keeps entries that the
-    network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing."""
-    for name, mask in drawn.items():
-        if name in stored and (extra := int((mask & ~stored[name]).count_nonzero())):
+    network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing.
+    With `parts` collective over the stage."""
+    rows = {name: [_extra(drawn[name], stored[name])] for name in drawn if name in stored}
+    for name, (extra,) in parts.summed(rows).items():
+        if extra:
             raise ConfigError(
                 f"{what}: the checkpoint is pruned already, and of {name} {extra} entries that "
                 "would be kept are not in it; give a larger one"
@@ -101,33 +122,52 @@ def random(
     }
 
 
-def distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+def distance(
+    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, parts: Parts = WHOLE
+) -> float:
     """|A xor B| / (|A| + |B|) over all tensors, for masks of the same ones: 0 for equal masks, 1
-    for those that have no entry in common, p for unrelated ones."""
+    for those that have no entry in common, p for unrelated ones. With `parts` of the model, of
+    which these masks are what this rank holds; collective then over a copy of it."""
     assert a.keys() == b.keys()
-    differing = stored = 0
+    rows: dict[str, tuple[int, int]] = {}
     for name, first in a.items():
         x, y = first.numpy(), b[name].numpy()
-        differing += np.count_nonzero(x ^ y)
-        stored += np.count_nonzero(x) + np.count_nonzero(y)
+        differing = int(np.count_nonzero(x ^ y))
+        rows[name] = differing, int(np.count_nonzero(x) + np.count_nonzero(y))
+    differing, stored = (sum(column) for column in zip(*parts.table(rows).values(), strict=True))
     return differing / stored
 
 
-def _draw_alone(name: str, tensor: torch.Tensor, sparsity: Fraction) -> torch.Tensor:
-    values = _flat(name, tensor)
-    return _as_mask(select_largest(values, stored_count(values.numel(), sparsity)), tensor.shape)
+def _extra(drawn: torch.Tensor, stored: torch.Tensor) -> int:
+    return int((drawn & ~stored).count_nonzero())
 
 
-def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a contiguous vector, a view if it can be."""
-    values = tensor.detach().reshape(-1).contiguous()
-    low, high = torch.aminmax(values)
+def _draw(
+    name: str, tensors: Mapping[str, torch.Tensor], parts: Parts, kept: Fraction | int
+) -> torch.Tensor:
+    """The mask of a sparsity, or of so many entries of the whole tensor."""
+    tensor = _read(name, tensors, parts)
+    shard = parts.shard(name)
+    total = tensor.numel() if shard is None else shard.total
+    k = kept if isinstance(kept, int) else stored_count(total, kept)
+    values, sum_bins = tensor.view(-1), parts.sum_bins(name)
+    return _as_mask(select_largest(values, k, sum_bins=sum_bins, shard=shard), tensor.shape)
+
+
+def _read(name: str, tensors: Mapping[str, torch.Tensor], parts: Parts) -> torch.Tensor:
+    """A tensor, contiguous. Where its parts lie on several ranks none of them goes on alone."""
+    return parts.agreed_on(name, partial(_finite, name, tensors))
+
+
+def _finite(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors[name].detach().contiguous()
+    low, high = torch.aminmax(tensor)
     if not math.isfinite(float(high) - float(low)):
         raise NumericsError(
             f"{name}: has entries that are not finite, so none is the largest; take the weights "
             "of an earlier step"
         )
-    return values
+    return tensor
 
 
 def _as_mask(chosen: Largest, shape: Sequence[int]) -> torch.Tensor:
@@ -146,59 +186,83 @@ def _random_numbers(count: int, key: str) -> torch.Tensor:
     return torch.from_numpy((words.view(np.uint32)[:count] >> 2).view(np.float32))
 
 
-@dataclass(frozen=True)
-class _Top:
-    """The largest entry of a tensor of `entries`, the first of equal ones: its place and the bits
-    of its magnitude."""
-
-    entries: int
-    place: int
-    bits: int
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> _Top:
-        bits = magnitudes(values).cpu().numpy()
-        place = int(bits.argmax())  # numpy's is the first of equal ones
-        return cls(bits.size, place, int(bits[place]))
-
-
-def _draw_together(
-    tensors: Mapping[str, torch.Tensor], sparsity: Fraction
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Masks of the largest entry of each tensor, and of the largest of all others.
+def _counts_of_all(
+    tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: Parts
+) -> dict[str, int]:
+    """How many entries of each tensor a draw over all of them keeps: its largest, and its share of
+    the largest of all others, which are as many of its largest.
 
     The magnitude at which these end is found by counting, as within one tensor (see
-    `megatron.sparse.selection`), so that no vector of all tensors is made.
+    `megatron.sparse.selection`), so that no vector of all tensors is made. No rank begins to sum
+    before all have read what is theirs.
     """
-    tops = {name: _Top.of(_flat(name, tensor)) for name, tensor in tensors.items()}
-    wanted = stored_count(sum(top.entries for top in tops.values()), sparsity) - len(tops)
-    threshold = MAGNITUDE  # above which there is nothing, nor at it
-    if wanted > 0:
-        first, wanted = _reaching(_count_others(tensors, tops, 0, _SHIFT), wanted)
-        first <<= _SHIFT
-        step, wanted = _reaching(_count_others(tensors, tops, first, 0)[: 1 << _SHIFT], wanted)
-        threshold = first + step
-    for name, tensor in tensors.items():
-        bits, top = magnitudes(_flat(name, tensor)).cpu().numpy(), tops[name].place
-        mask, ties = bits > threshold, bits == threshold
-        ties[top] = False
-        taken = np.flatnonzero(ties)[: max(wanted, 0)]
-        wanted -= taken.size
-        mask[taken] = mask[top] = True
-        yield name, torch.from_numpy(mask).view(tensor.shape)
+    tops, sizes, highest = parts.agreed(partial(_look, tensors, parts))
+    numbers = parts.table(sizes).values()
+    wanted = stored_count(sum(n for (n,) in numbers), sparsity) - len(numbers)
+    if wanted <= 0:
+        return dict.fromkeys(tensors, 1)
+    first, wanted = _reaching(parts.add_up(highest).numpy(), wanted)
+    first <<= _SHIFT
+    lowest = parts.agreed(partial(_look_closer, tensors, tops, parts, first))
+    step, wanted = _reaching(parts.add_up(lowest).numpy()[: 1 << _SHIFT], wanted)
+    rows = parts.agreed(partial(_compare, tensors, tops, parts, first + step))
+    found: dict[str, int] = {}
+    for name, (above, ties) in parts.table(rows).items():
+        taken = min(ties, wanted)
+        wanted -= taken
+        found[name] = 1 + above + taken
+    return found
 
 
-def _count_others(
-    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, _Top], first: int, shift: int
-) -> np.ndarray:
-    """Entries that are no tensor's top, by their bits less `first` without the lowest `shift`."""
-    last = MAGNITUDE if shift else first + (1 << _SHIFT) - 1
+def _look(
+    tensors: Mapping[str, torch.Tensor], parts: Parts
+) -> tuple[dict[str, int], dict[str, list[int]], torch.Tensor]:
+    """The bits of the largest magnitude of each tensor; the entries of each that are here; and
+    this rank's counts of those that are no tensor's first of its largest, by their highest bits."""
     counts = torch.zeros(BINS, dtype=torch.int64)
-    for name, tensor in tensors.items():
-        counts += histogram(_flat(name, tensor).cpu(), torch.tensor([first, last, shift]))[:BINS]
-        if first <= tops[name].bits <= last:
-            counts[(tops[name].bits - first) >> shift] -= 1
-    return counts.numpy()
+    largest: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
+    for name in tensors:
+        values = _read(name, tensors, parts).view(-1)
+        largest[name], sizes[name] = [int(magnitudes(values).max())], [values.numel()]
+        if parts.counted(name):
+            counts += histogram(values.cpu(), torch.tensor([0, MAGNITUDE, _SHIFT]))[:BINS]
+    tops = {name: bits for name, (bits,) in parts.greatest(largest).items()}
+    for name in filter(parts.counted_once, tops):
+        counts[tops[name] >> _SHIFT] -= 1
+    return tops, sizes, counts
+
+
+def _look_closer(
+    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: Parts, first: int
+) -> torch.Tensor:
+    """Counts of those with the highest bits of `first`, by their other bits."""
+    last = first + (1 << _SHIFT) - 1
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    for name in tensors:
+        values = _read(name, tensors, parts).view(-1)
+        if parts.counted(name):
+            counts += histogram(values.cpu(), torch.tensor([first, last, 0]))[:BINS]
+    for name in filter(parts.counted_once, tops):
+        if first <= tops[name] <= last:
+            counts[tops[name] - first] -= 1
+    return counts
+
+
+def _compare(
+    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: Parts, threshold: int
+) -> dict[str, list[int]]:
+    """How many of each tensor's entries here are above the threshold and at it, where the ranks
+    that hold parts of it leave out the first of its largest once."""
+    rows: dict[str, list[int]] = {}
+    for name in tensors:
+        bits = magnitudes(_read(name, tensors, parts).view(-1)).cpu().numpy()
+        above, ties = np.count_nonzero(bits > threshold), np.count_nonzero(bits == threshold)
+        if parts.speaks(name):
+            above -= int(tops[name] > threshold)
+            ties -= int(tops[name] == threshold)
+        rows[name] = [int(above), int(ties)]
+    return rows
 
 
 def _reaching(counts: np.ndarray, wanted: int) -> tuple[int, int]:

@@ -67,18 +67,6 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
         "give --grad-path samo, or drop --dsr-interval",
     ),
     _pair(
-        "dsr_interval with a model cut over ranks",
-        lambda o, c: o.dsr_interval is not None and c.parallel.model_parallel_size > 1,
-        "a rewiring compares all weights, and each rank sees its own",
-        "give tensor and pipeline parallel size 1, or drop --dsr-interval",
-    ),
-    _pair(
-        "samo_scope global with a model cut over ranks",
-        lambda o, c: o.samo_scope == "global" and c.parallel.model_parallel_size > 1,
-        "all weights are compared, and each rank sees its own",
-        "give tensor and pipeline parallel size 1, or drop --samo-scope",
-    ),
-    _pair(
         "dsr_interval with samo_sparsity 0",
         lambda o, _: o.dsr_interval is not None and o.samo_sparsity == 0,
         "there is no place to grow at",

@@ -2,8 +2,10 @@
 
 Mostafa and Wang 2019 as "Low-Memory Neural Network Training" (Sohoni et al. 2019, 3.1 and A.3.1)
 uses it: one threshold for all tensors, so that nonzeros move to the layers that make use of them,
-and moments that are kept for nonzeros alone. Every rank has the same weights, and what is drawn is
-drawn from (seed, update, logical name), so that ranks agree without sending a mask.
+and moments that are kept for nonzeros alone. What is drawn is drawn from (seed, update, logical
+name), so that data-parallel ranks, which have the same weights, agree without sending a mask. Ranks
+of a model that is cut tell each other counts of what is stored and pruned, and those that hold
+parts of a tensor its mask, a byte an entry for one tensor at a time.
 
 The threshold H is doubled after a rewiring that pruned fewer than (1 - delta) K weights and halved
 after one that pruned more than (1 + delta) K; K is the target and delta = 0.1, the tolerance of
@@ -22,26 +24,25 @@ the program that Mostafa and Wang published. Three things they leave open or do 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron.data_parallel.interface import BucketLayout, Masks, ParamInfo, Rewiring
+from samo.mask import PackedMasks
+from samo.parts import Parts
+from samo.pruning import WHOLE
+from samo.regrowth import RUNG_SHIFT, RUNGS, Counts, Plan, Tensor, share_out
 from samo.schedule import Schedule, why_none
 
 TOLERANCE = 0.1
 GAIN = 2.0
 LIMIT = 2
 """Times the target that a rewiring prunes at most."""
-RUNG_SHIFT, RUNGS = 16, 1 << 15
-"""The limit chooses from a ladder: the positive fp32 numbers whose last 16 bits are zero."""
 LEAST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +58,20 @@ class RewiringSettings:
 
 
 class DsrRewirer:
-    """A `Rewirer` of the parameters `names`: as many entries of them are stored in the end as in
-    the beginning, to the last one. `make_layout` makes a layout of masks."""
+    """A `Rewirer` of the parameters `names`, those of this rank, of which it holds `parts`: as many
+    entries of them are stored in the end as in the beginning, to the last one. `make_layout` makes
+    a layout of masks."""
 
     def __init__(
         self,
         names: Collection[str],
         settings: RewiringSettings,
         make_layout: Callable[[Masks], BucketLayout],
+        *,
+        parts: Parts = WHOLE,
     ) -> None:
         self._names, self._settings, self._make_layout = frozenset(names), settings, make_layout
+        self._parts = parts
         self._threshold = settings.threshold
         self._seen = self._rewirings = 0
         self._stats: dict[str, float] = {}
@@ -85,28 +90,40 @@ class DsrRewirer:
         self._seen = t
         if not self._settings.schedule.due(t):
             return None
-        others: dict[str, torch.Tensor] = {}
-        tensors: list[_Tensor] = []
+        others: list[tuple[str, torch.Tensor]] = []
+        tensors: list[Tensor] = []
         for info, weight in weights:
             if info.name in self._names:
-                tensors.append(_Tensor.of(info, weight, layout))
+                tensors.append(Tensor.of(info, weight, layout))
             elif (mask := layout.mask(info.name)) is not None:
-                others[info.name] = mask
+                others.append((info.name, mask))
         tensors.sort(key=lambda tensor: tensor.info.name)
-        rewired = self._rewire(t, tensors)
+        threshold, plans = self._plan(t, tensors)
         if t == self._settings.schedule.last:
             self._notes.append(
                 f"DSR: update {t} was the last after which to rewire; there were "
                 f"{self._rewirings} rewirings"
             )
-        if not rewired:
+        if not plans:
             return None
-        masks = others | {one.name: torch.from_numpy(one.mask) for one in rewired}
-        anew = {one.name: torch.from_numpy(one.regrown()) for one in rewired}
+        anew: dict[str, torch.Tensor] = {}
+
+        def rewired() -> Iterator[tuple[str, torch.Tensor]]:
+            """One after another, so that the rest of the masks can be packed."""
+            for tensor in tensors:
+                plan, name = plans[tensor.info.name], tensor.info.name
+                one = tensor.pruned(threshold, plan, self._parts)
+                one.grow(plan.share, self._generator(t, name), self._parts)
+                if (positions := torch.from_numpy(one.regrown())).numel():
+                    anew[name] = positions
+                if not plan.is_whole:
+                    yield name, torch.from_numpy(one.mask)
+
+        masks = PackedMasks.of(chain(others, rewired()))
         return Rewiring(
             layout=self._make_layout(masks),
             reset_moments=self._settings.reset_moments,
-            anew={name: positions for name, positions in anew.items() if positions.numel()},
+            anew=anew,
         )
 
     def why_idle(self, first: int, last: int) -> str:
@@ -135,22 +152,38 @@ class DsrRewirer:
 
     # ---- a rewiring ----------------------------------------------------------------------------
 
-    def _rewire(self, t: int, tensors: Sequence[_Tensor]) -> list[_Rewired]:
-        """Prune by the threshold, adapt it, grow; empty where there was nothing to prune."""
-        stored = sum(tensor.weight.numel() for tensor in tensors)
+    def _plan(self, t: int, tensors: Sequence[Tensor]) -> tuple[float, dict[str, Plan]]:
+        """By which threshold to prune, which is adapted for the next time, and what becomes of each
+        tensor of the model; nothing where there is nothing to prune. Collective over a copy of the
+        model."""
+        threshold = self._threshold
+        counts = self._count(tensors, threshold)
+        stored = sum(one.stored for one in counts.values())
         assert LIMIT * self._settings.target <= stored, "why_too_many refuses that"
-        threshold = self._limited(t, tensors)
-        rewired = [tensor.pruned(threshold) for tensor in tensors]
-        pruned = sum(one.gone.size for one in rewired)
+        below = sum(one.below for one in counts.values())
+        if below > LIMIT * self._settings.target:
+            threshold = self._lowered(t, tensors, below)
+            counts = self._count(tensors, threshold)
+        pruned = sum(one.pruned for one in counts.values())
         self._stats = {"dsr_pruned": pruned, "dsr_threshold": threshold}
         self._adapt(threshold, pruned)
         if pruned == 0:
-            return []
-        shares = share_out(pruned, [one.zeros() for one in rewired], self._generator(t))
-        for one, share in zip(rewired, shares, strict=True):
-            one.grow(share, self._generator(t, one.name))
+            return threshold, {}
+        zeros = [one.zeros for one in counts.values()]
+        shares = share_out(pruned, zeros, self._generator(t))
         self._rewirings += 1
-        return rewired
+        return threshold, {
+            name: Plan(one, share)
+            for (name, one), share in zip(counts.items(), shares, strict=True)
+        }
+
+    def _count(self, tensors: Sequence[Tensor], threshold: float) -> dict[str, Counts]:
+        """Of all tensors of the model, in the order of their names."""
+        rows = {
+            one.info.name: (one.info.local_entries, one.weight.numel(), one.count_below(threshold))
+            for one in tensors
+        }
+        return {name: Counts(*numbers) for name, numbers in self._parts.table(rows).items()}
 
     def _adapt(self, threshold: float, pruned: int) -> None:
         """H for the next rewiring, by how far this one was from the target."""
@@ -162,17 +195,16 @@ class DsrRewirer:
         # Zero or infinity would stay what they are.
         self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
 
-    def _limited(self, t: int, tensors: Sequence[_Tensor]) -> float:
-        """H, or where more than `LIMIT` times the target are below it the greatest number of the
-        ladder of which that is not so. Weights as good as zero go whatever their number."""
-        most = LIMIT * self._settings.target
-        below = sum(tensor.count_below(self._threshold) for tensor in tensors)
-        if below <= most:
-            return self._threshold
+    def _lowered(self, t: int, tensors: Sequence[Tensor], below: int) -> float:
+        """In place of H, where more than `LIMIT` times the target are below it, the greatest number
+        of the ladder of which that is not so. Weights as good as zero go whatever their number."""
         counts = torch.zeros(RUNGS, dtype=torch.int64)
         for tensor in tensors:
-            counts += tensor.count_rungs(self._threshold)
+            if self._parts.counted(tensor.info.name):
+                counts += tensor.count_rungs(self._threshold)
+        self._parts.add_up(counts)
         # What lies on the rungs before one is below that one's number.
+        most = LIMIT * self._settings.target
         rung = int(torch.searchsorted(counts.cumsum(0), most, right=True))
         number = torch.tensor(rung << RUNG_SHIFT, dtype=torch.int32).view(torch.float32)
         lowered = max(float(number), LEAST_NORMAL)
@@ -190,101 +222,3 @@ class DsrRewirer:
         text = f"dsr/{self._settings.seed}/{t}/{name}"
         digest = hashlib.sha256(text.encode()).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A parameter before a rewiring: the fp32 weights of its stored entries, and how many entries
-    there are before vocabulary padding."""
-
-    info: ParamInfo
-    weight: torch.Tensor
-    logical: int
-    layout: BucketLayout
-
-    @classmethod
-    def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> _Tensor:
-        """Of a parameter without a mask padding is stored too, and takes no part."""
-        logical = math.prod(info.logical_shape)
-        return cls(info, weight[:logical], logical, layout)
-
-    def count_below(self, threshold: float) -> int:
-        """How many weights are of smaller magnitude; NaN is not."""
-        return int((self.weight.abs() < threshold).sum())
-
-    def count_rungs(self, threshold: float) -> torch.Tensor:
-        """How many of these lie on each rung of the ladder; int64 on the CPU."""
-        magnitude = self.weight.abs()
-        bits = magnitude[magnitude < threshold].view(torch.int32) >> RUNG_SHIFT
-        return torch.bincount(bits, minlength=RUNGS).cpu()
-
-    def pruned(self, threshold: float) -> _Rewired:
-        """Without what is below the threshold, but for the largest where all is."""
-        magnitude = self.weight.abs()
-        keep = ~(magnitude < threshold)
-        if not keep.any():
-            keep[(magnitude == magnitude.max()).nonzero()[0]] = True
-        mask = self.layout.mask(self.info.name)
-        if mask is None:
-            before = np.arange(self.info.param.numel()) < self.logical
-        else:
-            before = mask.cpu().numpy()
-        left = before.copy()
-        left[before] = keep.cpu().numpy()
-        return _Rewired(self.info.name, self.logical, left, np.flatnonzero(before & ~left))
-
-
-@dataclass(frozen=True)
-class _Rewired:
-    """A parameter after the pruning: its mask, which grows in place, and the positions that are
-    gone."""
-
-    name: str
-    logical: int
-    mask: Bools
-    gone: npt.NDArray[np.int64]
-
-    def zeros(self) -> int:
-        """Places where it can grow."""
-        return self.logical - int(np.count_nonzero(self.mask))
-
-    def grow(self, count: int, generator: np.random.Generator) -> None:
-        """Draw so many of them."""
-        entries = self.mask[: self.logical]
-        zero = ~entries
-        entries[zero] = choose(int(np.count_nonzero(zero)), count, generator)
-
-    def regrown(self) -> npt.NDArray[np.int64]:
-        """Positions that are gone and were drawn again."""
-        return self.gone[self.mask[self.gone]]
-
-
-def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) -> list[int]:
-    """How many of `count` entries, drawn uniformly without replacement from tensors of these sizes,
-    are of each: multivariate hypergeometric.
-
-    numpy's own draws from at most 10^9 entries. Here each entry is first taken with a probability
-    by which slightly too many are, as a binomial number a tensor tells, and of these, of which any
-    set of their number is as likely as another, `count` are drawn.
-    """
-    total = sum(sizes)
-    assert 0 <= count <= total
-    wanted = count + 4 * math.sqrt(count) + 8
-    taken = np.zeros(len(sizes), dtype=np.int64)
-    while taken.sum() < count:
-        taken = generator.binomial(sizes, min(1.0, wanted / total))
-    return generator.multivariate_hypergeometric(taken, count).tolist()
-
-
-def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
-    """`count` of n entries, every set of so many as likely as another. Takes n bytes; numpy's
-    `choice` takes eight times as many."""
-    assert 0 <= count <= n
-    if 2 * count > n:
-        return ~choose(n, n - count, generator)
-    chosen = np.zeros(n, dtype=np.bool_)
-    missing = count
-    while missing:
-        chosen[generator.integers(n, size=missing)] = True
-        missing = count - int(np.count_nonzero(chosen))
-    return chosen

@@ -94,3 +94,16 @@ def why_none(schedule: Schedule, first: int, last: int) -> str:
         f"dsr_interval {schedule.interval}: the network is rewired after no update from {first} to "
         f"{end}, the last that may be; {way_out}"
     )
+
+
+def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
+    """Why Radius, which begins in an update that `interval` divides, from `start` on and once there
+    is a ticket, does not in the updates `first`, the earliest after a ticket, to `last`; "" where
+    it does."""
+    if last // interval * interval >= max(first, start):
+        return ""
+    return (
+        f"the first ticket could be drawn after step {first - 1}, and from then to step {last} "
+        f"there is no multiple of radius_interval {interval} for Radius to begin at; lower that or "
+        "samo_early_bird_interval, or train longer"
+    )

@@ -426,8 +426,11 @@ class Saved(Protocol):
         """Names of its tensors: `param/NAME`, `mask/NAME`."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor in its logical shape on the CPU, 0 where entries are not stored."""
+    def read(
+        self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor in its logical shape on the CPU, 0 where entries are not stored; of it the box
+        `[start, stop)`, if one is given."""
         ...
 
 

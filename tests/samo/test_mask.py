@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_file_comes_back(tmp_path: Path) -> None:
     masks = some_masks()
     save_masks(tmp_path / "one", masks)
-    save_masks(tmp_path / "two", PackedMasks.of(masks))
+    save_masks(tmp_path / "two", PackedMasks.of(masks.items()))
     assert same(load_masks(tmp_path / "one"), masks)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
@@ -171,7 +171,7 @@ def test_no_damage_of_a_byte_goes_unseen(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=40), max_size=3))
 def test_packing_loses_nothing(rows: list[list[bool]]) -> None:
     masks = {str(number): torch.tensor([row]) for number, row in enumerate(rows)}
-    packed = PackedMasks.of(masks)
+    packed = PackedMasks.of(masks.items())
     assert same(dict(packed), masks) and len(packed) == len(masks)
     assert [bits.numel() for bits in packed.bits.values()] == [-(-len(row) // 8) for row in rows]
 

@@ -29,7 +29,7 @@ def by_sorting(
 ) -> dict[str, torch.Tensor]:
     """Entries in the order in which they deserve to stay, taken until there are enough; a tensor's
     own first entry before all of the others'."""
-    parts = [list(tensors)] if scope == "global" else [[name] for name in tensors]
+    parts = [sorted(tensors)] if scope == "global" else [[name] for name in tensors]
     masks = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
     for names in parts:
         order = sorted(
@@ -93,10 +93,10 @@ def test_of_equal_entries_the_first_ones_stay() -> None:
     assert [mask.flatten().nonzero().flatten().tolist() for mask in each.values()] == [
         [0, 1, 2]
     ] * 2
-    # Together: the first entry of each, then in the order given.
+    # Together: the first entry of each, then in the order of their names.
     both = magnitude(tensors, Fraction(7, 10), scope="global")
-    assert both["z"].flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
-    assert both["a"].flatten().nonzero().flatten().tolist() == [0]
+    assert both["a"].flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert both["z"].flatten().nonzero().flatten().tolist() == [0]
 
 
 def test_no_tensor_is_left_without_an_entry() -> None:

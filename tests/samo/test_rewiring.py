@@ -13,7 +13,8 @@ import torch
 
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.interface import Masks, ParamInfo, Rewiring
-from samo.rewiring import DsrRewirer, RewiringSettings, choose, share_out
+from samo.regrowth import choose, share_out
+from samo.rewiring import DsrRewirer, RewiringSettings
 from samo.schedule import Schedule
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 50), "thin": (8, 5), "embedding": (21, 32)}
