@@ -1,0 +1,127 @@
+"""A small model on any grid: what each rank holds of it, and what one rank alone would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from megatron.data_parallel.interface import ParamInfo
+from megatron.parallel.cut import Cut
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+
+PADDING = 3
+"""Rows of the word table that exist in memory only, on each rank."""
+WORDS = "embedding.words"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A parameter: its whole shape, its stage of two, and how tensor-parallel ranks cut it."""
+
+    shape: tuple[int, ...]
+    stages: tuple[int, ...]
+    axis: int | None = None
+    blocks: int = 1
+    scale: float = 1.0
+
+
+KINDS = {
+    WORDS: Kind((37, 16), (0, 1), axis=0, scale=0.5),
+    "embedding.places": Kind((10, 16), (0,), scale=0.1),
+    "b.gated": Kind((40, 16), (0,), axis=0, blocks=2),
+    "b.bias": Kind((40,), (0,), axis=0, blocks=2),
+    "a.down": Kind((16, 21), (1,), axis=1, scale=2.0),
+    "a.norm": Kind((16,), (1,)),
+    "c.small": Kind((4, 6), (1,), axis=1, scale=0.01),
+}
+PRUNED = [name for name, kind in KINDS.items() if len(kind.shape) > 1]
+GRIDS = [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1)]
+"""tp, dp, pp."""
+
+
+@cache
+def grid(tp: int, dp: int, pp: int, rank: int) -> ProcessGroups:
+    """Groups of a grid, made once in each process."""
+    return ProcessGroups.build(ParallelDims(tp=tp, dp=dp, pp=pp), rank=rank)
+
+
+def alone() -> ProcessGroups:
+    return grid(1, 1, 1, 0)
+
+
+def draw(name: str, seed: int = 0) -> torch.Tensor:
+    """Numbers for a whole parameter."""
+    generator = torch.Generator().manual_seed(1000 * seed + list(KINDS).index(name))
+    return torch.randn(KINDS[name].shape, generator=generator) * KINDS[name].scale
+
+
+def make_infos(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> list[ParamInfo]:
+    """This rank's parameters, with their first values; padding holds what no mask may take."""
+    two = groups.dims.pp == 2
+    return [
+        _info(name, kind, groups, dtype)
+        for name, kind in KINDS.items()
+        if not two or groups.pp.rank in kind.stages
+    ]
+
+
+def _info(name: str, kind: Kind, groups: ProcessGroups, dtype: torch.dtype) -> ParamInfo:
+    tp, cut = groups.tp, None
+    if tp.size > 1 and kind.axis is not None:
+        cut = Cut.evenly(
+            kind.shape, axis=kind.axis, rank=tp.rank, ranks=tp.size, blocks=kind.blocks
+        )
+    value = draw(name) if cut is None else cut.of(draw(name))
+    if name == WORDS:
+        value = torch.cat([value, torch.full((PADDING, *value.shape[1:]), 100.0)])
+    return ParamInfo(
+        name=name,
+        leaves=(torch.nn.Parameter(value.to(dtype)),),
+        logical_shape=kind.shape,
+        cut=cut,
+        tied=name == WORDS,
+        weight_decay=len(kind.shape) > 1,
+    )
+
+
+def part(info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a whole tensor, flat, 0 where there is padding."""
+    mine = whole.view(info.logical_shape)
+    mine = (mine if info.cut is None else info.cut.of(mine)).reshape(-1)
+    return torch.cat([mine, mine.new_zeros(info.param.numel() - mine.numel())])
+
+
+class Weights:
+    """Master weights of a model that is trained by chance: the same numbers on every grid."""
+
+    def __init__(self, infos: list[ParamInfo], masks: Mapping[str, torch.Tensor]) -> None:
+        self.infos = infos
+        self.masks = {name: mask.clone() for name, mask in masks.items()}
+        self.values = {info.name: part(info, draw(info.name)) for info in infos}
+        self.set({})
+
+    def train(self, t: int, by: float) -> None:
+        for info in self.infos:
+            self.values[info.name] += part(info, draw(info.name, t)) * by
+        self.set({})
+
+    def set(self, anew: Mapping[str, torch.Tensor]) -> None:
+        """Pruned entries are 0, and so are those that begin anew."""
+        for name, mask in self.masks.items():
+            self.values[name][~mask] = 0.0
+        for name, positions in anew.items():
+            self.values[name][positions] = 0.0
+
+    def stored(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
+        for info in self.infos:
+            mask, value = self.masks.get(info.name), self.values[info.name]
+            yield info, value if mask is None else value[mask]
+
+
+def entries(names: list[str]) -> int:
+    return sum(math.prod(KINDS[name].shape) for name in names)

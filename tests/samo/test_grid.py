@@ -1,0 +1,443 @@
+"""Masks of a model that is cut over ranks are those that one rank draws, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.data_parallel.buckets import DenseLayout
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import Masks, PathParts, Rewiring, Saved, StepContext
+from megatron.errors import ConfigError, DataError, NumericsError
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.rules import AdamW
+from megatron.parallel.groups import ProcessGroups
+from samo.early_bird import EarlyBird
+from samo.mask import flat_mask, save_masks
+from samo.options import SamoConfig
+from samo.parts import Parts
+from samo.path import SamoPath
+from samo.pruning import Scope, magnitude, prunable, random
+from samo.rewiring import DsrRewirer, RewiringSettings
+from samo.schedule import Schedule
+from tests.ranks import Ranks
+from tests.samo.grid_toy import (
+    GRIDS,
+    KINDS,
+    PRUNED,
+    WORDS,
+    Weights,
+    alone,
+    draw,
+    entries,
+    grid,
+    make_infos,
+    part,
+)
+
+TOTAL = 40
+every_grid = pytest.mark.parametrize("dims", GRIDS, ids=lambda d: f"tp{d[0]}-dp{d[1]}-pp{d[2]}")
+
+
+def run(ranks: Ranks, dims: tuple[int, int, int], function: Any, *args: Any) -> list[Any]:
+    tp, dp, pp = dims
+    return ranks.run(tp * dp * pp, function, dims, *args)
+
+
+def here(groups: ProcessGroups, dims: tuple[int, int, int]) -> ProcessGroups:
+    return grid(*dims, groups.world.rank)
+
+
+def build(
+    groups: ProcessGroups,
+    options: dict[str, Any],
+    saved: Saved | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **extensions: Any,
+) -> tuple[PathParts, list[Any]]:
+    """What the path builds for a grid, and the parameters it is built for."""
+    config: Any = SimpleNamespace(
+        extensions={"samo": SamoConfig(**options), **extensions},
+        training=SimpleNamespace(seed=7, skip_train=False),
+        precision=SimpleNamespace(param_dtype=str(dtype).partition(".")[2], grad_dtype="float32"),
+        optimizer=SimpleNamespace(optimizer="adam"),
+        total_iterations=lambda: TOTAL,
+    )
+    infos = make_infos(groups, dtype)
+    return SamoPath().build(config, infos, groups, saved), infos
+
+
+class Checkpoint:
+    """One of the model: weights that are not its first ones, and the masks given."""
+
+    def __init__(self, masks: dict[str, torch.Tensor], *, same_path: bool) -> None:
+        self.same_path = same_path
+        self.tensors = {f"param/{name}": draw(name, 9) for name in KINDS}
+        for name, mask in masks.items():
+            self.tensors[f"mask/{name}"] = mask
+            self.tensors[f"param/{name}"] *= mask
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        return tuple(name for name in self.tensors if name.startswith(prefix))
+
+    def read(self, name: str, start: Any = None, stop: Any = None) -> torch.Tensor:
+        tensor = self.tensors[name]
+        if start is None:
+            return tensor.clone()
+        return tensor[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))].clone()
+
+
+def some_masks(p: str = "0.5") -> dict[str, torch.Tensor]:
+    return random({name: KINDS[name].shape for name in PRUNED}, Fraction(p), seed=3)
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "magnitude": ({}, None),
+    "low": ({"samo_sparsity": 0.03}, None),
+    "global": ({"samo_scope": "global", "samo_sparsity": 0.6}, None),
+    "global-high": ({"samo_scope": "global", "samo_sparsity": 0.99}, None),
+    "keep": ({"samo_keep_embeddings": True}, None),
+    "random": ({"samo_pruning": "random", "samo_sparsity": 0.7}, None),
+    "file": ({"samo_pruning": "file"}, None),
+    "loaded": ({}, Checkpoint(some_masks("0.2"), same_path=False)),
+    "loaded-global": ({"samo_scope": "global"}, Checkpoint(some_masks(), same_path=False)),
+    "resumed": ({}, Checkpoint(some_masks("0.2"), same_path=True)),
+    "nothing": ({"samo_sparsity": 0.0}, None),
+}
+
+
+def on_rank_masks(groups: ProcessGroups, dims: tuple[int, int, int], file: Path) -> list[str]:
+    """Names of cases in which this rank has other masks, or notes, than one rank alone has."""
+    mine, wrong = here(groups, dims), []
+    for name, (options, saved) in CASES.items():
+        given = options | ({"samo_mask_file": str(file)} if name == "file" else {})
+        found, infos = build(mine, given, saved)
+        wanted, _ = build(alone(), given, saved)
+        assert found.notes == wanted.notes and found.notes
+        for info in infos:
+            mask, whole = found.layout.mask(info.name), wanted.layout.mask(info.name)
+            assert (mask is None) == (whole is None), (name, info.name)
+            if mask is None or whole is None:
+                continue
+            if not torch.equal(
+                mask, flat_mask(info, whole[: info.entries].view(KINDS[info.name].shape))
+            ):
+                wrong.append(f"{name}: {info.name}")
+    return wrong
+
+
+@every_grid
+def test_every_ticket_is_that_of_one_rank(
+    ranks: Ranks, tmp_path: Path, dims: tuple[int, int, int]
+) -> None:
+    """In bf16 there are many equal magnitudes, within tensors and among them."""
+    masks = some_masks("0.4")
+    masks.pop("a.down")
+    masks["c.small"][:, :3] = False  # of which a rank then stores nothing
+    masks["b.gated"][:10] = True
+    save_masks(tmp_path / "masks.npz", masks)
+    for wrong in run(ranks, dims, on_rank_masks, tmp_path / "masks.npz"):
+        assert wrong == []
+
+
+def on_rank_refused(groups: ProcessGroups, dims: tuple[int, int, int], file: Path) -> list[str]:
+    mine, said = here(groups, dims), []
+    spoiled = Checkpoint({}, same_path=False)
+    if mine.tp.rank == mine.tp.size - 1:  # as if one rank alone read something else
+        spoiled.tensors["param/a.down"][3, 20] = torch.nan
+    cases: list[tuple[dict[str, Any], Saved | None, type[Exception]]] = [
+        ({"samo_scope": "global"}, spoiled, NumericsError),
+        ({}, spoiled, NumericsError),
+        ({"samo_sparsity": 0.5}, Checkpoint(some_masks("0.9"), same_path=False), ConfigError),
+        ({"samo_pruning": "file", "samo_mask_file": str(file)}, None, DataError),
+        ({"samo_pruning": "file", "samo_mask_file": "none"}, None, DataError),
+        ({"samo_pruning": "random", "dsr_interval": 2, "dsr_fraction": 0.9}, None, ConfigError),
+    ]
+    for options, saved, error in cases:
+        with pytest.raises(error) as caught:
+            mine.world.agreed(lambda o=options, s=saved: build(mine, o, s))
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_is_refused_is_refused_on_every_rank_alike(ranks: Ranks, tmp_path: Path) -> None:
+    masks = some_masks() | {"unknown": torch.ones(2, 2, dtype=torch.bool)}
+    save_masks(tmp_path / "masks.npz", masks)
+    first, *others = run(ranks, (2, 1, 2), on_rank_refused, tmp_path / "masks.npz")
+    assert all(other == first for other in others)
+    nan, again, zeros, unknown, missing, many = first
+    assert nan == again and nan.startswith("a.down: has entries that are not finite")
+    assert "entries that would be kept are not in it" in zeros
+    assert "masks unknown, of which the model has none" in unknown
+    assert "no such file" in missing
+    assert f"of {entries(PRUNED)} entries are more than half" in many
+
+
+# ---- early bird --------------------------------------------------------------------------------
+
+INTERVAL, LAST = 2, 60
+
+
+def bird_of(groups: ProcessGroups, scope: Scope) -> tuple[EarlyBird, list[Any]]:
+    infos = make_infos(groups)
+    bird = EarlyBird(
+        prunable(infos, keep_embeddings=False),
+        Fraction("0.75"),
+        scope=scope,
+        interval=INTERVAL,
+        limit=0.2,
+        last=LAST,
+        parts=Parts(infos, groups),
+        make_layout=lambda masks: MaskLayout(masks),
+    )
+    return bird, infos
+
+
+class MaskLayout(DenseLayout):
+    """Masks as a rewirer makes and reads them."""
+
+    def __init__(self, masks: Masks) -> None:
+        self.masks = dict(masks)
+
+    def mask(self, name: str) -> torch.Tensor | None:
+        return self.masks.get(name)
+
+
+def masks_of(change: Rewiring) -> dict[str, torch.Tensor]:
+    assert isinstance(change.layout, MaskLayout)
+    return change.layout.masks
+
+
+def settling(infos: list[Any], t: int) -> list[tuple[Any, torch.Tensor]]:
+    """Weights that move less and less."""
+    return [(i, part(i, draw(i.name) + draw(i.name, 5) * 20 / t**1.5)) for i in infos]
+
+
+def on_rank_early_bird(
+    groups: ProcessGroups, dims: tuple[int, int, int], scope: Scope
+) -> tuple[int, list[str]]:
+    mine = here(groups, dims)
+    bird, infos = bird_of(mine, scope)
+    one, whole = bird_of(alone(), scope)
+    for t in range(1, LAST):
+        if t == 8:  # another grid takes the queue over, each rank what is its own
+            saved = dict(one.state_tensors())
+            bird, infos = bird_of(mine, scope)
+            bird.load_state_tensors(
+                {
+                    name: part(info, tensor)[: info.local_entries] if info else tensor
+                    for name, tensor in saved.items()
+                    for info in [next((i for i in infos if name.endswith(f"/{i.name}")), None)]
+                }
+            )
+        change = bird.after_update(t, DenseLayout(), settling(infos, t))
+        wanted = one.after_update(t, DenseLayout(), settling(whole, t))
+        assert bird.stats() == one.stats() and (notes := bird.notes()) == one.notes()
+        state, all_ = dict(bird.state_tensors()), dict(one.state_tensors())
+        for info in infos:
+            for name in (name for name in all_ if name.endswith(f"/{info.name}")):
+                assert state[name].dtype == torch.bool and state[name].dim() == 1
+                assert torch.equal(state[name], part(info, all_[name])[: info.local_entries])
+        assert (change is None) == (wanted is None)
+        if change is not None and wanted is not None:
+            table = {i.name: i for i in infos}
+            for name, mask in masks_of(change).items():
+                assert torch.equal(
+                    mask, part(table[name], masks_of(wanted)[name][: table[name].entries])
+                )
+            return t, list(notes)
+    raise AssertionError("no ticket")
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize("dims", [(2, 1, 2), (2, 1, 1)])
+def test_all_ranks_draw_the_early_bird_ticket_of_one_rank_at_one_step(
+    ranks: Ranks, dims: tuple[int, int, int], scope: Scope
+) -> None:
+    (ticket, notes), *others = run(ranks, dims, on_rank_early_bird, scope)
+    assert all(other == (ticket, notes) for other in others)
+    assert 5 * INTERVAL < ticket < LAST, "a case that tells nothing"
+    assert f"of {entries(PRUNED):,} entries" in notes[0]
+
+
+# ---- rewiring ----------------------------------------------------------------------------------
+
+
+class Sparse:
+    """A network that is rewired on one grid."""
+
+    def __init__(self, groups: ProcessGroups, threshold: float, density: str) -> None:
+        infos = make_infos(groups)
+        kept = some_masks(density)
+        masks = {i.name: flat_mask(i, kept[i.name]) for i in infos if i.name in kept}
+        masks.pop(WORDS)  # stored whole at first, padding and all
+        self.weights = Weights(infos, masks)
+        settings = RewiringSettings(
+            schedule=Schedule(interval=1, until=1000, widening=False),
+            target=60,
+            threshold=threshold,
+            reset_moments=False,
+            seed=11,
+        )
+        self.dsr = DsrRewirer(PRUNED, settings, MaskLayout, parts=Parts(infos, groups))
+
+    def step(self, t: int, by: float) -> None:
+        self.weights.train(t, by)
+        layout = MaskLayout(self.weights.masks)
+        change = self.dsr.after_update(t, layout, self.weights.stored())
+        if change is not None:
+            self.weights.masks = masks_of(change)
+            self.weights.set(change.anew)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """What is on this rank of what is pruned."""
+        infos = {info.name: info for info in self.weights.infos}
+        masks = self.weights.masks
+        return {n: int(masks[n].sum()) if n in masks else i.local_entries for n, i in infos.items()}
+
+
+def on_rank_rewired(
+    groups: ProcessGroups, dims: tuple[int, int, int], threshold: float
+) -> tuple[int, list[float]]:
+    """Rewirings that changed something, and the number of nonzeros after each update."""
+    mine = here(groups, dims)
+    net, one = Sparse(mine, threshold, "0.6"), Sparse(alone(), threshold, "0.6")
+    parts = Parts(net.weights.infos, mine)
+    totals: list[float] = []
+    for t in range(1, 13):
+        if t == 5:  # all of it is below: the largest stays, wherever it is
+            for sparse in (net, one):
+                if "c.small" in sparse.weights.values:
+                    sparse.weights.values["c.small"] *= 1e-6
+        net.step(t, 0.0 if t == 5 else 0.1)
+        one.step(t, 0.0 if t == 5 else 0.1)
+        assert net.dsr.stats() == one.dsr.stats(), t
+        assert net.dsr.notes() == one.dsr.notes()
+        for (name, state), (also, wanted) in zip(
+            net.dsr.state_tensors(), one.dsr.state_tensors(), strict=True
+        ):
+            assert name == also and torch.equal(state, wanted)
+        for info in net.weights.infos:
+            whole = one.weights.values[info.name][: info.entries]
+            assert torch.equal(
+                net.weights.values[info.name][: info.local_entries],
+                part(info, whole)[: info.local_entries],
+            )
+            mask, all_ = net.weights.masks.get(info.name), one.weights.masks.get(info.name)
+            assert (mask is None) == (all_ is None)
+            assert mask is None or torch.equal(mask, part(info, all_[: info.entries]))
+        rows = parts.table({name: [count] for name, count in net.stored.items()})
+        totals.append(sum(count for (count,) in rows.values()))
+        assert all(count >= 1 for (count,) in rows.values())
+    return int(dict(net.dsr.state_tensors())["dsr/counts"][1]), totals
+
+
+@pytest.mark.parametrize("threshold", [1e-4, 0.02, 5.0])
+@pytest.mark.parametrize("dims", [(2, 1, 2), (2, 1, 1)])
+def test_rewirings_are_those_of_one_rank(
+    ranks: Ranks, dims: tuple[int, int, int], threshold: float
+) -> None:
+    (rewirings, totals), *others = run(ranks, dims, on_rank_rewired, threshold)
+    assert all(other == (rewirings, totals) for other in others)
+    assert rewirings >= 5 and len(set(totals)) == 1
+
+
+# ---- under an engine ---------------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, Any]] = {
+    "dsr": {
+        "samo_pruning": "random",
+        "samo_sparsity": 0.5,
+        "dsr_interval": 2,
+        "dsr_fraction": 0.05,
+        "dsr_threshold": 0.05,
+    },
+    "early-bird": {
+        "samo_pruning": "early-bird",
+        "samo_sparsity": 0.5,
+        "samo_scope": "global",
+        "samo_early_bird_interval": 1,
+        "samo_early_bird_distance": 1.0,
+    },
+}
+
+
+class Trained:
+    """An engine and an optimizer on one grid, with gradients that are the same on every one."""
+
+    def __init__(self, groups: ProcessGroups, options: dict[str, Any]) -> None:
+        parts, self.infos = build(groups, options, dtype=torch.float32)
+        self.groups = groups
+        self.engine = GradientEngine(self.infos, parts, groups, cap=400, grad_dtype=torch.float32)
+        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+
+    def step(self, t: int) -> None:
+        self.engine.begin(StepContext(t=t))
+        self.engine.expect_last_backward()
+        losses = []
+        for info in self.infos:
+            wanted = part(info, draw(info.name, 100 + t)).view(info.param.shape)
+            # The engine adds the two copies of what is tied.
+            copies = self.groups.embedding.size if info.tied else 1
+            losses.append((info.param * wanted).sum() / copies)
+        torch.stack(losses).sum().backward()
+        found = self.engine.finish(tag=t, clip_norm=1.0)
+        assert found.ok
+        self.optimizer.step(found, lr=0.02, weight_decay=0.1)
+        self.engine.commit(found)
+        self.optimizer.rewire()
+
+
+def on_rank_trained(groups: ProcessGroups, dims: tuple[int, int, int], name: str) -> list[str]:
+    """What the run tells after each of its steps, in which it is compared to one rank's."""
+    mine = here(groups, dims)
+    net, one = Trained(mine, RUNS[name]), Trained(alone(), RUNS[name])
+    told = []
+    for t in range(1, 11):
+        net.step(t)
+        one.step(t)
+        whole = {info.name: info.param.detach() for info in one.infos}
+        table: dict[str, list[int]] = {}
+        for info in net.infos:
+            mask, all_ = net.engine.layout.mask(info.name), one.engine.layout.mask(info.name)
+            assert (mask is None) == (all_ is None)
+            param = info.param.detach().view(-1)
+            wanted = part(info, whole[info.name].view(-1)[: info.entries])
+            torch.testing.assert_close(
+                param[: info.local_entries], wanted[: info.local_entries], rtol=1e-4, atol=1e-5
+            )
+            table[info.name] = [info.local_entries]
+            if mask is not None and all_ is not None:
+                assert torch.equal(mask, part(info, all_[: info.entries]))
+                assert not param[~mask].view(torch.int32).any()
+                table[info.name] = [int(mask.sum())]
+        told.append(json.dumps(Parts(net.infos, mine).table(table)))
+    net.engine.detach()
+    one.engine.detach()
+    return told
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_grid_has_the_masks_of_one_rank(ranks: Ranks, name: str) -> None:
+    first, *others = run(ranks, (2, 1, 2), on_rank_trained, name)
+    assert all(other == first for other in others)
+    totals = [sum(count for (count,) in json.loads(text).values()) for text in first]
+    if name == "dsr":
+        assert len(set(totals)) == 1 and len(set(first)) >= 4
+    else:
+        pruned = entries(PRUNED)
+        left = pruned - int(Fraction("0.5") * pruned)
+        assert totals == [entries(list(KINDS))] * 4 + [entries(list(KINDS)) - pruned + left] * 6
+
+
+def test_equal_magnitudes_go_by_the_names_of_tensors() -> None:
+    tensors = {name: torch.ones(2, 4) for name in ("b", "a", "c")}
+    found = magnitude(tensors, Fraction(1, 2), scope="global")
+    assert {name: int(mask.sum()) for name, mask in found.items()} == {"a": 8, "b": 3, "c": 1}
