@@ -3,9 +3,11 @@
     python tools/prune_checkpoint.py RUN [--step N] --sparsity 0.9 [--scope tensor|global]
         [--keep-embeddings] --output masks.npz
 
-RUN may also be a folder of checkpoints or one step. Verifies the step, keeps the largest of its
-master weights, writes the masks to a file and says how to train with them: from the initial weights
-or from those of an earlier step, which is how weights are rewound.
+RUN may also be a folder of checkpoints or one step, of any grid. Verifies the step, keeps the
+largest of its master weights, writes the masks to a file and says how to train with them: from the
+initial weights or from those of an earlier step, which is how weights are rewound. Where the run
+has settings that would be in the way, those of its gradient path or where it was loaded from, its
+configuration is written beside the masks without them.
 
 Exit code 0 if the file is written, 2 for wrong usage, 4 for a missing or damaged checkpoint, 5 for
 weights that are not finite.
@@ -17,22 +19,30 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
 
-if TYPE_CHECKING:
-    pass
-
 PARAM = "param/"
+OF_PATHS = {section for path in GRADIENT_PATHS.values() for section in path.sections}
+OF_A_START = {
+    "load",
+    "ckpt_step",
+    "finetune",
+    "no_load_optim",
+    "exit_on_missing_checkpoint",
+    "reset_grad_state",
+    "accept_new_data",
+}
+"""Settings of what a run began from."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if step is None:
             raise CheckpointError(f"{options.checkpoint}: no checkpoint was committed there")
         prune(step, sparsity, options)
+        print(f"wrote {options.output}")
+        print_ways(step, options.output, overwrite=options.overwrite)
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"wrote {options.output}")
-    print_ways(step, options.output)
     return 0
 
 
@@ -97,13 +107,13 @@ def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:
     print(f"whole model: {left} of {whole} entries stored, f = {left / whole:.6f}")
 
 
-def print_ways(step: Path, output: Path) -> None:
+def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
     """Print the commands that train with the masks, by the place the checkpoint lies in."""
     directory = step.parent
     run = directory.parent if directory.name == CHECKPOINTS else directory
     config = run / "config.yaml"
     command = ["python", "pretrain_gpt.py", "--config"]
-    command.append(str(config) if config.is_file() else "CONFIG_OF_THE_RUN")
+    command.append(_usable(config, output, overwrite) if config.is_file() else "CONFIG_OF_THE_RUN")
     command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-pruning", "file"]
     command += ["--samo-mask-file", str(output)]
     steps = sorted({folder.step for folder in list_steps(directory).committed})
@@ -111,12 +121,44 @@ def print_ways(step: Path, output: Path) -> None:
     path = read_manifest(step).state.get("identity", {}).get("gradient.grad_path", "dense")
     if path != "dense":
         load.append("--reset-grad-state")
+    if path != "dense" and not config.is_file():
         print(f"the run was of --grad-path {path}: take its options out of a copy of the config")
     print(f"train from the initial weights (same seed):\n  {shlex.join(command)}")
     print(
         f"train from the weights of step K, one of {', '.join(map(str, steps))}:\n"
         f"  {shlex.join([*command, *load])}"
     )
+
+
+def _usable(config: Path, output: Path, overwrite: bool) -> str:
+    """A configuration to train with the masks by: the run's, or if that says what may not be there,
+    a copy that does not."""
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = list(_without_the_path(lines))
+    if kept == lines:
+        return str(config)
+    copy = output.with_name(f"{output.stem}.config.yaml")
+    if copy.exists() and not overwrite:
+        raise ConfigError(f"--output: {copy} exists; choose another or add --overwrite")
+    try:
+        copy.write_text("".join(kept), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{copy}: cannot be written: {error.strerror}") from error
+    left_out = sorted({line.partition(":")[0].strip() for line in lines if line not in kept})
+    print(f"wrote {copy}, the run's configuration without {', '.join(left_out)}")
+    return str(copy)
+
+
+def _without_the_path(lines: Sequence[str]) -> Iterator[str]:
+    """Without the gradient path's sections and what the run began from, of a file as runs write
+    them: a line for each section and each of its settings."""
+    section = ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        section = section if line.startswith((" ", "#")) else key
+        began = section == "checkpoint" and key.strip() in OF_A_START
+        if section not in OF_PATHS and not (began and value.strip() not in ("null", "false")):
+            yield line
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

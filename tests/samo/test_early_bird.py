@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from samo import pruning
 from samo.early_bird import EarlyBird
 from samo.mask import flat_mask
 from samo.pruning import distance, magnitude, prunable
+from samo.schedule import why_no_resample
 from samo.shares import DRAWS, first_ticket
 
 P = Fraction("0.75")
@@ -178,6 +180,16 @@ def test_updates_that_leave_time_for_no_ticket_are_told() -> None:
     assert "1 masks will be drawn, a ticket takes 2 more" in bird.why_idle(
         3 * INTERVAL + 1, 4 * INTERVAL
     )
+
+
+def test_a_ticket_too_late_for_what_waits_for_it_is_told() -> None:
+    begins = partial(why_no_resample, start=0, interval=8)
+    bird = early_bird(why_no_more=begins)
+    assert bird.why_idle(1, 16) == ""
+    assert "drawn after step 15, and from then to step 15 there" in bird.why_idle(1, 15)
+    notes_of(bird, 3 * INTERVAL)
+    assert bird.why_idle(3 * INTERVAL + 1, 16) == ""
+    assert "no multiple of radius_interval 8" in bird.why_idle(3 * INTERVAL + 1, 15)
 
 
 @pytest.mark.parametrize("last", [20, 21, 23])

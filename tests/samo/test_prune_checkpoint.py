@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Shard, save_checkpoint, whole
+from megatron.config import parse, to_yaml
+from pretrain_gpt import GRADIENT_PATHS
 from samo.mask import load_masks
 from samo.pruning import magnitude
 from tools.prune_checkpoint import main
@@ -115,6 +117,48 @@ def test_the_ways_to_go_on_are_commands(
     shown = capsys.readouterr().out
     assert "--config CONFIG_OF_THE_RUN" in shown
     assert f"--load {shlex.quote(str(run / 'checkpoints'))}" in shown
+
+
+RADIUS = "--grad-path radius --radius-interval 5 --load OLD --ckpt-step 3 --finetune"
+SAMO = "--grad-path samo --samo-scope global --samo-keep-embeddings --dsr-interval 2"
+DENSE = "--load OLD --accept-new-data"
+MODEL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --train-iters 20"
+MODEL += " --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --mock-data --dry-run --seed 77"
+
+
+@pytest.mark.parametrize("flags", [RADIUS, SAMO, DENSE])
+def test_a_run_of_any_path_from_anywhere_has_commands_that_need_no_hand(
+    run: Path, output: Path, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = parse([*MODEL.split(), *flags.split()], paths=GRADIENT_PATHS)
+    text = to_yaml(was)
+    (run / "config.yaml").write_text(text)
+    identity = {"gradient.grad_path": was.gradient.grad_path}
+    save_checkpoint(
+        run / "checkpoints",
+        step=6,
+        tensors={f"param/{name}": tensor for name, tensor in weights(6).items()},
+        state={"identity": identity},
+    )
+    asked = [str(run), "--sparsity", "0.9", "--output", str(output)]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out.splitlines()
+    initial, rewound = (shlex.split(line)[2:] for line in shown if "pretrain_gpt.py" in line)
+    copy = output.with_name("masks.config.yaml")
+    assert initial[:2] == ["--config", str(copy)] and rewound[:2] == initial[:2]
+    found = parse(initial, paths=GRADIENT_PATHS)
+    assert found.checkpoint.load is None and found.checkpoint.ckpt_step is None
+    assert not found.checkpoint.finetune and not found.checkpoint.accept_new_data
+    assert found.gradient.grad_path == "samo" and found.extensions.keys() == {"samo"}
+    for section in ("model", "training", "optimizer", "data", "parallel"):
+        assert getattr(found, section) == getattr(was, section)
+    again = parse([arg if arg != "K" else "4" for arg in rewound], paths=GRADIENT_PATHS)
+    assert (again.checkpoint.load, again.checkpoint.ckpt_step) == (str(run), 4)
+    assert again.checkpoint.reset_grad_state == (was.gradient.grad_path != "dense")
+    assert (run / "config.yaml").read_text() == text
+    output.unlink()
+    assert main(asked) == 2
+    assert f"{copy} exists; choose another or add --overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

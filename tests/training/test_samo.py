@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint
+from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
+from pretrain_gpt import GRADIENT_PATHS
 from samo.mask import save_masks
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
@@ -199,6 +201,17 @@ def test_a_lower_sparsity_than_the_checkpoint_has_is_refused(ranks: Ranks, tmp_p
     denser = flags(f"--samo-sparsity 0.5 --reset-grad-state --load {tmp_path / 'samo'}")
     (said,) = ranks.run(1, on_rank_config_refused, denser, tmp_path / "denser")
     assert said.startswith("--samo-sparsity: the checkpoint is pruned already, and of ")
+
+
+@pytest.mark.parametrize(("interval", "radius", "enough"), [(1, 3, 6), (2, 4, 12)])
+def test_a_run_too_short_for_radius_after_the_ticket_is_refused(
+    interval: int, radius: int, enough: int
+) -> None:
+    line = flags(f"--grad-path samo+radius {EARLY_BIRD} --samo-early-bird-interval {interval}")
+    line += f" --radius-start-iter 0 --radius-interval {radius}"
+    parse(f"{line} --train-iters {enough}".split(), paths=GRADIENT_PATHS)
+    with pytest.raises(ConfigError, match=f"after step {5 * interval}, and .* begin at; lower"):
+        parse(f"{line} --train-iters {enough - 1}".split(), paths=GRADIENT_PATHS)
 
 
 def on_rank_config_refused(groups: ProcessGroups, line: str, run_dir: Path) -> str:
