@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.interface import ParamInfo, Rewirer
 from megatron.parallel.cut import Cut
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
@@ -121,6 +121,14 @@ class Weights:
         for info in self.infos:
             mask, value = self.masks.get(info.name), self.values[info.name]
             yield info, value if mask is None else value[mask]
+
+
+def state_of(rewirer: Rewirer) -> dict[str, torch.Tensor]:
+    """Its state as a checkpoint gives it back: copies."""
+    return {
+        name: (state if isinstance(state, torch.Tensor) else state.values()).clone()
+        for name, state in rewirer.state_tensors()
+    }
 
 
 def entries(names: list[str]) -> int:

@@ -26,6 +26,7 @@ from samo.mask import flat_mask
 from samo.pruning import distance, magnitude, prunable
 from samo.schedule import why_no_resample
 from samo.shares import DRAWS, first_ticket
+from tests.samo.grid_toy import state_of
 
 P = Fraction("0.75")
 INTERVAL = 3
@@ -219,7 +220,7 @@ def test_a_saved_queue_goes_on(stop: int | str) -> None:
         return found
 
     before = run(first, 1, stop)
-    state = {name: tensor.clone() for name, tensor in first.state_tensors()}
+    state = state_of(first)
     assert all(name.startswith("early-bird/") for name in state)
     numbers = {name.split("/")[1] for name in state} - {"counts"}
     kept = 0 if stop >= ticket else min(stop // INTERVAL, DRAWS - 1)

@@ -39,6 +39,7 @@ from tests.samo.grid_toy import (
     grid,
     make_infos,
     part,
+    state_of,
 )
 
 TOTAL = 40
@@ -227,7 +228,7 @@ def on_rank_early_bird(
     one, whole = bird_of(alone(), scope)
     for t in range(1, LAST):
         if t == 8:  # another grid takes the queue over, each rank what is its own
-            saved = dict(one.state_tensors())
+            saved = state_of(one)
             bird, infos = bird_of(mine, scope)
             bird.load_state_tensors(
                 {
@@ -239,7 +240,7 @@ def on_rank_early_bird(
         change = bird.after_update(t, DenseLayout(), settling(infos, t))
         wanted = one.after_update(t, DenseLayout(), settling(whole, t))
         assert bird.stats() == one.stats() and (notes := bird.notes()) == one.notes()
-        state, all_ = dict(bird.state_tensors()), dict(one.state_tensors())
+        state, all_ = state_of(bird), state_of(one)
         for info in infos:
             for name in (name for name in all_ if name.endswith(f"/{info.name}")):
                 assert state[name].dtype == torch.bool and state[name].dim() == 1
@@ -320,10 +321,9 @@ def on_rank_rewired(
         one.step(t, 0.0 if t == 5 else 0.1)
         assert net.dsr.stats() == one.dsr.stats(), t
         assert net.dsr.notes() == one.dsr.notes()
-        for (name, state), (also, wanted) in zip(
-            net.dsr.state_tensors(), one.dsr.state_tensors(), strict=True
-        ):
-            assert name == also and torch.equal(state, wanted)
+        state, all_ = state_of(net.dsr), state_of(one.dsr)
+        assert state.keys() == all_.keys()
+        assert all(torch.equal(state[name], all_[name]) for name in state)
         for info in net.weights.infos:
             whole = one.weights.values[info.name][: info.entries]
             assert torch.equal(
@@ -337,7 +337,7 @@ def on_rank_rewired(
         rows = parts.table({name: [count] for name, count in net.stored.items()})
         totals.append(sum(count for (count,) in rows.values()))
         assert all(count >= 1 for (count,) in rows.values())
-    return int(dict(net.dsr.state_tensors())["dsr/counts"][1]), totals
+    return int(state_of(net.dsr)["dsr/counts"][1]), totals
 
 
 @pytest.mark.parametrize("threshold", [1e-4, 0.02, 5.0])
