@@ -61,7 +61,8 @@ class GradientEngine:
     """Accumulates, launches and agrees on the gradients of one rank.
 
     A step is `begin`, backwards of which the last is announced by `expect_last_backward`, of
-    parameters apart where they are not in one backward, `finish`, and then either the optimizer and `commit`, or `abort`; both end in zeroing.
+    parameters apart where they are not in one backward, `finish`, and then either the optimizer
+    and `commit`, or `abort`; both end in zeroing.
     """
 
     def __init__(

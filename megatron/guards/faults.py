@@ -3,7 +3,8 @@
 `step` is a number, or `3+` for step 3 and all after it. Without the variable nothing of this is
 imported; with it, stderr shows when a fault strikes. Kinds: kill, raise, exit0, oom, hang, stop
 (SIGSTOP), extra-collective, skip-collective (the next all-reduce), nan, inf (in one gradient),
-spike (the loss as 100 times itself, on a rank that has one), drift (one bit of one weight), slow (1 s).
+spike (the loss as 100 times itself, on a rank that has one), drift (one bit of one weight), slow
+(1 s).
 """
 
 from __future__ import annotations

@@ -179,9 +179,7 @@ def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list
         with suppress(OSError, struct.error, UnicodeError, IndexError):
             data = (folder / f"rank_{rank}").read_bytes()
             if _OWNER.unpack_from(data)[0].rstrip(b"\0").decode() == attempt:
-                rings = [
-                    data[at : at + _RING] for at in range(_CALLS_AT, _SIZE, _RING) if data[at]
-                ]
+                rings = [data[at : at + _RING] for at in range(_CALLS_AT, _SIZE, _RING) if data[at]]
                 found[rank] = [call for ring in rings for call in _calls_in(ring)]
     return found
 

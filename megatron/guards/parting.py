@@ -35,8 +35,8 @@ class Parting:
     def __str__(self) -> str:
         group = "" if self.odd.group == WORLD else f" of {self.odd.group}"
         return (
-            f"it parts from the others at collective {self.odd.number}{group}, {self.odd}, where rank "
-            f"{self.other} has {self.usual}: one was added or left out"
+            f"it parts from the others at collective {self.odd.number}{group}, {self.odd}, where "
+            f"rank {self.other} has {self.usual}: one was added or left out"
         )
 
 

@@ -18,9 +18,9 @@ class StepRecord:
 
     `lm_loss` is the mean over the tokens of the global batch and may be NaN or infinite.
     `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
-    saving. `bytes_sent` is this rank's payload on the data-parallel group; `flops` are model FLOPs
-    over all ranks. `axis_bytes`
-    is what it sent along the other axes of the grid, by name, where there are any. `timers` are seconds gained since the record before, over ranks. `path` are
+    saving. `bytes_sent` is this rank's payload on the data-parallel group, `axis_bytes` what it
+    sent along the other axes of the grid, by name, where there are any; `flops` are model FLOPs
+    over all ranks. `timers` are seconds gained since the record before, over ranks. `path` are
     numbers of the gradient path's own, by name, where a step has any.
     """
 

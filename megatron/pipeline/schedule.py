@@ -122,9 +122,7 @@ def forward_only(stages: int, chunks: int, microbatches: int) -> list[Operation]
     return _in_turns(Kind.FORWARD, range(chunks), stages, microbatches)
 
 
-def _in_turns(
-    kind: Kind, chunks: Sequence[int], stages: int, microbatches: int
-) -> list[Operation]:
+def _in_turns(kind: Kind, chunks: Sequence[int], stages: int, microbatches: int) -> list[Operation]:
     """Microbatches in groups of as many as there are stages, each through chunk after chunk."""
     return [
         Operation(kind, microbatch, chunk)
