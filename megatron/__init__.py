@@ -4,10 +4,11 @@
 0   `config`, `runtime`, `errors`, `status`, `timers`: what was asked for, where, how it fails;
     `run_lock`: one run in a folder
 1   `parallel`: rank arithmetic (`dims`) apart from process-group handles (`groups`)
-2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point
+2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point;
+    `pipeline.{schedule,transport}`: what a stage does in which order, how messages travel
 3   `model`, `data`, `optimizer`, `low_memory`, `sparse`,
     `data_parallel.{buckets,engine,dense}`
-4   `pipeline`, `checkpoint`
+4   `pipeline` (`stage` computes, `runner` brings the three together), `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
     `metrics`, `report`, `profiling`

@@ -13,7 +13,7 @@ REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "runtime", "status", "timers", "run_lock"),
     ("parallel",),
-    ("tensor_parallel", "pipeline.transport", "data_parallel.interface"),
+    ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
@@ -33,6 +33,8 @@ WITHOUT_TORCH = (
     "megatron.guards.watchdog",
     "megatron.guards.requests",
     "megatron.model.flops",
+    "megatron.pipeline.schedule",
+    "megatron.pipeline.timeline",
     "megatron.data.indexed",
     "megatron.data.gpt_dataset",
     "megatron.data.blended",

@@ -60,8 +60,8 @@ class _Slot:
 class GradientEngine:
     """Accumulates, launches and agrees on the gradients of one rank.
 
-    A step is `begin`, backwards of which the last is announced by `expect_last_backward`, of
-    parameters apart where they are not in one backward, `finish`, and then either the optimizer
+    A step is `begin`, backwards of which the last is announced by `expect_last_backward`, for each
+    part of the parameters that has a last one of its own, `finish`, and then either the optimizer
     and `commit`, or `abort`; both end in zeroing.
     """
 

@@ -55,7 +55,7 @@ def find_parting(calls: Mapping[int, Sequence[Call]]) -> Parting | None:
     return min(found, key=lambda parting: _moment(parting.place), default=None)
 
 
-def _find_in_group(by_number: Mapping[int, Mapping[int, Call]]) -> Parting | None:
+def _find_in_group(by_number: Mapping[int, dict[int, Call]]) -> Parting | None:
     agreed: list[Call] = []
     for number in sorted(by_number):
         seen = by_number[number]

@@ -1,1 +1,2 @@
-"""Pipeline stages: what a stage computes, apart from how its tensors move and in which order."""
+"""A model over several ranks: `schedule` decides, `transport` moves, `stage` computes; `runner` has
+the three take a batch through. `timeline` plays a schedule on paper."""

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from megatron.config import Config, TrainingConfig, parse, to_yaml
 from megatron.config.config import SECTIONS, SPECS
+from megatron.config.layer_split import describe_split, split_layers
 from megatron.config.options import Spec
+from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml
 
 
@@ -172,7 +174,9 @@ KEPT = set(SMALL) | {
     *("lr_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),
     "split",
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"),
+    "num_layers_per_virtual_pipeline_stage",
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("train_data_path", "valid_data_path", "test_data_path"),
 }
 """Fields that rules tie together; `ROUND_TRIPS` covers them."""
@@ -193,6 +197,10 @@ ROUND_TRIPS = (
     "--train-iters none --lr none --skip-train",
     "--grad-path sparse --sparse-density 1e-3 --sparse-layers 0 1",
     "--grad-path prune+sparse --prune-share 0.25",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--num-layers 5 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+    "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--global-batch-size 8",
 )
 
 
@@ -202,6 +210,37 @@ def test_resolved_files_read_back_equal(line: str, tmp_path: Path) -> None:
         again = _reads_back(config, tmp_path / "a.yaml")
         assert again == config
         assert to_yaml(again) == to_yaml(config)
+
+
+def test_microbatches_of_interleaved_stages_come_out_even() -> None:
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2"
+    flags = [*flags.split(), "--num-layers-per-virtual-pipeline-stage", "1"]
+    read(*flags, "--global-batch-size", "8").resolve(4)
+    with pytest.raises(ConfigError) as caught:
+        read(*flags, "--global-batch-size", "12").resolve(4)
+    assert str(caught.value) == (
+        "num_layers_per_virtual_pipeline_stage: global_batch_size 12 is no multiple of 8, "
+        "micro_batch_size 2 x data-parallel size 2 x pipeline_model_parallel_size 2; change one "
+        "of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "asked", "split"),
+    [
+        (30, 4, {}, "0-7, 8-15, 16-22, 23-29"),
+        (8, 3, {"first": 2, "last": 1}, "0-1, 2-6, 7"),
+        (8, 2, {"per_virtual_stage": 2}, "0-1+4-5, 2-3+6-7"),
+        (3, 1, {}, "0-2"),
+    ],
+)
+def test_layers_are_shared_out_and_none_is_dropped(
+    layers: int, stages: int, asked: dict[str, int], split: str
+) -> None:
+    found = split_layers(layers, stages, **asked)
+    assert describe_split(found) == split
+    held = sorted(layer for runs in found for run in runs for layer in run)
+    assert held == list(range(layers)) and len(found) == stages
 
 
 def _reads_back(config: Config, path: Path) -> Config:

@@ -42,6 +42,7 @@ def test_ranges_read_well() -> None:
 
 
 RAMP = ("--train-iters", "none", "--train-samples", "100", "--global-batch-size", "8")
+STAGES = ("--num-layers", "5", "--pipeline-model-parallel-size", "2")
 
 REFUSALS = {
     ("--split", "a,b,c"): "split 'a,b,c': not numbers; --split wants three numbers >= 0, not all "
@@ -75,6 +76,21 @@ REFUSALS = {
     "more than num_layers 2; lower the former",
     ("--profile", "--profile-step-end", "5"): "profile_step_end 5 must be more than "
     "profile_step_start 10; raise the end",
+    ("--tensor-model-parallel-size", "3"): "num_attention_heads 4 is not a multiple of "
+    "tensor_model_parallel_size 3; sizes below that would do: 1, 2",
+    ("--pipeline-model-parallel-size", "3"): "pipeline_model_parallel_size 3 leaves a stage "
+    "without layers: num_layers 2; lower it",
+    (*STAGES, "--decoder-first-pipeline-num-layers", "5"): "pipeline_model_parallel_size 2 leaves "
+    "a stage without layers: num_layers 5, of which 5 are given to the ends; lower it",
+    (
+        *(*STAGES, "--decoder-first-pipeline-num-layers", "3"),
+        *("--decoder-last-pipeline-num-layers", "1"),
+    ): "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers make 4 layers, "
+    "num_layers is 5; they must agree",
+    (*STAGES, "--num-layers-per-virtual-pipeline-stage", "2"): (
+        "num_layers_per_virtual_pipeline_stage 2: num_layers 5 is not a multiple of 2 x "
+        "pipeline_model_parallel_size 2; leave it out"
+    ),
     (*RAMP, "--rampup-batch-size", "2", "4", "9"): "rampup_batch_size: from 2 by 4 never meets "
     "global_batch_size 8; nearest global_batch_size: 6, 10",
     (*RAMP, "--rampup-batch-size", "10", "4", "9"): "rampup_batch_size starts at 10, above "
@@ -147,8 +163,20 @@ PAIRS = {
     "data_path with train_, valid_ or test_data_path": (
         *("--data-path", "a", "--valid-data-path", "b"),
     ),
-    "tensor_model_parallel_size above 1": ("--tensor-model-parallel-size", "2"),
-    "pipeline_model_parallel_size above 1": ("--pipeline-model-parallel-size", "4"),
+    "num_layers_per_virtual_pipeline_stage without pipeline_model_parallel_size above 1": (
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+    ),
+    "num_layers_per_virtual_pipeline_stage with decoder_first_ or _last_pipeline_num_layers": (
+        *("--num-layers", "4", "--pipeline-model-parallel-size", "2"),
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--decoder-last-pipeline-num-layers", "2"),
+    ),
+    "decoder_first_ or decoder_last_pipeline_num_layers without a pipeline": (
+        *("--decoder-first-pipeline-num-layers", "2"),
+    ),
+    "recompute_granularity selective with recompute_method or recompute_num_layers": (
+        *("--recompute-granularity", "selective", "--recompute-num-layers", "1"),
+    ),
 }
 
 
@@ -167,7 +195,8 @@ def test_values_of_pairs_are_shown() -> None:
         "fp16 with bf16: parameters have one format (fp16 is true, bf16 is true); turn one of them "
         "off"
     )
-    assert "(pipeline_model_parallel_size is 4)" in refused("--pipeline-model-parallel-size", "4")
+    in_turns = refused("--num-layers-per-virtual-pipeline-stage", "1")
+    assert "(num_layers_per_virtual_pipeline_stage is 1, " in in_turns
 
 
 # ---------------------------------------------------------------------------------- folders
