@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.errors import DataError
+from megatron.guards.heartbeat import Heartbeat, calls
+from megatron.guards.parting import find_parting
+from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks
 
@@ -51,3 +56,72 @@ def on_rank_sum(groups: ProcessGroups) -> list[float]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_group_of_one_is_a_no_op(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, on_rank_sum) == [[world * (world + 1) / 2, 5.0]] * world
+
+
+def on_rank_edges(groups: ProcessGroups, folder: Path, odd: bool) -> dict[str, object]:
+    """Each stage of a pipeline of all ranks passes its number up, then another down."""
+    dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
+    mine = ProcessGroups.build(dims, rank=groups.world.rank)
+    stage, edges = mine.pp.rank, mine.edges
+    assert edges is not None
+    heartbeat = Heartbeat(folder, rank=stage, attempt="a")
+    mine.listen(heartbeat.called)
+    mine.world.barrier()
+    got = {}
+    for way, step in (("activations", 1), ("gradients", -1)):
+        came = torch.zeros(1)
+        before, after = getattr(edges, f"{way}_in"), getattr(edges, f"{way}_out")
+        about = "another" if odd and stage == 1 and step == -1 else way
+        # Posted before anybody has sent: the ring closes, so all of them wait for all.
+        receive = before.receive(came, source=0, tag=7, about=way)
+        send = after.send(torch.tensor([float(stage)]), to=1, tag=7, about=about)
+        receive.wait()
+        send.wait()
+        got[way] = int(came)
+        assert before.ranks[0] == came and after.ranks[1] == (stage + step) % dims.pp
+    return {**got, "sent": mine.pp.traffic.take(), "again": mine.pp.traffic.take()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_edges_go_round_one_way_and_are_told_apart(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    found = ranks.run(world, on_rank_edges, tmp_path, False)
+    for stage, got in enumerate(found):
+        assert got["activations"] == (stage - 1) % world
+        assert got["gradients"] == (stage + 1) % world
+        assert (got["sent"], got["again"]) == (8, 0)
+    logs = calls(tmp_path, attempt="a", ranks=range(world))
+    assert find_parting(logs) is None
+    for rank, log in logs.items():
+        # The world's barrier, and of each of four edges its one transfer.
+        assert [call.number for call in log] == [1] * 5, log
+        assert sum(str(rank) in call.group for call in log) == 4
+
+
+def test_a_rank_that_sends_what_nobody_expects_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, on_rank_edges, tmp_path, True)
+    parting = find_parting(calls(tmp_path, attempt="a", ranks=[0, 1]))
+    assert parting is not None and {parting.odd.what, parting.usual.what} == {
+        "another of 1 float32",
+        "gradients of 1 float32",
+    }
+    assert "at collective 1 of gradients 1>0, " in str(parting)
+
+
+def on_rank_traffic(groups: ProcessGroups) -> list[int]:
+    group, mine = groups.dp, torch.zeros(4)
+    group.traffic.take()
+    group.all_reduce(mine, dist.ReduceOp.SUM)
+    sent = [group.traffic.take()]
+    group.all_gather(torch.zeros(4 * group.size), mine)
+    sent.append(group.traffic.take())
+    group.reduce_scatter(torch.zeros(4), torch.zeros(4 * group.size), dist.ReduceOp.SUM)
+    return [*sent, group.traffic.take()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_are_counted_by_the_ring_model(ranks: Ranks, world: int) -> None:
+    others = world - 1
+    wanted = [2 * others * 16 // world, others * 16, others * 16]
+    assert ranks.run(world, on_rank_traffic) == [wanted] * world

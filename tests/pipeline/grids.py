@@ -34,10 +34,12 @@ def grid(groups: ProcessGroups, *, pp: int, tp: int = 1) -> ProcessGroups:
     return _grid(dims, groups.world.rank)
 
 
-def trainer_on(groups: ProcessGroups, flags: str, pp: int, run_dir: Path) -> Trainer:
-    """The trainer of this rank of a grid with `pp` stages."""
-    flags = f"{SMALL} --pipeline-model-parallel-size {pp} {flags}"
-    return make_trainer(grid(groups, pp=pp), flags, run_dir)
+def trainer_on(
+    groups: ProcessGroups, flags: str, pp: int, run_dir: Path, *, tp: int = 1
+) -> Trainer:
+    """The trainer of this rank of a grid with `pp` stages of `tp` ranks."""
+    sizes = f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}"
+    return make_trainer(grid(groups, pp=pp, tp=tp), f"{SMALL} {sizes} {flags}", run_dir)
 
 
 def masters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -49,9 +51,11 @@ def masters(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def train_by_hand(groups: ProcessGroups, flags: str, pp: int, run_dir: Path) -> dict[str, Any]:
+def train_by_hand(
+    groups: ProcessGroups, flags: str, pp: int, run_dir: Path, tp: int = 1
+) -> dict[str, Any]:
     """Three steps with an evaluation in between: what each rank finds."""
-    trainer = trainer_on(groups, flags, pp, run_dir)
+    trainer = trainer_on(groups, flags, pp, run_dir, tp=tp)
     launched: list[int] = []
     backward, finish = trainer.stage.backward, trainer.engine.finish
 
@@ -83,6 +87,8 @@ def train_by_hand(groups: ProcessGroups, flags: str, pp: int, run_dir: Path) -> 
         "sent": [dict(record.axis_bytes) for record in records],
         "timers": set(records[-1].timers),
         "params": masters(trainer),
+        "cuts": {name: info.cut for name, info in trainer.engine.infos.items()},
+        "shapes": {name: info.logical_shape for name, info in trainer.engine.infos.items()},
         "launched": launched,
         "buckets": len(trainer.engine.buckets),
         "tied": sum(bucket.tied for bucket in trainer.engine.buckets),
