@@ -214,6 +214,15 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         "raise --pipeline-model-parallel-size or drop them",
     ),
     _pair(
+        "use_distributed_optimizer with a grad_path other than dense and samo",
+        lambda c: (
+            c.parallel.use_distributed_optimizer and c.gradient.grad_path not in ("dense", "samo")
+        ),
+        "its error feedback or its selection needs all of a mean and of its update on each rank, "
+        "which would have a part",
+        "give --grad-path dense or samo, or drop --use-distributed-optimizer",
+    ),
+    _pair(
         "recompute_granularity selective with recompute_method or recompute_num_layers",
         lambda c: (
             c.recompute.recompute_granularity == "selective"

@@ -17,6 +17,7 @@ from megatron.data_parallel.interface import (
     Reduced,
     ReducerStats,
     StepContext,
+    Work,
 )
 from megatron.parallel.groups import Group
 
@@ -34,10 +35,7 @@ class _AllReduceWork:
     reducer: AllReduceReducer
 
     def wait(self) -> Reduced:
-        if self.pending is not None:
-            began = time.perf_counter()
-            self.pending.wait()
-            self.reducer.wait_seconds += time.perf_counter() - began
+        self.reducer.block_on(self.pending)
         return Reduced(values=self.values)
 
     def drop(self) -> None:
@@ -57,7 +55,7 @@ class AllReduceReducer:
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         pass
 
-    def reduce(self, bucket: GradBucket, step: StepContext) -> _AllReduceWork:
+    def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         ranks = self.group.size
         if ranks == 1:
             return _AllReduceWork(bucket.grad, None, self)
@@ -69,6 +67,13 @@ class AllReduceReducer:
         pending = self.group.all_reduce(bucket.grad, op, async_op=True)
         self.bytes_sent += ring_all_reduce_bytes(bucket.grad.nbytes, ranks)
         return _AllReduceWork(bucket.grad, pending, self)
+
+    def block_on(self, pending: dist.Work | None) -> None:
+        """Wait for what was sent, if anything was, and count the seconds."""
+        if pending is not None:
+            began = time.perf_counter()
+            pending.wait()
+            self.wait_seconds += time.perf_counter() - began
 
     def wants_update(self, step: StepContext) -> bool:
         return False

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megatron.data_parallel.interface import (
     GradBucket,
     ParamInfo,
     PathParts,
+    Reduced,
     ReducerStats,
     Slice,
     Step,
@@ -55,6 +57,13 @@ class _Slot:
     out: torch.Tensor
     arrivals: int
     fresh: bool = True
+
+
+class _Term(NamedTuple):
+    """What a sum over the model takes from a bucket's mean: a scalar."""
+
+    mean: Reduced
+    value: torch.Tensor
 
 
 class GradientEngine:
@@ -161,7 +170,7 @@ class GradientEngine:
                 work.drop()
             return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=[])
         reduced = [work.wait() for work in self._work]
-        norm = self._norm([r.values for r in reduced]) / self._context.loss_scale
+        norm = self._norm(reduced) / self._context.loss_scale
         factor = 1.0 / self._context.loss_scale
         if clip_norm > 0.0 and norm > clip_norm:
             factor *= clip_norm / (norm + CLIP_EPSILON)
@@ -203,23 +212,27 @@ class GradientEngine:
         """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
         vocabulary padding, which lies at a slice's end, does not count."""
         stored = 0
-        nonzero = []
+        nonzero: list[_Term] = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             if self.counts(bucket):
                 # Padding takes no gradient, so that what is not zero is always an entry.
-                nonzero.append(torch.count_nonzero(reduced.values))
+                nonzero.append(_Term(reduced, torch.count_nonzero(reduced.values)))
                 stored += sum(
                     min(where.numel, self.infos[name].local_entries)
                     for name, where in bucket.slices.items()
                 )
-        total = stored - torch.stack(nonzero).sum().double().view(1)
-        return int(self.groups.sum_over_model(total))
+        return int(self.groups.sum_over_model(stored - self._over_parts(nonzero)))
 
     def counts(self, bucket: GradBucket) -> bool:
         """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
         if bucket.tied and self.groups.embedding.rank:
             return False
         return bucket.tp_sharded or self.groups.tp.rank == 0
+
+    def place(self, name: str) -> tuple[GradBucket, Slice]:
+        """A parameter's bucket and its place in it."""
+        bucket = self.buckets[self._slots[name].bucket]
+        return bucket, bucket.slices[name]
 
     def why_idle(self, first: int, last: int) -> str:
         """Why the path would do nothing of its own in these updates; "" where it does."""
@@ -304,13 +317,24 @@ class GradientEngine:
             )
         return not bad_anywhere, int(most_urgent)
 
-    def _norm(self, values: list[torch.Tensor]) -> float:
+    def _norm(self, means: list[Reduced]) -> float:
         """(6): L2 norm of the whole model's mean gradient, in scaled units."""
-        total = torch.zeros(1, dtype=torch.float64, device=values[0].device)
-        for bucket, bucket_values in zip(self.buckets, values, strict=True):
-            if self.counts(bucket):
-                total += _sum_of_squares(bucket_values)
-        return math.sqrt(self.groups.sum_over_model(total))
+        squares = [
+            _Term(reduced, _sum_of_squares(reduced.values))
+            for bucket, reduced in zip(self.buckets, means, strict=True)
+            if self.counts(bucket)
+        ]
+        return math.sqrt(self.groups.sum_over_model(self._over_parts(squares)))
+
+    def _over_parts(self, terms: Sequence[_Term]) -> torch.Tensor:
+        """Sum of what was found in means (fp64, [1]): of those that each data-parallel rank has a
+        part of, over those ranks too."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].grad.device)
+        for term in terms:
+            sums[int(term.mean.part is not None)] += term.value
+        if any(term.mean.part is not None for term in terms):
+            self.groups.dp.all_reduce(sums[1:], dist.ReduceOp.SUM)
+        return sums.sum().view(1)
 
 
 def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:

@@ -80,13 +80,48 @@ class Slice:
         return flat[self.start : self.start + self.numel]
 
 
+class Pending(Protocol):
+    """Something sent that is not there yet."""
+
+    def wait(self) -> object:
+        """Block until it is (on a GPU: let what follows on the current stream wait)."""
+        ...
+
+
+class ShardExchange(Protocol):
+    """Brings together what data-parallel ranks keep a part of each. Collective over them, in the
+    same order on all; counted in the reducer's `ReducerStats`."""
+
+    def gather(self, parts: torch.Tensor) -> Pending:
+        """Let every rank have every rank's part of `parts`, 1-D, contiguous and as long as
+        `BucketShard.length`, in which this rank has set its own; in place."""
+        ...
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Let every rank have all entries of an fp32 vector in which each has set other ones and
+        left zeros elsewhere; no bit of an entry changes. Blocks."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketShard:
+    """The part of a bucket whose master weights and moments this data-parallel rank keeps and
+    updates: `where`, one of equal parts of `length` positions in all, in rank order. The last parts
+    may reach past the bucket's end, into nothing but zeros."""
+
+    where: Slice
+    length: int
+    exchange: ShardExchange
+
+
 @dataclass(kw_only=True)
 class GradBucket:
     """A flat run of parameters of one class, the unit that is sent and updated.
 
     `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. `tp_sharded`:
     its parameters are cut over the tensor-parallel group; `partial`: their gradients are to be
-    summed over it.
+    summed over it. Where optimizer states are sharded, `shard` says what this rank has of them and
+    `room` is the memory that `grad` begins, as long as all shards together.
     """
 
     index: int
@@ -96,6 +131,8 @@ class GradBucket:
     tied: bool
     tp_sharded: bool
     partial: bool = False
+    shard: BucketShard | None = None
+    room: torch.Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,6 +143,27 @@ class GradBucket:
     def numel(self) -> int:
         """Length of the flat bucket, alignment included."""
         return self.grad.numel()
+
+    @property
+    def kept(self) -> Slice:
+        """Positions whose master weights and moments this rank keeps."""
+        return Slice(0, self.numel) if self.shard is None else self.shard.where
+
+    def kept_of(self, name: str) -> Slice:
+        """Which of a parameter's stored entries those are; over the ranks they follow one another
+        and leave out none. A rank may have none."""
+        where = self.slices[name]
+        first = min(max(self.kept.start - where.start, 0), where.numel)
+        past = min(max(self.kept.start + self.kept.numel - where.start, 0), where.numel)
+        return Slice(first, past - first)
+
+    def zero_gaps(self) -> None:
+        """Restore the zeros between slices, and after them, that another use of the memory took."""
+        room, end = self.grad if self.room is None else self.room, 0
+        for where in self.slices.values():
+            room[end : where.start].zero_()
+            end = where.start + where.numel
+        room[end:].zero_()
 
 
 @dataclass(frozen=True)
@@ -178,13 +236,16 @@ class Reduced:
     `values`: 1-D, in units of the scaled loss. `index`: positions of the values in the bucket, or
     None for all of them. `rest` tells what the positions outside `index` mean to the optimizer: a
     zero gradient ("zero"), or nothing at all, weight decay included ("frozen"). `gathered`: number
-    of steps whose gradients each value sums up (fp32, as long as the values), None for one.
+    of steps whose gradients each value sums up (fp32, as long as the values), None for one. `part`:
+    the positions of the bucket that all of this is of, where other data-parallel ranks got the
+    others; None for all.
     """
 
     values: torch.Tensor
     index: SparseIndex | None = None
     rest: Literal["zero", "frozen"] = "zero"
     gathered: torch.Tensor | None = None
+    part: Slice | None = None
 
 
 class Work(Protocol):
@@ -308,7 +369,9 @@ class GradientReducer(Protocol):
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         """These are the buckets, in the coordinates of `layout`; called before anything else, and
         again when other coordinates exist (`StepContext.settled` was False until then), which finds
-        no state. Collective over the model-parallel ranks but for no buckets at all."""
+        no state. Collective over the model-parallel ranks but for no buckets at all. A reducer that
+        shards optimizer states gives them their `shard` and, with it, the memory of their
+        gradients."""
         ...
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:

@@ -35,9 +35,9 @@ class DensePath:
         saved: Saved | None = None,
     ) -> PathParts:
         from megatron.data_parallel.buckets import DenseLayout
-        from megatron.data_parallel.dense import AllReduceReducer
+        from megatron.data_parallel.sharded import mean_reducer
 
-        return PathParts(layout=DenseLayout(), reducer=AllReduceReducer(groups.dp))
+        return PathParts(layout=DenseLayout(), reducer=mean_reducer(config, groups))
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         entries = sum(math.prod(shape) for shape in shapes.values())

@@ -29,12 +29,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
-    """Of each parameter: its master weights, and its 16-bit copy where it has one."""
+    """Of each parameter: its master weights, and its 16-bit copy where it has one. Where ranks keep
+    shards of the master weights there are no copies of those, but of all that the model reads."""
     found = {}
     for info, bucket, where in optimizer.engine.slices():
-        master = where.of(optimizer.states[bucket.index].master)
-        found[info.name] = checksum(master)
-        if info.param.dtype != master.dtype:
+        if bucket.shard is None:
+            found[info.name] = checksum(where.of(optimizer.states[bucket.index].master))
+        if bucket.shard is not None or info.param.dtype != torch.float32:
             found[f"{info.name} ({info.param.dtype})"] = checksum(info.param.detach())
     return found
 

@@ -3,14 +3,22 @@
 The stock optimizers step over parameters; ours steps over the buckets in which gradients were
 reduced, in chunks that stay in cache between widening, scaling, updating and, for reducers that
 ask for it, recording the update. It owns its states and is what saves them.
+
+Where the reducer shards buckets (ZeRO-1), a rank keeps the states of its part of each. Once it has
+updated that, the values that the model reads travel, while it updates the next bucket:
+
+    bucket 0   update --> cast ~~~ gather ~~~> expand
+    bucket 1              update --> cast ~~~ gather ~~~> expand
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import (
@@ -19,10 +27,12 @@ from megatron.data_parallel.interface import (
     ParamInfo,
     Reduced,
     Rewiring,
+    Slice,
     SparseIndex,
     Step,
 )
 from megatron.optimizer.rules import Hyper, UpdateRule
+from megatron.optimizer.shards import Kept, ShardUpdates, bind, fill
 
 CPU_CHUNK = 256 * 1024
 """Entries: five fp32 streams of this length stay within a few MiB of cache."""
@@ -33,7 +43,7 @@ PARAM = "param"
 
 @dataclass
 class BucketState:
-    """States of one bucket, 1-D fp32 tensors as long as its gradient."""
+    """States of one bucket, 1-D fp32 tensors as long as its gradient, or as this rank's shard."""
 
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
@@ -42,8 +52,8 @@ class BucketState:
 class BucketOptimizer:
     """Applies an `UpdateRule` to the buckets of an engine.
 
-    Where parameters are fp32 and stored whole they become views of the master weights; 16-bit
-    parameters get the rounded result from `layout.scatter`.
+    Where parameters are fp32 and stored whole they become views of the master weights, unless
+    those are sharded; 16-bit parameters get the rounded result from `layout.scatter`.
     """
 
     def __init__(self, engine: GradientEngine, rule: UpdateRule) -> None:
@@ -58,13 +68,19 @@ class BucketOptimizer:
         """Apply a good step: `lr` and `weight_decay` are this update's; buckets whose parameters
         do not decay use 0. The reduced values may be overwritten."""
         self.applied += 1
+        updates = ShardUpdates(self.engine)
         for bucket, reduced in zip(self.engine.buckets, step.reduced, strict=True):
             hyper = Hyper(
                 t=self.applied - self.moments_since,
                 lr=lr,
                 weight_decay=weight_decay if bucket.weight_decay else 0.0,
             )
-            self._update(bucket, reduced, step.factor, hyper)
+            if bucket.shard is None:
+                self._update(bucket, reduced, step.factor, hyper)
+            else:
+                self._update(bucket, reduced, step.factor, hyper, out=updates.open(bucket))
+                updates.send()
+        updates.finish()
 
     def rewire(self) -> None:
         """After a step that was applied and committed: let the gradient path change which
@@ -79,11 +95,11 @@ class BucketOptimizer:
         """Go over to other coordinates, for the engine and the states. Collective, as
         `GradientEngine.rebucket`."""
         before, engine = self.engine.layout, self.engine
-        old = {(kind, name): flat for kind, name, flat in self.tensors()}
+        old = {(kind, name): held for kind, name, held in self._held()}
         if change.reset_moments:
             # Their bias is corrected by the updates that they have seen.
             self.moments_since = self.applied
-            old = {(kind, name): flat for (kind, name), flat in old.items() if kind == PARAM}
+            old = {(kind, name): held for (kind, name), held in old.items() if kind == PARAM}
         self.states.clear()
         engine.rebucket(change.layout)
         # Bucket by bucket: old states go as the new ones come.
@@ -91,52 +107,76 @@ class BucketOptimizer:
             self.states.append(self._allocate(bucket))
             for name, kind, flat in self._slices(bucket):
                 if kind == PARAM:
-                    change.layout.bind(name, flat, engine.infos[name].leaves)
-                values = old.pop((kind, name), None)
-                if values is not None:
+                    bind(engine, name, flat)
+                held = old.pop((kind, name), None)
+                if held is not None:
                     # By way of the whole tensor: layouts need not know of each other.
                     whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
-                    before.scatter(name, values, whole)
+                    before.scatter(name, held.whole(), whole)
                     if name in change.anew:
                         whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
-                    change.layout.gather(name, whole, flat)
+                    fill(engine, name, flat, whole)
         self._size_scratch()
         self.loaded()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
-        """The master weights of each parameter's stored entries, views."""
-        for info, bucket, where in self.engine.slices():
-            yield info, where.of(self.states[bucket.index].master)
+        """The master weights of each parameter's stored entries: views, or where they are sharded
+        copies, one by one, which is collective over the data-parallel group."""
+        for kind, name, held in self._held():
+            if kind == PARAM:
+                yield self.engine.infos[name], held.whole()
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Every state as (kind, logical name, stored entries): kind is "param" for the master
-        weight, else the moment's name. The tensors are views: writing to them loads them."""
+        weight, else the moment's name. The tensors are views: writing to them loads them. Where
+        states are sharded they are those of `GradBucket.kept_of`, of which there may be none."""
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
                 yield kind, name, flat
 
+    def whole_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The same, all stored entries on every rank: where states are sharded copies, one by one,
+        which is collective over the data-parallel group."""
+        for kind, name, held in self._held():
+            yield kind, name, held.whole()
+
     def params_norm(self) -> float:
-        """L2 norm of the whole model's master weights; what `--log-params-norm` prints. Collective
-        over the model-parallel ranks."""
-        squares = [
-            state.master.double().square().sum()
-            for bucket, state in zip(self.engine.buckets, self.states, strict=True)
-            if self.engine.counts(bucket)
-        ]
-        none = torch.zeros((), dtype=torch.float64, device=self.states[0].master.device)
-        total = torch.stack(squares).sum() if squares else none
-        return float(self.engine.groups.sum_over_model(total.view(1)).sqrt())
+        """L2 norm of the whole model's master weights; what `--log-params-norm` prints.
+        Collective over the world."""
+        groups = self.engine.groups
+        sums = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        for bucket, state in zip(self.engine.buckets, self.states, strict=True):
+            if self.engine.counts(bucket):
+                sums += state.master.double().square().sum()
+        if self.is_sharded:
+            groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
+        return math.sqrt(groups.sum_over_model(sums))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank keeps a part of the states."""
+        return self.engine.buckets[0].shard is not None
 
     def loaded(self) -> None:
-        """Master weights were written to: bring the 16-bit parameters up to date."""
-        for info, weight in self.weights():
-            self._bring_up(info.name, weight)
+        """Master weights were written to: bring the parameters that are not views of them up to
+        date. Where states are sharded it is collective over the data-parallel group."""
+        updates = ShardUpdates(self.engine)
+        for bucket, state in zip(self.engine.buckets, self.states, strict=True):
+            if bucket.shard is None:
+                for name, where in bucket.slices.items():
+                    self._bring_up(name, where.of(state.master))
+            else:
+                updates.open(bucket).copy_(state.master)
+                updates.send()
+        updates.finish()
 
     def _open(self) -> None:
         """States for the engine's buckets: the parameters' weights, and moments of zero."""
         self.states = [self._allocate(bucket) for bucket in self.engine.buckets]
-        for info, weight in self.weights():
-            self.engine.layout.bind(info.name, weight, info.leaves)
+        for bucket in self.engine.buckets:
+            for name, kind, flat in self._slices(bucket):
+                if kind == PARAM:
+                    bind(self.engine, name, flat)
         self._size_scratch()
 
     def _size_scratch(self) -> None:
@@ -144,31 +184,54 @@ class BucketOptimizer:
         self._scratch = longest.new_empty(min(self._chunk, longest.numel()))
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Name, kind and stored entries of every state of a bucket."""
+        """Name, kind and the stored entries that this rank keeps of every state of a bucket."""
         kinds, state = (PARAM, *self.rule.moments), self.states[bucket.index]
         for name, where in bucket.slices.items():
+            kept = bucket.kept_of(name)
+            # Where there are none, any place will do.
+            own = Slice(max(where.start + kept.start - bucket.kept.start, 0), kept.numel)
             for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
-                yield name, kind, where.of(flat)
+                yield name, kind, own.of(flat)
+
+    def _held(self) -> Iterator[tuple[str, str, Kept]]:
+        """Kind, name and what this rank has of every state."""
+        for bucket in self.engine.buckets:
+            for name, kind, flat in self._slices(bucket):
+                yield kind, name, Kept.of(bucket, name, flat)
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:
-            return torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.grad.device)
+            return torch.zeros(bucket.kept.numel, dtype=torch.float32, device=bucket.grad.device)
 
         return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
 
-    def _update(self, bucket: GradBucket, reduced: Reduced, factor: float, hyper: Hyper) -> None:
+    def _update(
+        self,
+        bucket: GradBucket,
+        reduced: Reduced,
+        factor: float,
+        hyper: Hyper,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """`out`: where the updated values of this rank's shard go, in the dtype that the model
+        reads; it may overwrite, entry by entry, the gradients of those and of earlier ones."""
         if reduced.index is not None:
             self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
             return
         keep = self.engine.wants_update
+        assert not (keep and out is not None), "a shard's update would have no place"
         state = self.states[bucket.index]
+        mean = bucket.kept.of(reduced.values) if reduced.part is None else reduced.values
         waiting = list(bucket.slices.items())
-        for start in range(0, reduced.values.numel(), self._chunk):
-            cut = slice(start, start + self._chunk)
-            values, weight = reduced.values[cut], state.master[cut]
+        for start in range(0, mean.numel(), self._chunk):
+            cut = slice(start, min(start + self._chunk, mean.numel()))
+            values, weight = mean[cut], state.master[cut]
             moments = [moment[cut] for moment in state.moments]
             old_weight = weight.clone() if keep else weight
             self.rule.apply(weight, self._scaled(values, factor), moments, hyper)
+            if out is not None:
+                out[cut].copy_(weight)
+                continue
             if keep:
                 values.copy_(self.rule.direction(old_weight, moments, hyper))
             # Parameters are brought up to date while their master weights are still in cache.

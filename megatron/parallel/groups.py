@@ -102,6 +102,18 @@ class Group:
         self.traffic.add((self.size - 1) * mine.nbytes)
         return dist.all_gather_single(out, mine, group=self.handle, async_op=async_op)
 
+    def broadcast(
+        self, tensor: torch.Tensor, source: int, *, async_op: bool = False, about: str = ""
+    ) -> dist.Work | None:
+        """The tensor of the group's rank `source`, in place on the others. None where there is
+        nothing to wait for."""
+        if self.handle is None:
+            return None
+        self.calls.note(about or "broadcast", tensor)
+        # What a rank passes on depends on the way; this is the mean over the ranks.
+        self.traffic.add((self.size - 1) * tensor.nbytes // self.size)
+        return dist.broadcast(tensor, src=self.ranks[source], group=self.handle, async_op=async_op)
+
     def reduce_scatter(
         self,
         out: torch.Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
+from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.groups import ProcessGroups
@@ -39,6 +40,7 @@ class PathCase:
     """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
     the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
+    `sharded`: with `--use-distributed-optimizer`.
 
     Where a path promises less it says why: `fp32_only`, its gradients are never 16 bit nor scaled;
     `keeps_skipped`, what a skipped step had added to its residual stays there, and nothing else."""
@@ -49,6 +51,7 @@ class PathCase:
     linear: bool = True
     fp32_only: str = ""
     keeps_skipped: str = ""
+    sharded: bool = False
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
@@ -78,6 +81,7 @@ PATHS = [
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
     PathCase("samo", RANDOM | DSR),
+    PathCase("samo", RANDOM | DSR, sharded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
@@ -90,7 +94,8 @@ WORLDS = [1, 2, 4]
 
 
 def case_id(case: PathCase) -> str:
-    return "-".join([case.name, *(f"{k}={v}" for k, v in case.options.items())])
+    sharded = ["sharded"] * case.sharded
+    return "-".join([case.name, *sharded, *(f"{k}={v}" for k, v in case.options.items())])
 
 
 class Toy:
@@ -108,10 +113,13 @@ class Toy:
         lr: float = 1e-2,
         weight_decay: float = 0.1,
         saved: SavedToy | None = None,
+        scatter: bool | None = None,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
+        if case.sharded:
+            parts = replace(parts, reducer=ReduceScatterReducer(groups.dp, scatter=scatter))
         self.engine = GradientEngine(
             self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
         )
@@ -202,9 +210,9 @@ class Toy:
         return copies(self.engine.shared_tensors())
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything a skipped step must leave alone."""
+        """Everything a skipped step must leave alone; states whole, wherever they are kept."""
         found = {info.name: info.param.detach().clone() for info in self.infos}
-        for kind, name, tensor in self.optimizer.tensors():
+        for kind, name, tensor in self.optimizer.whole_tensors():
             found[f"{kind}/{name}"] = tensor.clone()
         found |= {f"reducer/{name}": tensor for name, tensor in self.own().items()}
         found |= {f"shared/{name}": tensor for name, tensor in self.shared().items()}
@@ -271,6 +279,7 @@ def config_of(case: PathCase) -> Any:
     }
     return SimpleNamespace(
         extensions=extensions,
+        parallel=SimpleNamespace(use_distributed_optimizer=case.sharded),
         training=SimpleNamespace(seed=1, skip_train=False),
         precision=SimpleNamespace(param_dtype="float32", grad_dtype="float32"),
         optimizer=SimpleNamespace(optimizer="adam"),

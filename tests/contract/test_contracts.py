@@ -239,6 +239,8 @@ def test_4_each_bucket_is_committed_or_aborted_once_a_step(
     for found in ranks.run(world, on_rank_counts, case):
         assert found["committed"] == found["order"] * 2 and found["aborted"] == found["order"]
         sent, stored = found["sent"]
+        if case.sharded:
+            continue  # what it sends has a test of its own
         dense = 3 * 2 * (world - 1) * stored // world
         if case.name == "dense" or case.options.items() == RANDOM.items():
             assert sent == pytest.approx(dense, abs=3 * len(found["order"]))

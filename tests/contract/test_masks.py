@@ -41,7 +41,7 @@ def on_rank_pruned(groups: ProcessGroups, case: PathCase, dtype: torch.dtype) ->
             for leaf in info.leaves:
                 gone = leaf.detach().reshape(-1)[~masks[info.name]]
                 found["nonzero"].append(int(gone.view(torch.uint8).count_nonzero()))
-    for _, name, tensor in toy.optimizer.tensors():
+    for _, name, tensor in toy.optimizer.whole_tensors():
         assert tensor.numel() == int(toy.exists(name).sum()), "no state of what does not exist"
     return found
 
