@@ -140,11 +140,12 @@ def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Ten
 @dataclass(frozen=True)
 class Piece:
     """What a rank saves of a state: entries `[flat[0], flat[1])` of the flattened box
-    `[start, stop)` of the logical tensor, or of those the ones that are stored. `values`: 1-D."""
+    `[start, stop)` of the logical tensor, None for all of it, or of those the ones that are stored.
+    `values`: 1-D."""
 
     start: Corner
     stop: Corner
-    flat: tuple[int, int]
+    flat: tuple[int, int] | None
     values: torch.Tensor
 
 
@@ -164,7 +165,10 @@ def pieces(engine: GradientEngine, name: str, flat: torch.Tensor) -> Iterator[Pi
         low_here, high_here = max(low, first), min(high, past)
         if low_here < high_here:
             begin, end = (_count(mask, at) - kept.start for at in (low_here, high_here))
-            yield Piece(start, stop, (low_here - low, high_here - low), flat[begin:end])
+            part = (
+                None if (low_here, high_here) == (low, high) else (low_here - low, high_here - low)
+            )
+            yield Piece(start, stop, part, flat[begin:end])
 
 
 def _ranges(info: ParamInfo) -> Iterator[tuple[tuple[Corner, Corner], tuple[int, int]]]:

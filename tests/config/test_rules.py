@@ -160,6 +160,9 @@ PAIRS = {
     "distributed_backend gloo with device cuda": (
         *("--distributed-backend", "gloo", "--device", "cuda"),
     ),
+    "use_distributed_optimizer with a grad_path other than dense and samo": (
+        *("--use-distributed-optimizer", "--grad-path", "sparse"),
+    ),
     "data_path with train_, valid_ or test_data_path": (
         *("--data-path", "a", "--valid-data-path", "b"),
     ),
