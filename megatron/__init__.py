@@ -7,7 +7,7 @@
 2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point;
     `pipeline.{schedule,transport}`: what a stage does in which order, how messages travel
 3   `model`, `data`, `optimizer`, `low_memory`, `sparse`,
-    `data_parallel.{buckets,engine,dense}`
+    `data_parallel.{buckets,engine,dense,sharded}`
 4   `pipeline` (`stage` computes, `runner` brings the three together), `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),

@@ -117,7 +117,7 @@ class BucketOptimizer:
                         whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
                     fill(engine, name, flat, whole)
         self._size_scratch()
-        self.loaded()
+        self._bring_all_up()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
         """The master weights of each parameter's stored entries: views, or where they are sharded
@@ -160,6 +160,11 @@ class BucketOptimizer:
     def loaded(self) -> None:
         """Master weights were written to: bring the parameters that are not views of them up to
         date. Where states are sharded it is collective over the data-parallel group."""
+        self._bring_all_up()
+        if self.is_sharded:
+            self.engine.reducer.stats()  # what that sent is no step's
+
+    def _bring_all_up(self) -> None:
         updates = ShardUpdates(self.engine)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
             if bucket.shard is None:
