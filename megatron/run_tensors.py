@@ -20,6 +20,7 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Entries, ParamInfo
 from megatron.errors import CheckpointError
 from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
+from megatron.optimizer.shards import fill, pieces
 from megatron.parallel.groups import ProcessGroups
 
 PATH, ENTRIES, RESIDUAL, MASK = "path/", "entries/", "residual/", "mask/"
@@ -57,6 +58,8 @@ class RunTensors:
         for name, part in parts.items():
             if owners[name] == dp.rank:
                 yield from part.make()
+        if self.optimizer.is_sharded:
+            yield from self._sharded_states(pruned, moments)
         shared = dict(self.engine.shared_tensors())
         for name, state in self.engine.reducer.state_tensors():
             if self._writes(self.engine.infos[name]):
@@ -75,7 +78,7 @@ class RunTensors:
             if kind == PARAM and held.pruned:
                 make = partial(_mask_shards, held)
                 yield _Part(f"{MASK}{name}", info.local_entries, make)
-            if kind == PARAM or moments:
+            if not self.optimizer.is_sharded and (kind == PARAM or moments):
                 file = f"{kind}/{name}"
                 yield _Part(file, flat.nbytes, partial(_shards, held, file, held.stored(flat)))
         plain: dict[str, torch.Tensor] = {}
@@ -89,6 +92,23 @@ class RunTensors:
         for name, tensor in plain.items():
             if name in first:
                 yield _Part(name, tensor.nbytes, partial(_whole, name, tensor))
+
+    def _sharded_states(self, pruned: set[str], moments: bool) -> Iterator[Shard]:
+        """What this rank keeps of weights and moments that data-parallel ranks share out."""
+        for kind, name, flat in self.optimizer.tensors():
+            info = self.engine.infos[name]
+            if self._writes(info) and (kind == PARAM or moments):
+                mask = f"{MASK}{name}" if name in pruned else None
+                for piece in pieces(self.engine, name, flat):
+                    yield Shard(
+                        f"{kind}/{name}",
+                        piece.values,
+                        tuple(info.logical_shape),
+                        piece.start,
+                        piece.stop,
+                        flat=piece.flat,
+                        mask=mask,
+                    )
 
     def _own_shards(
         self,
@@ -119,9 +139,9 @@ class RunTensors:
     def _pruned(self) -> set[str]:
         """Parameters of which a rank that has a part of them does not store all."""
         mine = [
-            name
-            for kind, name, flat in self.optimizer.tensors()
-            if kind == PARAM and flat.numel() != self.engine.infos[name].param.numel()
+            info.name
+            for info, _, where in self.engine.slices()
+            if where.numel != info.param.numel()
         ]
         texts = self.groups.tp.gather_text(json.dumps(mine))
         return {name for text in texts for name in json.loads(text)}
@@ -153,9 +173,8 @@ class RunTensors:
 
     def _fill(self, kind: str, name: str, flat: torch.Tensor, saved: Checkpoint) -> None:
         """Read a tensor into a state's stored entries."""
-        info = self.engine.infos[name]
-        held = Held(info, self.engine.layout, flat.numel() != info.param.numel())
-        held.stored(flat).copy_(held.pick(held.read(saved, f"{kind}/{name}")))
+        held = Held(self.engine.infos[name], self.engine.layout, pruned=False)
+        fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
 
     def take_path(self, saved: Checkpoint) -> None:
         """Give the gradient path its state back. Collective."""

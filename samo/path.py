@@ -51,7 +51,7 @@ class SamoPath:
         groups: ProcessGroups,
         saved: Saved | None = None,
     ) -> PathParts:
-        from megatron.data_parallel.dense import AllReduceReducer
+        from megatron.data_parallel.sharded import mean_reducer
         from samo.layout import CompressedLayout
         from samo.parts import Parts
         from samo.ticket import first_masks
@@ -70,7 +70,7 @@ class SamoPath:
         layout = parts.agreed(draw)
         return PathParts(
             layout=layout,
-            reducer=AllReduceReducer(groups.dp),
+            reducer=mean_reducer(config, groups),
             rewirer=_rewirer(config, infos, layout, parts, make_layout),
             notes=tuple(_notes(config, infos, layout, parts)),
         )
