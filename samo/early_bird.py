@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from megatron.data_parallel.interface import BucketLayout, Masks, ParamInfo, Rewiring
+from megatron.data_parallel.interface import BucketLayout, Entries, Masks, ParamInfo, Rewiring
 from samo.layout import CompressedLayout
 from samo.mask import PackedMasks, flat_parts
 from samo.parts import Parts
@@ -108,14 +108,17 @@ class EarlyBird:
         notes, self._notes = tuple(self._notes), []
         return notes
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         """Number of draws, the ticket's update, and the masks that the next draw is compared with,
-        under the numbers of their draws and the names of their parameters: bool [local entries],
-        what this rank holds of the whole ones. Each is unpacked as it is asked for."""
+        under the numbers of their draws and the names of their parameters: bool, of what this rank
+        holds of the whole ones. Each is unpacked as it is asked for."""
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):
             for name in masks:
-                yield f"{_STATE}{number}/{name}", masks[name].view(-1)
+                yield (
+                    f"{_STATE}{number}/{name}",
+                    Entries(param=name, values=partial(_flat, masks, name)),
+                )
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
         """Take back what `state_tensors` gave."""
@@ -172,3 +175,7 @@ class EarlyBird:
                 "without a ticket; train longer, or draw more often or with a larger distance "
                 "(--samo-early-bird-interval, --samo-early-bird-distance)"
             )
+
+
+def _flat(masks: PackedMasks, name: str) -> torch.Tensor:
+    return masks[name].view(-1)
