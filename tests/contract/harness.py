@@ -7,7 +7,7 @@ inherits them all. Gradients come out of a real backward: the loss is sum(parame
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -245,8 +245,11 @@ class SavedToy:
     def names(self, prefix: str = "") -> tuple[str, ...]:
         return tuple(name for name in self._masks if name.startswith(prefix))
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._masks[name]
+    def read(
+        self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        box = zip(start or (), stop or (), strict=True)
+        return self._masks[name][tuple(slice(low, high) for low, high in box)]
 
 
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
