@@ -33,7 +33,7 @@ from tests.contract.harness import (
     SHAPES,
     PathCase,
     Toy,
-    _config,
+    config_of,
     gradients,
     same,
 )
@@ -66,7 +66,7 @@ def test_slices_of_all_ranks_are_all_of_a_parameter() -> None:
             tp_sharded=False,
         )
         group = SimpleNamespace(size=4, rank=rank)
-        ReduceScatterReducer(group).attach([bucket])  # type: ignore[arg-type]
+        ReduceScatterReducer(group).attach([bucket], DenseLayout())  # type: ignore[arg-type]
         assert bucket.kept == Slice(128 * rank, 128) and bucket.numel == 512
         for name in slices:
             found[name].append(bucket.kept_of(name))
@@ -78,9 +78,9 @@ def test_slices_of_all_ranks_are_all_of_a_parameter() -> None:
 
 def on_rank_choice(groups: ProcessGroups) -> list[str]:
     infos = Toy(groups, DENSE).infos
-    asked = _config(sharded(DENSE))
+    asked = config_of(sharded(DENSE))
     found = [GRADIENT_PATHS["dense"].build(asked, infos, groups).reducer]
-    return [type(r).__name__ for r in (*found, mean_reducer(_config(DENSE), groups))]
+    return [type(r).__name__ for r in (*found, mean_reducer(config_of(DENSE), groups))]
 
 
 def test_the_flag_chooses_the_reducer(ranks: Ranks) -> None:
