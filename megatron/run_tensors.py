@@ -59,7 +59,7 @@ class RunTensors:
             if owners[name] == dp.rank:
                 yield from part.make()
         if self.optimizer.is_sharded:
-            yield from self._sharded_states(pruned, moments)
+            yield from self._kept(pruned, moments)
         shared = dict(self.engine.shared_tensors())
         for name, state in self.engine.reducer.state_tensors():
             if self._writes(self.engine.infos[name]):
@@ -78,7 +78,7 @@ class RunTensors:
             if kind == PARAM and held.pruned:
                 make = partial(_mask_shards, held)
                 yield _Part(f"{MASK}{name}", info.local_entries, make)
-            if not self.optimizer.is_sharded and (kind == PARAM or moments):
+            if (kind == PARAM or moments) and not self.optimizer.is_sharded:
                 file = f"{kind}/{name}"
                 yield _Part(file, flat.nbytes, partial(_shards, held, file, held.stored(flat)))
         plain: dict[str, torch.Tensor] = {}
@@ -93,22 +93,19 @@ class RunTensors:
             if name in first:
                 yield _Part(name, tensor.nbytes, partial(_whole, name, tensor))
 
-    def _sharded_states(self, pruned: set[str], moments: bool) -> Iterator[Shard]:
-        """What this rank keeps of weights and moments that data-parallel ranks share out."""
+    def _kept(self, pruned: set[str], moments: bool) -> Iterator[Shard]:
+        """Weights and moments of which each data-parallel rank keeps, and writes, a part."""
         for kind, name, flat in self.optimizer.tensors():
-            info = self.engine.infos[name]
-            if self._writes(info) and (kind == PARAM or moments):
-                mask = f"{MASK}{name}" if name in pruned else None
-                for piece in pieces(self.engine, name, flat):
-                    yield Shard(
-                        f"{kind}/{name}",
-                        piece.values,
-                        tuple(info.logical_shape),
-                        piece.start,
-                        piece.stop,
-                        flat=piece.flat,
-                        mask=mask,
-                    )
+            info, file = self.engine.infos[name], f"{kind}/{name}"
+            if not self._writes(info) or not (kind == PARAM or moments):
+                continue
+            if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
+                # Nothing is stored here, which somebody has to say.
+                yield from _shards(self._held(info, pruned), file, flat)
+            mask = f"{MASK}{name}" if name in pruned else None
+            for part in pieces(self.engine, name, flat):
+                shape = tuple(info.logical_shape)
+                yield Shard(file, part.values, shape, part.start, part.stop, part.flat, mask)
 
     def _own_shards(
         self,
@@ -138,10 +135,11 @@ class RunTensors:
 
     def _pruned(self) -> set[str]:
         """Parameters of which a rank that has a part of them does not store all."""
+        infos = self.engine.infos.values()
         mine = [
             info.name
-            for info, _, where in self.engine.slices()
-            if where.numel != info.param.numel()
+            for info in infos
+            if self.engine.layout.numel(info.name, info.param) < info.param.numel()
         ]
         texts = self.groups.tp.gather_text(json.dumps(mine))
         return {name for text in texts for name in json.loads(text)}
@@ -169,12 +167,8 @@ class RunTensors:
                     "by another optimizer; give --load and --no-load-optim to start that from "
                     "nothing"
                 )
-            self._fill(kind, name, flat, saved)
-
-    def _fill(self, kind: str, name: str, flat: torch.Tensor, saved: Checkpoint) -> None:
-        """Read a tensor into a state's stored entries."""
-        held = Held(self.engine.infos[name], self.engine.layout, pruned=False)
-        fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
+            held = Held(self.engine.infos[name], self.engine.layout, pruned=False)
+            fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
 
     def take_path(self, saved: Checkpoint) -> None:
         """Give the gradient path its state back. Collective."""

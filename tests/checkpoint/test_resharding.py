@@ -11,7 +11,7 @@ from megatron.checkpoint.store import save_checkpoint, whole
 from megatron.errors import CheckpointError
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from tests.contract.grid import GRIDS, GridToy, logical, on_grid, world_of
+from tests.contract.grid import GRIDS, GridToy, differing, logical, on_grid, world_of
 from tests.contract.harness import SHORT, PathCase
 from tests.ranks import Ranks
 
@@ -64,6 +64,34 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
         ranks.run(world_of(grid), on_rank_saved, grid, pruned, folder)
         found[grid, pruned] = folder
     return found
+
+
+def on_rank_kept(groups: ProcessGroups, grid: str, pruned: bool, folder: Path) -> None:
+    """A run that shards the optimizer's states, and one that does not."""
+    for sharded in (True, False):
+        case = PathCase("dense", sharded=sharded)
+        toy = GridToy(on_grid(groups, grid), case, pruned=pruned, plain_cuts=True)
+        for number in range(3):
+            toy.step(toy.share(number))
+        toy.save(folder / str(sharded))
+        assert toy.optimizer.is_sharded == sharded
+        other = PathCase("dense", sharded=not sharded)
+        again = GridToy(toy.groups, other, pruned=pruned, plain_cuts=True)
+        again.load(folder / str(sharded), 3)
+        again.save(folder / f"{sharded} taken over")
+
+
+@pytest.mark.parametrize("pruned", [False, True], ids=["dense", "pruned"])
+@pytest.mark.parametrize("grid", ["DP4", "TP2xDP2", "PP2xDP2"])
+def test_shards_of_states_are_the_logical_states(
+    ranks: Ranks, tmp_path: Path, grid: str, pruned: bool
+) -> None:
+    ranks.run(4, on_rank_kept, grid, pruned, tmp_path)
+    one, *others = (logical(folder, 3) for folder in sorted(tmp_path.iterdir()))
+    assert len(others) == 3
+    assert any(name.startswith("mask/") for name in one) == pruned
+    for other in others:
+        assert differing(one, other) == []
 
 
 def test_a_choice_saved_in_an_earlier_form_is_refused(tmp_path: Path) -> None:
