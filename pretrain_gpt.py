@@ -411,12 +411,10 @@ def build_parts(
     from megatron.run_state import opened
 
     path = GRADIENT_PATHS[config.gradient.grad_path]
-
-    def build() -> PathParts:
-        with opened(origin, config, identity) as start:
-            return path.build(config, infos, groups, start)
-
-    return groups.world.agreed(build)
+    with ExitStack() as stack:
+        # By itself: a path may ask other ranks while it is built, and must find them all there.
+        start = groups.world.agreed(lambda: stack.enter_context(opened(origin, config, identity)))
+        return groups.world.agreed(lambda: path.build(config, infos, groups, start))
 
 
 def build_readers(

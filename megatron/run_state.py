@@ -267,6 +267,8 @@ class RunState:
         with Checkpoint.open(origin.path, verify=False) as saved:
             self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
             self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
+            # Collective where states are sharded: every rank has to have come this far.
+            self.optimizer.loaded()
             if not weights_only and self._goes_on(saved, origin.own):
                 self._tensors.take_path(saved)
             self._announce_grid(saved)
@@ -328,7 +330,6 @@ class RunState:
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
         self._tensors.take(saved, moments=not fresh_moments)
-        self.optimizer.loaded()
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
             self.optimizer.moments_since = int(saved.state.get("moments_since", 0))

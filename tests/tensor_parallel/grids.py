@@ -135,7 +135,7 @@ def whole_gradients(parts: list[Found]) -> dict[str, torch.Tensor]:
 def noted(group: Group) -> Iterator[list[str]]:
     """The collectives that a group issues, as "what of how many entries and type"."""
     calls: list[str] = []
-    group.calls.tell = lambda _, what: calls.append(what)
+    group.calls.tell = lambda _, what, name: calls.append(what)
     try:
         yield calls
     finally:

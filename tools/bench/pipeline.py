@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise SystemExit(f"{stages} stages: a rank failed with exit code {code}")
             found = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
         busy = (FORWARD + BACKWARD) * scale
-        rows += [_row(stages, *map(int, key.split()), found[key], busy) for key in found]
+        for key, steps in found.items():
+            chunks, microbatches = map(int, key.split())
+            rows.append(_row(stages, chunks, microbatches, steps, busy))
     text = as_markdown(rows)
     print(text)
     if options.out is not None:
