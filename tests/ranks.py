@@ -3,6 +3,7 @@
 `Ranks.run(n, function, *args)` calls `function(groups, *args)` on n ranks and returns their
 results in rank order. The function must be importable (module level of a test file). Starting a
 process with torch costs seconds, so one set of processes for each world size serves a session.
+`groups` are those of a grid with one axis, data-parallel; `grid` gives those of others.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.parallel.groups import ProcessGroups
 
 TIMEOUT_SECONDS = 180.0
 
@@ -76,6 +81,19 @@ class _Pool:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
+    """The groups of another grid on the same ranks, made once in each process. Collective."""
+    return _grid(groups.world.rank, groups.world.size, tp, pp)
+
+
+@cache
+def _grid(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
+    from megatron.parallel.dims import ParallelDims
+    from megatron.parallel.groups import ProcessGroups
+
+    return ProcessGroups.build(ParallelDims.from_world(size, tp=tp, pp=pp), rank=rank)
 
 
 def _serve(pipe: Connection, store: str, rank: int, world: int) -> None:

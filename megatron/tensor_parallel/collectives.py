@@ -102,31 +102,25 @@ def uncompiled(function: F) -> F:
 
 
 @uncompiled
-def add_up_terms(
-    terms: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
-) -> torch.Tensor:
-    """g: the sum over ranks of each rank's contiguous terms [..., n], plus `bias` once.
+def add_up_terms(terms: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """g: the sum over ranks of each rank's contiguous terms [..., n], which may be overwritten.
 
-    Terms may be overwritten. With sequence parallelism they are by rank, the result is this rank's
-    part of each sequence, and the bias gets a gradient that is one term of a sum over ranks.
+    With sequence parallelism they are by rank, and the result is this rank's part of each sequence.
     """
-    return _AddUpTerms.apply(terms, bias, tp)
+    return _AddUpTerms.apply(terms, tp)
 
 
 class _AddUpTerms(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, terms: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
-    ) -> torch.Tensor:
-        ctx.tp, ctx.has_bias = tp, bias is not None
+    def forward(ctx: Any, terms: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp = tp
         total, _ = tp.add_up(terms)
         if total is terms:
             ctx.mark_dirty(terms)
-        return total if bias is None else total.add_(bias)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
         # The gradient of every term is that of the sum.
-        grad_terms, _ = ctx.tp.gather(grad)
-        return grad_terms, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+        grad_terms, _ = ctx.tp.gather(grads[0])
+        return grad_terms, None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.cut import Cut
-from megatron.tensor_parallel.collectives import TensorParallel, add_up_terms, uncompiled
+from megatron.tensor_parallel.collectives import TensorParallel, uncompiled
 from megatron.tensor_parallel.products import multiply, product
 
 
@@ -115,8 +115,46 @@ class RowParallelLinear(CutModule):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[b, s, share of k] -> [b, s, n]; by rank -> [b, s/tp, n] where the sequence is cut."""
         if self.is_cut:
-            return add_up_terms(multiply(inputs, self.weight), self.bias, self.tp)
+            return multiply_by_rows(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
+
+
+@uncompiled
+def multiply_by_rows(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
+) -> torch.Tensor:
+    """`F.linear` by this rank's rows, then g: inputs [b, s, k], by rank where the sequence is cut,
+    weight [n, k], bias [n], which is added once -> [b, s, n] or [b, s/tp, n]."""
+    return _MultiplyByRows.apply(inputs, weight, bias, tp)
+
+
+class _MultiplyByRows(torch.autograd.Function):
+    """One function, so that the sum can take the place of its terms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp: TensorParallel,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.tp, ctx.has_bias = tp, bias is not None
+        total, _ = tp.add_up(product(inputs, weight))
+        return total if bias is None else total.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        # The gradient of every term is that of the sum.
+        rows, _ = ctx.tp.gather(grads[0])
+        grad = rows.flatten(0, -2)
+        grad_inputs = product(grad, weight.t()).view(inputs.shape)
+        grad_weight = product(grad.t(), inputs.flatten(0, -2).t())
+        grad_bias = grads[0].flatten(0, -2).sum(0) if ctx.has_bias else None
+        return grad_inputs, grad_weight, grad_bias, None
 
 
 @uncompiled

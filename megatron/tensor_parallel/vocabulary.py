@@ -50,7 +50,7 @@ class VocabularyTable(CutModule):
             return F.embedding(ids, self.weight)
         check_ids(ids, vocab_size=self.vocab_size)
         terms = look_up_share(self.tp.by_rank(ids), self.weight, self.cuts["weight"])
-        return add_up_terms(terms, None, self.tp)
+        return add_up_terms(terms, self.tp)
 
 
 def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from megatron.data_parallel.interface import ParamInfo, PathParts, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.cut import Cut, even_share
-from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_tensors import RunTensors
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
 from tests.contract.harness import PathCase, Toy, config_of, gradients_of
+from tests.ranks import grid
 
 LAYERS = 4
 EMBEDDING = "embedding.weight"
@@ -65,15 +64,10 @@ def world_of(grid: str) -> int:
     return math.prod(GRIDS[grid])
 
 
-@cache
-def _groups(tp: int, pp: int, dp: int, rank: int) -> ProcessGroups:
-    return ProcessGroups.build(ParallelDims(tp=tp, dp=dp, pp=pp), rank=rank)
-
-
-def on_grid(groups: ProcessGroups, grid: str) -> ProcessGroups:
-    """The same ranks as another grid; groups are made once in the life of a process."""
-    tp, pp, dp = GRIDS[grid]
-    return _groups(tp, pp, dp, groups.world.rank)
+def on_grid(groups: ProcessGroups, name: str) -> ProcessGroups:
+    """The same ranks as another grid."""
+    tp, pp, _ = GRIDS[name]
+    return grid(groups, tp=tp, pp=pp)
 
 
 class GridToy(Toy):

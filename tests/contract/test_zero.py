@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import SGD, AdamW
 from megatron.optimizer.shards import Piece, fill, pieces
 from megatron.parallel.cut import Cut
-from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
@@ -37,7 +35,7 @@ from tests.contract.harness import (
     gradients,
     same,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, grid
 
 DENSE = PathCase("dense")
 SAMO = PathCase("samo", RANDOM)
@@ -313,17 +311,12 @@ def test_states_are_read_by_another_number_of_ranks(
         assert same(plain[0], found) == []
 
 
-@cache
-def _grid(rank: int) -> ProcessGroups:
-    return ProcessGroups.build(ParallelDims(tp=2, dp=2, pp=1), rank=rank)
-
-
 CUT_SHAPES = {"gate_up": (2 * 22, 24), "down": (24, 22), "vocabulary": (11, 24), "norm": (24,)}
 
 
 def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
     """Save on TP 2 x DP 2, uneven shares and padding rows included; read what every rank has."""
-    grid = _grid(groups.world.rank)
+    on_grid = grid(groups, tp=2)
     generator = torch.Generator().manual_seed(5)
     wholes = {n: torch.randn(shape, generator=generator) for n, shape in CUT_SHAPES.items()}
     masks = {
@@ -337,7 +330,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
         cut, local = None, whole
         if name in along:
             axis, blocks = along[name]
-            cut = Cut.evenly(whole.shape, axis=axis, rank=grid.tp.rank, ranks=2, blocks=blocks)
+            cut = Cut.evenly(whole.shape, axis=axis, rank=on_grid.tp.rank, ranks=2, blocks=blocks)
             local = cut.of(whole)
         if name in masks and cut is not None:
             local_masks[name] = cut.of(masks[name]).view(-1)
@@ -351,9 +344,9 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
         infos.append(ParamInfo(name=name, leaves=(leaf,), logical_shape=whole.shape, cut=cut))
     parts = PathParts(
         layout=CompressedLayout(local_masks) if pruned else DenseLayout(),
-        reducer=ReduceScatterReducer(grid.dp),
+        reducer=ReduceScatterReducer(on_grid.dp),
     )
-    engine = GradientEngine(infos, parts, grid, cap=1 << 20, grad_dtype=torch.float32)
+    engine = GradientEngine(infos, parts, on_grid, cap=1 << 20, grad_dtype=torch.float32)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
     assert optimizer.params_norm() == pytest.approx(
         sum(float((w * masks.get(n, 1)).double().square().sum()) for n, w in wholes.items()) ** 0.5,
@@ -362,7 +355,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
     shards = []
     for kind, name, flat in optimizer.tensors():
         info = engine.infos[name]
-        if info.cut is None and grid.tp.rank:
+        if info.cut is None and on_grid.tp.rank:
             continue
         found = pieces(engine, name, flat)
         shards += [shard_of(kind, info, piece, masks.get(name)) for piece in found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.runtime import Launch, Runtime
-from tests.ranks import Ranks
+from tests.ranks import Ranks, grid
 from tools import parity
 from tools.parity_cases import CASES, Case, Grid
 from tools.parity_compare import Differences, Gathered, compare, gather
@@ -39,20 +37,15 @@ SHORT = [
 """The others are their limits, of which contract 9 says that they are bitwise the same."""
 
 
-@cache
-def _groups(grid: Grid, rank: int) -> ProcessGroups:
-    return ProcessGroups.build(ParallelDims(tp=grid.tp, dp=grid.dp, pp=grid.pp), rank=rank)
-
-
-def on_grid(world: ProcessGroups, grid: Grid, cases: list[Case]) -> list[dict[str, Any]]:
+def on_grid(world: ProcessGroups, sizes: Grid, cases: list[Case]) -> list[dict[str, Any]]:
     rank, size = world.world.rank, world.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size
     )
     runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
-    groups = _groups(grid, rank)
+    groups = grid(world, tp=sizes.tp, pp=sizes.pp)
     with tempfile.TemporaryDirectory() as own:
-        return [run_case(case, grid, runtime, groups, Path(own)) for case in cases]
+        return [run_case(case, sizes, runtime, groups, Path(own)) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +53,11 @@ def alone(ranks: Ranks) -> list[dict[str, Any]]:
     return ranks.run(1, on_grid, Grid(), SHORT)[0]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_a_grid_computes_what_one_rank_computes(
-    ranks: Ranks, alone: list[dict[str, Any]], grid: Grid
+    ranks: Ranks, alone: list[dict[str, Any]], sizes: Grid
 ) -> None:
-    found = ranks.run(grid.ranks, on_grid, grid, SHORT)
+    found = ranks.run(sizes.ranks, on_grid, sizes, SHORT)
     for number, case in enumerate(SHORT):
         one, other = gather(iter([alone[number]])), gather(iter(rank[number] for rank in found))
         result = compare(one, other, case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 
 from megatron.data_parallel.interface import Slice
 from megatron.optimizer.bucket_optimizer import PARAM
-from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
+from tests.ranks import grid
 from tests.training.harness import make_trainer
 
 SMALL = (
@@ -21,17 +20,6 @@ SMALL = (
     "--optimizer sgd --sgd-momentum 0.5 --clip-grad 0.5 --eval-iters 2 --log-interval 1 "
     "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --ddp-bucket-size 4000"
 )
-
-
-@cache
-def _grid(dims: ParallelDims, rank: int) -> ProcessGroups:
-    return ProcessGroups.build(dims, rank=rank)
-
-
-def grid(groups: ProcessGroups, *, pp: int, tp: int = 1) -> ProcessGroups:
-    """The groups of another grid on the same ranks, which are made once. Collective."""
-    dims = ParallelDims.from_world(groups.world.size, tp=tp, pp=pp)
-    return _grid(dims, groups.world.rank)
 
 
 def trainer_on(

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import RecomputeConfig
 from megatron.parallel.groups import ProcessGroups
-from megatron.tensor_parallel import layers
+from megatron.tensor_parallel import layers, products
 from megatron.tensor_parallel.rng import LayerStream
 from tests.ranks import Ranks
 from tests.tensor_parallel.grids import (
@@ -57,6 +57,25 @@ def test_loss_and_gradients_are_those_of_one_rank(
     grads = whole_gradients(parts)
     assert grads.keys() == wanted.keys()
     for what, grad in grads.items():
+        assert_close(grad, wanted[what], 1e-5, what)
+
+
+def with_one_dnn(groups: ProcessGroups, case: Case) -> Any:
+    """As `loss_and_gradients`, by the products that larger layers take on a CPU."""
+    usual, products._WORTHWHILE = products._WORTHWHILE, 0
+    try:
+        return loss_and_gradients(groups, case)
+    finally:
+        products._WORTHWHILE = usual
+
+
+@BOTH
+def test_products_of_large_layers_give_the_same(ranks: Ranks, cut: bool) -> None:
+    case = Case(sequence_parallel=cut)
+    loss, wanted = alone(case)
+    parts = ranks.run(2, with_one_dnn, case)
+    assert_close(parts[0].loss, loss, 1e-6, "loss")
+    for what, grad in whole_gradients(parts).items():
         assert_close(grad, wanted[what], 1e-5, what)
 
 

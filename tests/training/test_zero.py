@@ -1,0 +1,48 @@
+"""Whole runs with shared-out optimizer states: those of plain data parallelism, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.parallel.groups import ProcessGroups
+from tests.ranks import Ranks, grid
+from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
+
+SHARED = "--use-distributed-optimizer"
+PRUNED = "--grad-path samo --samo-sparsity 0.5 --samo-pruning random --dsr-interval 1"
+
+
+def on_rank(groups: ProcessGroups, tp: int, flags: str, run_dir: Path) -> dict[str, Any]:
+    return train(grid(groups, tp=tp), f"{flags} --tensor-model-parallel-size {tp}", run_dir)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "flags"),
+    [
+        (2, 1, f"--fp16 --initial-loss-scale 1024 {PRUNED} --log-interval 1"),
+        (4, 2, "--bf16 --sequence-parallel --swiglu"),
+    ],
+    ids=["dp2, pruned, rewired, fp16", "tp2 x dp2, bf16"],
+)
+def test_states_that_are_shared_out_change_no_bit(
+    ranks: Ranks, tmp_path: Path, world: int, tp: int, flags: str
+) -> None:
+    base = f"{TINY} {NO_DROPOUT} --check-weight-hash-across-dp-replicas-interval 2 {flags}"
+    plain = ranks.run(world, on_rank, tp, base, tmp_path / "plain")
+    halves = f"{base} {SHARED} --exit-interval 5"
+    ranks.run(world, on_rank, tp, halves, tmp_path / "shared")
+    # What it saved is read with states that are whole, too.
+    for after in (f"{base} {SHARED}", base):
+        folder = tmp_path / str(len(after))
+        other = f"--load {tmp_path / 'shared'} --save {folder}"
+        shared = ranks.run(world, on_rank, tp, f"{after} {other}", folder)
+        for mine, theirs in zip(plain, shared, strict=True):
+            assert mine["iteration"] == theirs["iteration"]
+            for name, weight in mine["params"].items():
+                assert torch.equal(weight, theirs["params"][name]), name
+    for key in ("lm_loss", "grad_norm"):
+        assert metrics_of(tmp_path / "plain", key)[:5] == metrics_of(tmp_path / "shared", key)
