@@ -267,7 +267,9 @@ def build_trainer(
     compare_data(vars(readers), groups.world)
     heartbeat = heartbeat or Heartbeat()
     timers = Timers(
-        config.logging.timing_log_level, synchronize=torch.cuda.synchronize if on_cuda else None
+        config.logging.timing_log_level,
+        # Not the device: receives that are posted ahead wait for what this rank has yet to send.
+        synchronize=(lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None,
     )
     stage = build_stage(config, runtime, groups, vocabulary)
     infos = stage.parameter_infos()

@@ -144,7 +144,8 @@ class EarlyBird:
     ) -> dict[str, torch.Tensor]:
         """Views of the weights to prune, without padding, in an order that no bucketing changes:
         ranks that hold parts of them draw together."""
-        found = {info.name: flat for info, flat in weights}
+        wanted = {info.name for info in self.infos}
+        found = {info.name: flat for info, flat in weights if info.name in wanted}
         return {
             info.name: found[info.name][: info.local_entries].view(info.local_shape)
             for info in self.infos

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 ROUNDING, SELECTED = 1e-5, 1e-4
 """Largest difference over a tensor's largest entry: of sums in another order, and where entries
 are selected by such sums."""
-MODEL = "4 layers x 64, 4 heads, 2 query groups, vocabulary 97"
+MODEL = "4 layers x 64, 8 heads, 4 query groups, vocabulary 97"
 _MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 97 "
-    "--group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 8 --mock-data"
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 97 "
+    "--group-query-attention --num-query-groups 4 --make-vocab-size-divisible-by 8 --mock-data"
 )
 _RUN = (
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 "

@@ -25,15 +25,15 @@ def split_layers(
     given = {stage: count for stage, count in ((0, first), (stages - 1, last)) if count is not None}
     rest = layers - sum(given.values())
     free = [stage for stage in range(stages) if stage not in given]
-    if rest < len(free):
-        raise ConfigError(
-            f"pipeline_model_parallel_size {stages} leaves a stage without layers: num_layers "
-            f"{layers}{_fixed(given)}; lower it"
-        )
     if rest and not free:
         raise ConfigError(
             f"decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers make "
             f"{layers - rest} layers, num_layers is {layers}; they must agree"
+        )
+    if rest < len(free):
+        raise ConfigError(
+            f"pipeline_model_parallel_size {stages} leaves a stage without layers: num_layers "
+            f"{layers}{_fixed(given)}; lower {'that or what the ends hold' if given else 'it'}"
         )
     counts = dict(given)
     for number, stage in enumerate(free):

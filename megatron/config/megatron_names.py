@@ -58,6 +58,7 @@ OLD_NAMES = tuple(
     OldName(flag=flag, field=field, text=text)
     for flag, field, text in (
         ("--checkpoint-activations", "recompute_granularity", "full"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
         ("--activations-checkpoint-method", "recompute_method", None),
         ("--activations-checkpoint-num-layers", "recompute_num_layers", None),
         ("--checkpoint-num-layers", "recompute_num_layers", None),
@@ -81,7 +82,6 @@ IGNORED = tuple(
         ("--transformer-impl", 1, "there is one implementation"),
         ("--use-mcore-models", 0, "there is one implementation"),
         ("--use-legacy-models", 0, "there is one implementation"),
-        ("--recompute-activations", 0, "attention scores are never stored"),
         ("--num-workers", 1, "batches are read in the training process"),
         ("--local-rank", 1, "ranks come from the launcher"),
         ("--local_rank", 1, "ranks come from the launcher"),

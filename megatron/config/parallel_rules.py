@@ -42,7 +42,8 @@ def stages_have_layers(c: Config) -> str | None:
 def interleaving_fills_stages(c: Config, dp: int) -> str | None:
     """Interleaved 1F1B takes microbatches in groups of as many as there are stages."""
     p, t = c.parallel, c.training
-    if p.num_layers_per_virtual_pipeline_stage is None:
+    size = p.num_layers_per_virtual_pipeline_stage
+    if size is None or size * p.pipeline_model_parallel_size == c.model.num_layers:
         return None
     assert t.global_batch_size is not None, "resolve fills it in"
     sizes = [("global_batch_size", t.global_batch_size)]

@@ -272,16 +272,24 @@ class ProcessGroups:
             tp=_join("tp", dims.lines("tp"), rank, everybody),
             dp=_join("dp", dims.lines("dp"), rank, everybody),
             pp=pp,
-            embedding=_join("embedding", ends, rank, everybody),
+            # Its sums go from stage to stage: they count with what else does.
+            embedding=_join("embedding", ends, rank, everybody, pp.traffic),
             world=_join("world", [world], rank, everybody),
             edges=_edges(pipelines, rank, pp) if dims.pp > 1 else None,
         )
 
 
-def _join(name: str, lines: list[tuple[int, ...]], rank: int, everybody: Calls) -> Group:
+def _join(
+    name: str,
+    lines: list[tuple[int, ...]],
+    rank: int,
+    everybody: Calls,
+    traffic: Traffic | None = None,
+) -> Group:
     """Make every group of a family, as torch.distributed demands, and return the one we are in.
     `everybody`: calls over the connections that all groups of the whole world share."""
     mine = Group((rank,), 0)
+    traffic = traffic or Traffic()
     for ranks in lines:
         if len(ranks) == 1:
             continue
@@ -290,13 +298,14 @@ def _join(name: str, lines: list[tuple[int, ...]], rank: int, everybody: Calls) 
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
             calls = everybody if whole else Calls(f"{name} of {ranks[0]}")
-            mine = Group(ranks, ranks.index(rank), handle, calls)
+            mine = Group(ranks, ranks.index(rank), handle, calls, traffic)
     return mine
 
 
 def _edges(pipelines: list[tuple[int, ...]], rank: int, pp: Group) -> Edges:
     """This stage's edges. With NCCL every rank of the world makes the communicators of all."""
-    apart = dist.get_backend() == "nccl"
+    # "cpu:gloo,cuda:nccl": a backend for each device.
+    apart = "nccl" in dist.get_backend()
     found: dict[str, Group] = {}
     for line in pipelines:
         for kind, step in (("activations", 1), ("gradients", -1)):

@@ -125,3 +125,18 @@ def test_bytes_are_counted_by_the_ring_model(ranks: Ranks, world: int) -> None:
     others = world - 1
     wanted = [2 * others * 16 // world, others * 16, others * 16]
     assert ranks.run(world, on_rank_traffic) == [wanted] * world
+
+
+def on_rank_nccl_edges(groups: ProcessGroups) -> int:
+    """How many communicators two stages make where a GPU's tensors go by NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        # What a run on GPUs starts: a backend for each device.
+        patch.setattr(dist, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+        dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
+        edges = ProcessGroups.build(dims, rank=groups.world.rank).edges
+    assert edges is not None
+    return len({id(group.handle) for group in vars(edges).values()})
+
+
+def test_with_nccl_no_direction_waits_for_another(ranks: Ranks) -> None:
+    assert ranks.run(2, on_rank_nccl_edges) == [4, 4]

@@ -105,6 +105,6 @@ def test_copies_and_parts_are_compared() -> None:
 def test_wrong_values_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert parity.main(["--tp", "3"]) == 2
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "num_attention_heads 4" in told
+    assert told.count("\n") == 1 and "num_attention_heads 8" in told
     assert parity.main(["--pp", "2", "--", "--num-layers", "1"]) == 2
     assert "num_layers 1" in capsys.readouterr().err

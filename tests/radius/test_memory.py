@@ -166,11 +166,14 @@ class Whole:
     def __init__(self, bench: Bench) -> None:
         self.buckets = [bench.bucket]
         self.layout: Any = SimpleNamespace(bind=lambda *_: None, scatter=lambda *_: None)
-        self.infos = {"w": SimpleNamespace(param=bench.weight)}
+        self.infos = {"w": SimpleNamespace(param=bench.weight, leaves=())}
         self.wants_update = True
 
     def slices(self) -> Iterator[Any]:
         yield SimpleNamespace(name="w", leaves=()), self.buckets[0], Slice(0, ENTRIES)
+
+    def place(self, name: str) -> tuple[GradBucket, Slice]:
+        return self.buckets[0], self.buckets[0].slices[name]
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -148,7 +148,6 @@ def test_what_can_be_is_accepted(flags: str) -> None:
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
 def test_in_place_is_refused_with_model_parallel_ranks(size: str) -> None:
-    """The table of the whole program refuses these sizes first, as long as they are not built."""
     config = read("--radius-residual in-place")
     sizes = {f"{size}_model_parallel_size": 2}
     parallel = dataclasses.replace(config.parallel, **sizes)

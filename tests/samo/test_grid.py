@@ -68,6 +68,7 @@ def build(
         training=SimpleNamespace(seed=7, skip_train=False),
         precision=SimpleNamespace(param_dtype=str(dtype).partition(".")[2], grad_dtype="float32"),
         optimizer=SimpleNamespace(optimizer="adam"),
+        parallel=SimpleNamespace(use_distributed_optimizer=False),
         total_iterations=lambda: TOTAL,
     )
     infos = make_infos(groups, dtype)
