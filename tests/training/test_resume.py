@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,21 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def check_left_and_resumed(
-    ranks: Ranks, world: int, flags: str, leaves: tuple[int, ...], folder: Path
+    ranks: Ranks,
+    world: int,
+    flags: str,
+    leaves: tuple[int, ...],
+    folder: Path,
+    run: Callable[[ProcessGroups, str, Path], dict[str, Any]] = train,
 ) -> None:
-    """One run goes through, another leaves after each of the steps `leaves` and starts again."""
-    through = ranks.run(world, train, flags, folder / "through")
+    """One run goes through, another leaves after each of the steps `leaves` and starts again.
+    `run`: what a rank does."""
+    through = ranks.run(world, run, flags, folder / "through")
     for step in leaves:
-        left = ranks.run(world, train, f"{flags} --exit-interval {step}", folder / "left")
+        left = ranks.run(world, run, f"{flags} --exit-interval {step}", folder / "left")
         assert [r["outcome"] for r in left] == [(0, "exit-interval")] * world
         assert left[0]["iteration"] == step
-    resumed = ranks.run(world, train, flags, folder / "left")
+    resumed = ranks.run(world, run, flags, folder / "left")
     for first, second in zip(through, resumed, strict=True):
         assert differing(first, second) == []
     for key in RECORDED:
