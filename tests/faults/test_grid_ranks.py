@@ -1,0 +1,144 @@
+"""Ranks of a grid that fail or find no number: two stages of two ranks, with Radius. The others end
+in time, the first cause is told, and a step that one rank cannot apply none applies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import Checkpoint
+from megatron.guards.faults import arm, parse_faults
+from megatron.parallel.groups import ProcessGroups
+from tests.faults.starting import (
+    FLAGS,
+    TIMEOUT,
+    Ended,
+    losses,
+    start_launcher,
+    start_ranks,
+)
+from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, Row, pick
+from tests.ranks import Ranks, grid
+from tests.training.harness import make_trainer, metrics_of
+
+STEPS = 8
+WORLD = 4
+GRID = (
+    "--num-layers 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2 "
+    f"--train-iters {STEPS} --distributed-timeout-minutes 0.5"
+)
+"""Checkpoints are of steps 4 and 8, everything is sent in steps 3 and 6. Whoever waited for the timeout
+would come too late: a rank that is gone is missed at once."""
+MATRIX = [
+    pick("kill", "1:6:reduce"),
+    pick("raise", "0:5:forward"),
+    pick("exit0", "3:6:optimizer"),
+    pick("oom", "2:2:backward"),
+    pick("stop", "1:5:forward"),
+    pick("hang", "2:6:backward"),
+    pick("kill", "3:4:save"),
+]
+
+
+def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int]:
+    """The same run without processes of its own: steps tried, and steps applied."""
+    trainer = make_trainer(grid(groups, tp=2, pp=2), f"{FLAGS} {GRID}", run_dir)
+    if faults:
+        arm(trainer, parse_faults(faults))
+    trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    groups.world.barrier()
+    return trainer.progress.iteration, trainer.optimizer.applied
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the run that no fault struck."""
+    run_dir = tmp_path_factory.mktemp("unbroken")
+    assert ranks.run(WORLD, on_rank, run_dir, "") == [(STEPS, STEPS)] * WORLD
+    return losses(run_dir)
+
+
+def saved(run_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Every tensor of the last checkpoint, and how far the run had come."""
+    with Checkpoint.open(run_dir / "checkpoints" / f"step_{STEPS:08d}") as step:
+        return {name: step.read(name) for name in step.names()}, step.state["progress"]
+
+
+def check_recovery(again: Ended, unbroken: dict[int, float]) -> None:
+    assert set(again.codes) == {0}, again.all_stderr
+    assert again.status["state"] == "done"
+    assert losses(again.run_dir) == unbroken
+
+
+def test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again(
+    tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
+) -> None:
+    """Rank 2 has the head; what waits in residuals comes out of the checkpoint."""
+    row = pick("kill", "2:6:backward")
+    run = start_launcher(WORLD, tmp_path, GRID, fault=row.fault).finish()
+    assert run.codes == [row.code], run.all_stderr
+    status = run.status
+    assert (status["rank"], status["iteration"], status["phase"]) == (2, 6, "backward"), status
+    told = f"rank 2, step 6, backward: {status['reason']}"
+    assert all(word in told for word in row.words) and run.all_stderr.count(told) == 1
+    seconds = run.seconds_after_fault()
+    record_property("seconds", seconds)
+    assert seconds < row.seconds + LAUNCHER_SECONDS
+    check_recovery(start_launcher(WORLD, tmp_path, GRID).finish(), unbroken)
+
+
+def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
+    ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
+) -> None:
+    """Step 5, in which residuals take up what is not sent. Wherever the number came from, the state
+    after it is the same: no rank has taken anything of that step."""
+    run = start_launcher(WORLD, tmp_path / "3", GRID, fault="nan:3:5:backward").finish()
+    assert run.codes == [0], run.all_stderr
+    assert "nan strikes" in run.all_stderr
+    assert ranks.run(WORLD, on_rank, tmp_path / "0", "inf:0:5:backward") == [(8, 7)] * WORLD
+    found, progress = saved(tmp_path / "3")
+    other, other_progress = saved(tmp_path / "0")
+    assert progress == other_progress
+    assert progress["consumed_samples"] - progress["applied_samples"] == 8
+    assert found.keys() == other.keys() and any(name.startswith("residual/") for name in found)
+    assert [name for name in found if not torch.equal(found[name], other[name])] == []
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    assert metrics_of(tmp_path / "3", "skipped") == [False] * 4 + [True] + [False] * 3
+    through = losses(tmp_path / "3")
+    assert through == losses(tmp_path / "0") and len(through) == STEPS
+    assert [through[step] for step in range(1, 6)] == [unbroken[step] for step in range(1, 6)]
+    assert through[7] != unbroken[7]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
+def test_matrix(
+    row: Row,
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Each rank of the grid in turn; every other one leaves by itself, as one that has a peer."""
+    record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}, on a grid")
+    ended = start_ranks(WORLD, tmp_path, f"{GRID} {TIMEOUT}", fault=row.fault).finish()
+    assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)
+    others = [code for rank, code in enumerate(ended.codes) if rank != row.rank]
+    assert others == [6] * (WORLD - 1), (ended.codes, ended.all_stderr)
+    status = ended.status
+    assert (status["state"], status["exit_code"]) == ("failed", row.code), status
+    assert (status["rank"], status["iteration"]) == (row.rank, row.step), status
+    assert status["phase"] == row.phase, status
+    assert all(word in status["reason"] for word in row.words), status
+    seconds = ended.seconds_after_fault(but=row.rank)
+    record_property("seconds", seconds)
+    assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
+    record_property("detected", 1)
+    check_recovery(start_ranks(WORLD, tmp_path, GRID).finish(), unbroken)
+    record_property("recovered", 1)
