@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +208,8 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
     )
-    return ProcessGroups.build(dims, rank=launch.rank)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
 
 
 def open_metrics(config: Config, runtime: Runtime, run_dir: Path, origin: Origin | None) -> Metrics:

@@ -93,10 +93,20 @@ class Causes:
         late = [peer for peer in self.peers() if peer.phase not in ("leaving", "done")]
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        last = min(late, key=lambda peer: (waits(peer), peer.beats))
+        issued = self._issued()
+        last = min(late, key=lambda peer: (waits(peer), peer.beats, issued.get(peer.rank, 0)))
         cause = self.of(last, late_text(last, here))
         wake(last)
         return cause
+
+    def _issued(self) -> dict[int, int]:
+        """How many collectives each rank has begun: of two in one phase, the one that waits for the
+        other is the one that has begun another."""
+        found = calls(self.run_dir / FOLDER, attempt=self.attempt, ranks=range(self.world_size))
+        return {
+            rank: sum({call.group: call.number for call in issued}.values())
+            for rank, issued in found.items()
+        }
 
     def of(self, peer: Sighting, reason: str) -> Status:
         """A failure of another rank, told for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -260,22 +261,25 @@ class ProcessGroups:
         return value
 
     @classmethod
-    def build(cls, dims: ParallelDims, *, rank: int) -> ProcessGroups:
-        """Create the groups; every rank of the world calls this once, in step."""
+    def build(
+        cls, dims: ParallelDims, *, rank: int, timeout: timedelta | None = None
+    ) -> ProcessGroups:
+        """Create the groups; every rank of the world calls this once, in step. `timeout`: of their
+        collectives (None = torch's own; that of the whole world's was given with the world)."""
         world = tuple(range(dims.world_size))
         pipelines = dims.lines("pp")
         ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
         everybody = Calls("world")
-        pp = _join("pp", pipelines, rank, everybody)
+        pp = _join("pp", pipelines, rank, everybody, timeout)
         return cls(
             dims=dims,
-            tp=_join("tp", dims.lines("tp"), rank, everybody),
-            dp=_join("dp", dims.lines("dp"), rank, everybody),
+            tp=_join("tp", dims.lines("tp"), rank, everybody, timeout),
+            dp=_join("dp", dims.lines("dp"), rank, everybody, timeout),
             pp=pp,
             # Its sums go from stage to stage: they count with what else does.
-            embedding=_join("embedding", ends, rank, everybody, pp.traffic),
-            world=_join("world", [world], rank, everybody),
-            edges=_edges(pipelines, rank, pp) if dims.pp > 1 else None,
+            embedding=_join("embedding", ends, rank, everybody, timeout, pp.traffic),
+            world=_join("world", [world], rank, everybody, timeout),
+            edges=_edges(pipelines, rank, pp, timeout) if dims.pp > 1 else None,
         )
 
 
@@ -284,6 +288,7 @@ def _join(
     lines: list[tuple[int, ...]],
     rank: int,
     everybody: Calls,
+    timeout: timedelta | None,
     traffic: Traffic | None = None,
 ) -> Group:
     """Make every group of a family, as torch.distributed demands, and return the one we are in.
@@ -294,7 +299,7 @@ def _join(
         if len(ranks) == 1:
             continue
         whole = len(ranks) == dist.get_world_size()
-        handle = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        handle = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout)
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
             calls = everybody if whole else Calls(f"{name} of {ranks[0]}")
@@ -302,7 +307,9 @@ def _join(
     return mine
 
 
-def _edges(pipelines: list[tuple[int, ...]], rank: int, pp: Group) -> Edges:
+def _edges(
+    pipelines: list[tuple[int, ...]], rank: int, pp: Group, timeout: timedelta | None
+) -> Edges:
     """This stage's edges. With NCCL every rank of the world makes the communicators of all."""
     # "cpu:gloo,cuda:nccl": a backend for each device.
     apart = "nccl" in dist.get_backend()
@@ -311,7 +318,7 @@ def _edges(pipelines: list[tuple[int, ...]], rank: int, pp: Group) -> Edges:
         for kind, step in (("activations", 1), ("gradients", -1)):
             for place, sender in enumerate(line):
                 receiver = line[(place + step) % len(line)]
-                handle = dist.new_group([sender, receiver]) if apart else pp.handle
+                handle = dist.new_group([sender, receiver], timeout) if apart else pp.handle
                 if rank in (sender, receiver):
                     assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
                     way = "out" if rank == sender else "in"

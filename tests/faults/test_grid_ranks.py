@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint
+from megatron.guards.causes import Causes
 from megatron.guards.faults import arm, parse_faults
+from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.parallel.groups import ProcessGroups
+from megatron.status import Status
 from tests.faults.starting import (
     FLAGS,
     TIMEOUT,
@@ -32,15 +35,15 @@ GRID = (
     "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2 "
     f"--train-iters {STEPS} --distributed-timeout-minutes 0.5"
 )
-"""Checkpoints are of steps 4 and 8, everything is sent in steps 3 and 6. Whoever waited for the timeout
-would come too late: a rank that is gone is missed at once."""
+"""Checkpoints are of steps 4 and 8, everything is sent in steps 3 and 6. Whoever waited for the
+timeout would come too late: a rank that is gone is missed at once."""
 MATRIX = [
     pick("kill", "1:6:reduce"),
     pick("raise", "0:5:forward"),
     pick("exit0", "3:6:optimizer"),
     pick("oom", "2:2:backward"),
     pick("stop", "1:5:forward"),
-    pick("hang", "2:6:backward"),
+    pick("hang", "3:6:backward"),
     pick("kill", "3:4:save"),
 ]
 
@@ -115,6 +118,23 @@ def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     assert through == losses(tmp_path / "0") and len(through) == STEPS
     assert [through[step] for step in range(1, 6)] == [unbroken[step] for step in range(1, 6)]
     assert through[7] != unbroken[7]
+
+
+def test_of_two_ranks_in_one_phase_the_one_that_waits_is_not_blamed(tmp_path: Path) -> None:
+    """Rank 3 hangs where rank 2 has begun a sum that needs it."""
+    (tmp_path / FOLDER).mkdir()
+    beats = [Heartbeat(tmp_path / FOLDER, rank=rank, attempt="a") for rank in range(WORLD)]
+    for rank, beat in enumerate(beats):
+        beat.at("data", 6)
+        beat.at("receive" if rank < 2 else "backward")
+        beat.called(1, "sum of 8 float32", f"tp of {rank - rank % 2}")
+    beats[2].called(2, "sum of 8 float32", "tp of 2")
+    causes = Causes(
+        run_dir=tmp_path, attempt="a", rank=0, world_size=WORLD, signed=Status(state="failed")
+    )
+    blamed = causes.blame(beats[0], "timed out")
+    assert blamed is not None
+    assert (blamed.rank, blamed.iteration, blamed.phase) == (3, 6, "backward")
 
 
 @pytest.mark.matrix

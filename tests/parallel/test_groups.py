@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def on_rank_sum(groups: ProcessGroups) -> list[float]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_group_of_one_is_a_no_op(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, on_rank_sum) == [[world * (world + 1) / 2, 5.0]] * world
+
+
+def on_rank_late(groups: ProcessGroups) -> str:
+    """What a tensor-parallel rank whose peer does not come is told."""
+    dims = ParallelDims(tp=2, dp=1, pp=2)
+    mine = ProcessGroups.build(dims, rank=groups.world.rank, timeout=timedelta(seconds=0.3))
+    if mine.tp.rank:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        mine.tp.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
+    return str(caught.value)
+
+
+def test_groups_of_a_part_of_the_world_wait_no_longer_than_asked(ranks: Ranks) -> None:
+    """torch would give them half an hour, whatever the world was given."""
+    first, _, third, _ = ranks.run(4, on_rank_late)
+    assert "Timed out waiting 300ms" in first and "Timed out waiting 300ms" in third
 
 
 def on_rank_edges(groups: ProcessGroups, folder: Path, odd: bool) -> dict[str, object]:
