@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -39,9 +38,10 @@ class Held:
     layout: BucketLayout
     pruned: bool
 
-    @cached_property
+    @property
     def exists(self) -> torch.Tensor:
-        """Which entries of the part are stored: bool [local_entries], on the CPU."""
+        """Which entries of the part are stored: bool [local_entries], on the CPU. Made anew each
+        time: to keep it would take a byte for each entry of a pruned model."""
         entries, mask = self.info.local_entries, self.layout.mask(self.info.name)
         return torch.ones(entries, dtype=torch.bool) if mask is None else mask[:entries]
 

@@ -81,7 +81,8 @@ REFUSALS = {
     ("--pipeline-model-parallel-size", "3"): "pipeline_model_parallel_size 3 leaves a stage "
     "without layers: num_layers 2; lower it",
     (*STAGES, "--decoder-first-pipeline-num-layers", "5"): "pipeline_model_parallel_size 2 leaves "
-    "a stage without layers: num_layers 5, of which 5 are given to the ends; lower that or what the ends hold",
+    "a stage without layers: num_layers 5, of which 5 are given to the ends; lower that or what "
+    "the ends hold",
     (
         *(*STAGES, "--decoder-first-pipeline-num-layers", "3"),
         *("--decoder-last-pipeline-num-layers", "1"),

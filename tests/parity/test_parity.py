@@ -24,7 +24,6 @@ GRIDS = [
     Grid(tp=2, dp=2),
     Grid(pp=2, dp=2),
     Grid(pp=2, dp=2, virtual_layers=1),
-    Grid(tp=2, pp=2),
     Grid(tp=2, pp=2, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
