@@ -69,9 +69,11 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
     path = Path(run_dir) / STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
-        merged = _merge(read_status(run_dir), status)
+        old = read_status(run_dir)
+        leads = old is None or _leads(old, status)
+        merged = status if old is None else _merge(old, status, leads=leads)
         _replace(path, json.dumps(asdict(merged), indent=1) + "\n")
-    return (merged.state, merged.rank, merged.time) == (status.state, status.rank, status.time)
+    return leads
 
 
 def read_status(run_dir: str | Path) -> Status | None:
@@ -84,16 +86,21 @@ def read_status(run_dir: str | Path) -> Status | None:
         return None
 
 
-def _merge(old: Status | None, new: Status) -> Status:
-    if old is None or old.state != "failed":
-        return new
+def _leads(old: Status, new: Status) -> bool:
+    """Whether the new status becomes the main content. Two ranks may tell the same of a third in
+    the same second: only the first of them leads."""
     same = old.attempt == new.attempt
+    if old.state != "failed":
+        return True
     if new.state != "failed":
-        return old if same and new.attempt else new
-    if not same:
-        return new
-    peer = PeerError.exit_code
-    first, later = (new, old) if old.exit_code == peer != new.exit_code else (old, new)
+        return not (same and new.attempt)
+    return not same or old.exit_code == PeerError.exit_code != new.exit_code
+
+
+def _merge(old: Status, new: Status, *, leads: bool) -> Status:
+    first, later = (new, old) if leads else (old, new)
+    if old.state != "failed" or new.state != "failed" or old.attempt != new.attempt:
+        return first
     line = f"rank {later.rank}: {later.reason}".splitlines()[0]
     values = {f.name: getattr(first, f.name) for f in fields(Status)}
     return Status(**{**values, "others": (*old.others, line)[:MAX_OTHERS]})

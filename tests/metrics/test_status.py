@@ -101,3 +101,9 @@ def test_ranks_that_fail_at_once_leave_one_cause(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status and (status.rank, status.reason) == (3, "cause")
     assert len(status.others) == 3
+
+
+def test_of_two_ranks_that_tell_the_same_one_leads(tmp_path: Path) -> None:
+    told = Status(state="failed", exit_code=6, reason="it parts", rank=0, attempt="a")
+    assert write_status(tmp_path, told)
+    assert not write_status(tmp_path, told), "in one second, as ranks do"
