@@ -248,17 +248,13 @@ def build_trainer(
     requests: Requests | None = None,
 ) -> Trainer:
     """Put a run together, at the state of `origin` if there is one. Collective."""
-    import torch
-
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
-    from megatron.data_parallel.engine import GradientEngine
     from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
     from megatron.run_state import RunState
-    from megatron.timers import Timers
     from megatron.training import Progress, Trainer
 
     on_cuda = runtime.device.type == "cuda"
@@ -268,23 +264,12 @@ def build_trainer(
     readers = build_readers(config, runtime, groups, vocabulary, metrics.say)
     compare_data(vars(readers), groups.world)
     heartbeat = heartbeat or Heartbeat()
-    timers = Timers(
-        config.logging.timing_log_level,
-        # Not the device: receives that are posted ahead wait for what this rank has yet to send.
-        synchronize=(lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None,
-    )
+    timers = build_timers(config, on_cuda=on_cuda)
     stage = build_stage(config, runtime, groups, vocabulary)
     infos = stage.parameter_infos()
     own_identity = identity(config, vocabulary)
     parts = build_parts(config, infos, groups, origin, own_identity)
-    engine = GradientEngine(
-        infos,
-        parts,
-        groups,
-        cap=bucket_elements(config, groups.dp.size),
-        grad_dtype=getattr(torch, config.precision.grad_dtype),
-        overlap=config.parallel.overlap_grad_reduce,
-    )
+    engine = build_engine(config, infos, parts, groups)
     optimizer = BucketOptimizer(engine, update_rule(config))
     scaler = loss_scaler(config)
     state = RunState(
@@ -331,6 +316,35 @@ def build_trainer(
 
         arm(trainer, parse_faults(faults))
     return trainer
+
+
+def build_engine(
+    config: Config, infos: Sequence[ParamInfo], parts: PathParts, groups: ProcessGroups
+) -> GradientEngine:
+    """What takes this rank's gradients to their means. Collective over data-parallel groups."""
+    import torch
+
+    from megatron.data_parallel.engine import GradientEngine
+
+    return GradientEngine(
+        infos,
+        parts,
+        groups,
+        cap=bucket_elements(config, groups.dp.size),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        overlap=config.parallel.overlap_grad_reduce,
+    )
+
+
+def build_timers(config: Config, *, on_cuda: bool) -> Timers:
+    """Stopwatches of the detail that is asked for."""
+    import torch
+
+    from megatron.timers import Timers
+
+    # Not the device: receives that are posted ahead wait for what this rank has yet to send.
+    synchronize = (lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None
+    return Timers(config.logging.timing_log_level, synchronize=synchronize)
 
 
 def build_stage(

@@ -24,6 +24,8 @@ PATHS = {
     "radius": RADIUS,
     "samo": f"{PRUNED} --dsr-interval 1 --dsr-fraction 0.05 --dsr-until 7",
     "samo+radius": f"{PRUNED} {RADIUS}",
+    "topk": "--topk-density 0.1",
+    "powersgd": "--powersgd-rank 2",
 }
 
 
