@@ -17,6 +17,7 @@ from megatron.config.running import (
     EvaluationConfig,
     GradientConfig,
     LoggingConfig,
+    OffloadConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
@@ -38,6 +39,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient: GradientConfig = field(default_factory=GradientConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     data: DataConfig = field(default_factory=DataConfig)

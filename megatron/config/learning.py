@@ -225,6 +225,11 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = option(
         default=False, help="Accumulate and send gradients of a bf16 run in bfloat16."
     )
+    predivide_loss: bool = option(
+        default=False,
+        help="Divide the loss by the whole global batch before backward, so that gradients need "
+        "only be summed over ranks (ours; AxoNN's way for 16-bit sums).",
+    )
 
     @property
     def param_dtype(self) -> str:

@@ -156,7 +156,6 @@ REFUSED = tuple(
             _RENAMED.format("--num-layers-per-virtual-pipeline-stage"),
         ),
         ("--overlap-param-gather", (), "not supported: weights are gathered after each step"),
-        ("--optimizer-cpu-offload", (), "not supported: states stay on the device"),
         ("--distribute-saved-activations", (), "not supported: activations are not shared out"),
         ("--fp8-format", (), "not supported: give --bf16"),
         ("--transformer-engine-fp8", (), "not supported: give --bf16"),

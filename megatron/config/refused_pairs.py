@@ -214,6 +214,71 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         "raise --pipeline-model-parallel-size or drop them",
     ),
     _pair(
+        "pipeline_schedule message-driven without pipeline_model_parallel_size above 1",
+        lambda c: (
+            c.parallel.pipeline_schedule == "message-driven"
+            and c.parallel.pipeline_model_parallel_size == 1
+        ),
+        "a single stage gets no messages",
+        "raise --pipeline-model-parallel-size or drop it",
+    ),
+    _pair(
+        "pipeline_schedule message-driven with num_layers_per_virtual_pipeline_stage",
+        lambda c: (
+            c.parallel.pipeline_schedule == "message-driven"
+            and c.parallel.num_layers_per_virtual_pipeline_stage is not None
+        ),
+        "its stages hold one run of layers each",
+        "give --pipeline-schedule 1f1b, or drop it",
+    ),
+    _pair(
+        "pipeline_limit without pipeline_schedule message-driven",
+        lambda c: (
+            c.parallel.pipeline_limit is not None
+            and c.parallel.pipeline_schedule != "message-driven"
+        ),
+        "1F1B itself bounds what is in flight",
+        "add --pipeline-schedule message-driven or drop it",
+    ),
+    _pair(
+        "optimizer_cpu_offload without fp16 or bf16",
+        lambda c: c.offload.optimizer_cpu_offload and not (c.precision.fp16 or c.precision.bf16),
+        "fp32 parameters are the master weights themselves, which must stay on the device",
+        "add --bf16 or --fp16, or drop it",
+    ),
+    _pair(
+        "optimizer_cpu_offload with a grad_path other than dense and samo",
+        lambda c: c.offload.optimizer_cpu_offload and c.gradient.grad_path not in ("dense", "samo"),
+        "its error feedback or its selection needs whole states on the device at a time",
+        "give --grad-path dense or samo, or drop it",
+    ),
+    _pair(
+        "optimizer_cpu_offload with use_distributed_optimizer",
+        lambda c: c.offload.optimizer_cpu_offload and c.parallel.use_distributed_optimizer,
+        "each is a way of its own to hold fewer states on a device",
+        "drop one of them",
+    ),
+    _pair(
+        "optimizer_cpu_offload with ddp_bucket_size",
+        lambda c: c.offload.optimizer_cpu_offload and c.parallel.ddp_bucket_size is not None,
+        "gradients are sent in offload_coarsening x offload_bucket_size entries",
+        "give these, or drop it",
+    ),
+    _pair(
+        "predivide_loss with a grad_path other than dense and samo",
+        lambda c: c.precision.predivide_loss and c.gradient.grad_path not in ("dense", "samo"),
+        "what it keeps back is measured against means over ranks",
+        "give --grad-path dense or samo, or drop it",
+    ),
+    _pair(
+        "recompute_method sqrt with recompute_num_layers",
+        lambda c: (
+            c.recompute.recompute_method == "sqrt" and c.recompute.recompute_num_layers is not None
+        ),
+        "the rule finds the number",
+        "give --recompute-method uniform, or drop it",
+    ),
+    _pair(
         "use_distributed_optimizer with a grad_path other than dense and samo",
         lambda c: (
             c.parallel.use_distributed_optimizer and c.gradient.grad_path not in ("dense", "samo")

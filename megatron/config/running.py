@@ -27,6 +27,17 @@ class ParallelConfig:
         help="Cut what lies between the cut layers along the sequence, over the tensor-parallel "
         "ranks.",
     )
+    pipeline_schedule: Literal["1f1b", "message-driven"] = option(
+        default="1f1b",
+        help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whichever "
+        "message came first, over MPI (AxoNN).",
+    )
+    pipeline_limit: int | None = option(
+        default=None,
+        help="Microbatches in flight at most under message-driven (ours; none = as many as "
+        "stages).",
+        within=at_least(1),
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         default=None,
         help="Interleaved 1F1B: each stage holds several runs of so many layers (none = one run).",
@@ -96,6 +107,26 @@ class GradientConfig:
 
 
 @section
+class OffloadConfig:
+    """Keeping the optimizer's states in host memory (AxoNN)."""
+
+    optimizer_cpu_offload: bool = option(
+        default=False,
+        help="Master weights and moments stay in host memory and visit the device in buckets.",
+    )
+    offload_bucket_size: int = option(
+        default=4_000_000,
+        help="Entries of such a bucket (ours); the device holds 16 bytes for each.",
+        within=at_least(128),
+    )
+    offload_coarsening: int = option(
+        default=4,
+        help="Such buckets in an all-reduce (ours).",
+        within=at_least(1),
+    )
+
+
+@section
 class RecomputeConfig:
     """Trading computation for activation memory."""
 
@@ -104,10 +135,11 @@ class RecomputeConfig:
         help="Recompute in backward: full, whole layers; selective, attention without its "
         "projections (none = keep activations).",
     )
-    recompute_method: Literal["uniform", "block"] | None = option(
+    recompute_method: Literal["uniform", "block", "sqrt"] | None = option(
         default=None,
         help="uniform: all layers, in chunks of recompute_num_layers; block: the first "
-        "recompute_num_layers layers only (none = uniform).",
+        "recompute_num_layers layers only; sqrt (ours): uniform, in chunks of the factor of a "
+        "stage's layers that is nearest to the root of num_layers (none = uniform).",
     )
     recompute_num_layers: int | None = option(
         default=None, help="Layers, as recompute_method says (none = 1).", within=at_least(1)

@@ -49,6 +49,17 @@ class Transport(Protocol):
         ...
 
 
+class ArrivalTransport(Transport, Protocol):
+    """A transport that can also tell which messages came, in whatever order of the two kinds; those
+    of one kind come in the order of their microbatches."""
+
+    def arrived(self, *, wait: bool) -> Sequence[Message]:
+        """Messages that are here and were not received yet: of each kind the next one at most, in
+        the order in which they came. With `wait` there is at least one; raises `PeerError` where
+        none comes within the transport's timeout."""
+        ...
+
+
 class NoTransport:
     """Of a single stage, which has nobody to talk to."""
 
