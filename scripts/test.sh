@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every check there is, in an environment of its own: ruff, pyright, shellcheck, then pytest.
 #   scripts/test.sh [PYTEST ARGUMENTS]     e.g. scripts/test.sh tests/data -k blended
-# LINT=0 leaves out all but pytest. VENV, PYTHON: see setup_env.sh.
+# LINT=0 leaves out all but pytest; WORKERS (2): files of tests at a time, 0 for one in order.
+# VENV, PYTHON: see setup_env.sh.
 set -euo pipefail
 # shellcheck source=setup_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -24,7 +25,8 @@ if [[ ${LINT:-1} != 0 ]]; then
   check pyright --pythonpath "$venv/bin/python"
   check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env .ci/run
 fi
-check python -m pytest "$@"
+# Two files at a time: many tests wait for a process, or use one core.
+check python -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"
 if ((${#failed[@]})); then
   say "failed: ${failed[*]}"
   exit 1
