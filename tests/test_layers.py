@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "megatron.guards.watchdog",
     "megatron.guards.requests",
     "megatron.model.flops",
+    "megatron.pipeline.message_driven",
     "megatron.pipeline.schedule",
     "megatron.pipeline.timeline",
     "megatron.data.indexed",

@@ -3,19 +3,23 @@ moves what it needs and makes, and the stage computes.
 
     order --> receive --> stage.forward  --> send          hooks hand gradients to the engine
           '-> receive --> stage.backward --> send          while backward runs
+
+The order is fixed before the batch, or found in its course by what has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data_parallel.engine import GradientEngine
+from megatron.pipeline.course import WAIT, MessageDriven
 from megatron.pipeline.schedule import (
     Kind,
+    Message,
     Operation,
     Place,
     forward_only,
@@ -32,7 +36,8 @@ _RECEIVING = {Kind.FORWARD: "forward-recv", Kind.BACKWARD: "backward-recv"}
 @dataclass(kw_only=True)
 class Pipeline:
     """One rank's part of the pipeline; a single stage is one too. `at` tells the phase that the
-    rank goes into."""
+    rank goes into; `driven` decides as messages arrive (None: 1F1B's order, interleaved where a
+    stage has several chunks)."""
 
     stage: Stage
     place: Place
@@ -40,6 +45,7 @@ class Pipeline:
     engine: GradientEngine
     timers: Timers
     at: Callable[[str], None]
+    driven: MessageDriven | None = None
 
     def forward_backward(
         self, batches: Sequence[DeviceMicrobatch], *, iteration: int, scale: float
@@ -47,8 +53,7 @@ class Pipeline:
         """Gradients of `scale` times the loss of the microbatches, to the engine; the sum of their
         token losses, fp64, which is 0 on all but the last stage."""
         place, count = self.place, len(batches)
-        order = interleaved(place.stage, place.stages, place.chunks, count)
-        self._expect(order, count)
+        order = self._begin(count)
         self._name_timers()
         total = self._zero()
         left = [count] * place.chunks
@@ -76,7 +81,7 @@ class Pipeline:
     def forward(self, batches: Sequence[DeviceMicrobatch], *, iteration: int) -> torch.Tensor:
         """The sum of the microbatches' token losses alone, as `forward_backward`."""
         order = forward_only(self.place.stages, self.place.chunks, len(batches))
-        self._expect(order, len(batches))
+        self._expect(self._needed(order), len(batches))
         total = self._zero()
         for operation in order:
             needed = self.place.needs(operation)
@@ -93,13 +98,28 @@ class Pipeline:
         """After a step, when all ranks have finished their backwards: let go of what was sent."""
         self.transport.settle()
 
-    def _expect(self, order: Sequence[Operation], count: int) -> None:
+    def _begin(self, count: int) -> Iterable[Operation]:
+        """What a training batch of so many microbatches is going to run, announced."""
+        place = self.place
+        if self.driven is not None:
+            progress = self.driven.begin(count)
+            self._expect(progress.messages(), count)
+            return self.driven.passes(progress)
+        order = interleaved(place.stage, place.stages, place.chunks, count)
+        self._expect(self._needed(order), count)
+        return order
+
+    def _needed(self, order: Sequence[Operation]) -> list[Message]:
+        return [message for each in order if (message := self.place.needs(each)) is not None]
+
+    def _expect(self, needed: Sequence[Message], count: int) -> None:
         # The first stage has most in flight, and no rank has more unanswered sends than the one
         # that they go to has in flight. Evaluations, in which nothing is answered, wait for none
         # that is not received before this rank's next turn as long as there are `stages`.
         place = self.place
         most = warm_up(0, place.stages, place.chunks, count) + 1
-        needed = [message for each in order if (message := place.needs(each)) is not None]
+        if self.driven is not None:
+            most = self.driven.limit
         self.transport.expect(needed, unanswered=max(most, place.stages))
 
     def _receive(self, operation: Operation) -> torch.Tensor | None:
@@ -119,7 +139,8 @@ class Pipeline:
     def _name_timers(self) -> None:
         """All stages have all timers, as those are compared over ranks."""
         if self.place.stages > 1:
-            for name in _RECEIVING.values():
+            names = [*_RECEIVING.values(), *([WAIT] if self.driven is not None else [])]
+            for name in names:
                 with self.timers(name, level=2):
                     pass
 

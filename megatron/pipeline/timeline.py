@@ -1,20 +1,63 @@
-"""Plays the orders of all ranks of a pipeline against each other, on paper.
+"""Plays what all ranks of a pipeline do against each other, on paper.
 
 Tells how long a step takes, how much of it is bubble, and that no ranks wait for each other for
-ever, for times of a pass that the caller chooses. No torch, no ranks.
+ever, for times of passes and messages that the caller chooses. No torch, no ranks.
+
+    [interleaved(rank, p, v, m) for each rank] --.
+                                                  >--> timeline --> Timeline
+    driven(p, m, limit) -------------------------'
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import random
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import count
+from typing import Protocol, Self
 
+from megatron.pipeline.message_driven import Progress
 from megatron.pipeline.schedule import Kind, Message, Operation, Place
+
+Time = int | float | Fraction
+"""In a unit of the caller's; whole numbers and fractions stay exact."""
+Factor = Callable[[int, Operation], Time]
+"""How many times as long as elsewhere a rank takes for a pass."""
 
 
 class Deadlock(Exception):
     """Ranks that wait for messages which nobody is going to send."""
+
+
+class Player(Protocol):
+    """How far a rank is in what it does."""
+
+    def possible(self) -> Sequence[Operation]:
+        """What may come next, as soon as its message is there, the more urgent first; none: the
+        batch is over."""
+        ...
+
+    def after(self, operation: Operation) -> Self:
+        """How far it is once one of these has run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A `Player` of an order that was decided on beforehand, of which so much is `done`."""
+
+    order: Sequence[Operation]
+    done: int = 0
+
+    def possible(self) -> Sequence[Operation]:
+        """The next one alone."""
+        return self.order[self.done : self.done + 1]
+
+    def after(self, operation: Operation) -> Fixed:
+        """One further."""
+        return replace(self, done=self.done + 1)
 
 
 @dataclass(frozen=True)
@@ -22,8 +65,8 @@ class Passed:
     """An operation, and when it ran."""
 
     operation: Operation
-    start: int
-    stop: int
+    start: Time
+    stop: Time
 
 
 @dataclass(frozen=True)
@@ -33,7 +76,7 @@ class Timeline:
     ranks: list[list[Passed]]
 
     @property
-    def length(self) -> int:
+    def length(self) -> Time:
         """From the start to the end of the last operation of any rank."""
         return max(passed[-1].stop for passed in self.ranks)
 
@@ -41,8 +84,11 @@ class Timeline:
     def bubble(self) -> Fraction:
         """Idle over busy time, of the rank that is busy longest: (p - 1) / (v m) where stages take
         equal times (Narayanan et al. 2021, section 2.2)."""
-        busy = max(sum(each.stop - each.start for each in passed) for passed in self.ranks)
-        return Fraction(self.length - busy, busy)
+        busy = max(
+            sum(Fraction(each.stop) - Fraction(each.start) for each in passed)
+            for passed in self.ranks
+        )
+        return Fraction(self.length) / busy - 1
 
     def in_flight(self, rank: int) -> int:
         """Most chunk inputs that a rank held at a time, from forward to backward."""
@@ -54,64 +100,131 @@ class Timeline:
 
     def __str__(self) -> str:
         """One row a rank, one letter a unit of time: microbatch A, B, ... forward and a, b, ...
-        backward, followed by the chunk where there is more than one."""
+        backward, followed by the chunk where there is more than one. For whole times only."""
         chunked = any(each.operation.chunk for passed in self.ranks for each in passed)
         width = 2 if chunked else 1
         rows = []
         for passed in self.ranks:
-            cells = ["." * width] * self.length
+            cells = ["." * width] * int(self.length)
             for each in passed:
-                cells[each.start : each.stop] = [_letter(each.operation, chunked)] * (
-                    each.stop - each.start
-                )
+                start, stop = int(each.start), int(each.stop)
+                cells[start:stop] = [_letter(each.operation, chunked)] * (stop - start)
             rows.append(" ".join(cells))
         return "\n".join(rows)
 
 
+def driven(stages: int, microbatches: int, limit: int) -> list[Progress]:
+    """Every rank of a message-driven pipeline, before the batch."""
+    return [
+        Progress(place=Place(stage=rank, stages=stages), microbatches=microbatches, limit=limit)
+        for rank in range(stages)
+    ]
+
+
+def even(rank: int, operation: Operation) -> Time:
+    """The `Factor` of passes that take the same time everywhere."""
+    return 1
+
+
+def slow(stage: int, by: Time) -> Factor:
+    """All passes of one rank take so many times as long."""
+    return lambda rank, operation: by if rank == stage else 1
+
+
+def jitter(seed: int, sigma: float = 0.3) -> Factor:
+    """Every pass takes a log-normal number of times as long, 1 in the mean; `sigma`: standard
+    deviation of its logarithm. It is drawn for the pass, whenever that runs."""
+
+    def factor(rank: int, operation: Operation) -> float:
+        drawn = random.Random(f"{seed} {rank} {operation}")
+        return drawn.lognormvariate(-sigma * sigma / 2, sigma)
+
+    return factor
+
+
 def timeline(
-    orders: Sequence[Sequence[Operation]],
+    ranks: Sequence[Player | Sequence[Operation]],
     *,
     chunks: int = 1,
-    forward: int = 1,
-    backward: int = 1,
-    transfer: int = 0,
+    forward: Time = 1,
+    backward: Time = 1,
+    transfer: Time = 0,
+    factor: Factor = even,
 ) -> Timeline:
-    """Run each rank's order as early as its messages allow. `forward` and `backward`: time of a
-    pass through one chunk; `transfer`: of a message, which occupies no rank.
+    """Run on each rank what comes next as early as messages allow.
 
-    Raises `Deadlock`, naming what each rank waits for.
+    `ranks`: an order, or who decides as messages arrive; what arrives as a rank becomes free is
+    there when it does. `forward` and `backward`: time of a pass through one chunk, times its
+    `factor`; `transfer`: of a message, which occupies no rank. Raises `Deadlock`, naming what each
+    rank waits for.
     """
-    places = [Place(stage=r, stages=len(orders), chunks=chunks) for r in range(len(orders))]
+    players = [Fixed(each) if isinstance(each, Sequence) else each for each in ranks]
+    places = [Place(stage=r, stages=len(players), chunks=chunks) for r in range(len(players))]
     seconds = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
-    passed: list[list[Passed]] = [[] for _ in orders]
-    there: dict[Message, int] = {}
-    moved = True
-    while moved:
-        moved = False
-        for place, order, done in zip(places, orders, passed, strict=True):
-            while len(done) < len(order):
-                operation = order[len(done)]
-                needed = place.needs(operation)
-                if needed is not None and needed not in there:
-                    break
-                start = max(done[-1].stop if done else 0, there[needed] if needed else 0)
-                stop = start + seconds[operation.kind]
-                done.append(Passed(operation, start, stop))
-                made = place.makes(operation)
-                if made is not None:
-                    there[made] = stop + transfer
-                moved = True
-    _refuse_waiting(places, orders, passed)
+    passed: list[list[Passed]] = [[] for _ in players]
+    there: set[Message] = set()
+    events = _Events()
+    for rank in range(len(players)):
+        events.add(0, rank)
+    while events.left:
+        now, arrived, awake = events.next()
+        there |= arrived
+        for rank in awake:
+            done = passed[rank]
+            operation = _ready(players[rank], places[rank], there)
+            if operation is None or (done and done[-1].stop > now):
+                continue
+            stop = now + seconds[operation.kind] * factor(rank, operation)
+            done.append(Passed(operation, now, stop))
+            players[rank] = players[rank].after(operation)
+            events.add(stop, rank)
+            if (made := places[rank].makes(operation)) is not None:
+                events.add(stop + transfer, _receiver(made, len(players)), made)
+    _refuse_waiting(places, players)
     return Timeline(passed)
 
 
-def _refuse_waiting(
-    places: Sequence[Place], orders: Sequence[Sequence[Operation]], passed: list[list[Passed]]
-) -> None:
+class _Events:
+    """When which rank has cause to look what it can do: it is free again, or a message came."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Time, int, int, Message | None]] = []
+        self._number = count()
+
+    def add(self, time: Time, rank: int, message: Message | None = None) -> None:
+        # The number decides between events of one time, which need not be comparable.
+        heapq.heappush(self.left, (time, next(self._number), rank, message))
+
+    def next(self) -> tuple[Time, set[Message], set[int]]:
+        """All events of the next time that has any: messages, and ranks."""
+        now = self.left[0][0]
+        arrived, awake = set[Message](), set[int]()
+        while self.left and self.left[0][0] == now:
+            _, _, rank, message = heapq.heappop(self.left)
+            awake.add(rank)
+            if message is not None:
+                arrived.add(message)
+        return now, arrived, awake
+
+
+def _ready(player: Player, place: Place, there: Container[Message]) -> Operation | None:
+    for operation in player.possible():
+        needed = place.needs(operation)
+        if needed is None or needed in there:
+            return operation
+    return None
+
+
+def _receiver(message: Message, ranks: int) -> int:
+    """Of an activation that crosses a boundary the rank behind it, of a gradient that before it."""
+    return (message.boundary + (message.kind is Kind.FORWARD)) % ranks
+
+
+def _refuse_waiting(places: Sequence[Place], players: Sequence[Player]) -> None:
     waiting = [
-        f"rank {place.stage} for {place.needs(order[len(done)])}"
-        for place, order, done in zip(places, orders, passed, strict=True)
-        if len(done) < len(order)
+        f"rank {place.stage} for {' or '.join(str(place.needs(each)) for each in possible)}"
+        for place, player in zip(places, players, strict=True)
+        if (possible := player.possible())
     ]
     if waiting:
         raise Deadlock(f"these wait for ever: {', '.join(waiting)}")
