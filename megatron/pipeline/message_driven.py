@@ -11,7 +11,7 @@ from megatron.pipeline.schedule import Kind, Message, Operation, Place
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a rank is in a batch of `microbatches`: it has run so many `forwards` and `backwards`,
+    """How far a rank is in a batch of `microbatches`: it ran so many `forwards` and `backwards`,
     each in the order of the microbatches, and holds at most `limit` between the two.
 
     Nobody waits for ever, whatever the limit: the first stage holds whatever another one does, so

@@ -14,6 +14,7 @@ from megatron.config import ModelConfig
 from megatron.config.layer_split import split_layers
 from megatron.data.loader import DeviceMicrobatch
 from megatron.model.gpt import GPT
+from megatron.parallel.groups import ALONE, Group
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import Place
 from megatron.pipeline.stage import Stage
@@ -32,7 +33,7 @@ MODEL = ModelConfig(
 VOCABULARY, SCALE = 24, 0.25
 
 
-def model(layers: range) -> GPT:
+def model(layers: range, tp: Group = ALONE) -> GPT:
     whole = range(MODEL.num_layers)
     return GPT(
         MODEL,
@@ -40,6 +41,7 @@ def model(layers: range) -> GPT:
         seed=3,
         dtype=torch.float32,
         device="cpu",
+        tp=tp,
         layers=layers,
         has_embedding=layers.start == whole.start,
         has_head=layers.stop == whole.stop,
