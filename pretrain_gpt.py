@@ -392,9 +392,10 @@ def build_pipeline(
     """What runs a batch through this rank's stage and those of its pipeline. Collective."""
     import torch
 
+    from megatron.pipeline.course import MessageDriven
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.schedule import Place
-    from megatron.pipeline.transport import open_transport
+    from megatron.pipeline.transport import ArrivalTransport, open_transport
 
     length, chunks = config.model.seq_length, len(stage.chunks)
     if config.parallel.sequence_parallel:
@@ -406,14 +407,32 @@ def build_pipeline(
         device=runtime.device,
         chunks=chunks,
     )
+    place = Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
+
+    def at(phase: str) -> None:
+        # Looked up each time: faults on purpose put another in its place.
+        heartbeat.at(phase)
+
+    driven = None
+    if config.parallel.pipeline_schedule == "message-driven":
+        assert isinstance(transport, ArrivalTransport), "it is opened for this schedule"
+        driven = MessageDriven(
+            place,
+            limit=config.parallel.pipeline_limit,
+            transport=transport,
+            tp=groups.tp,
+            device=runtime.device,
+            timers=timers,
+            at=at,
+        )
     return Pipeline(
         stage=stage,
-        place=Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks),
+        place=place,
         transport=transport,
         engine=engine,
         timers=timers,
-        # Looked up each time: faults on purpose put another in its place.
-        at=lambda phase: heartbeat.at(phase),
+        at=at,
+        driven=driven,
     )
 
 

@@ -25,7 +25,7 @@ _KINDS = tuple(Kind)
 
 class MessageDriven:
     """What a rank of a message-driven pipeline runs. `limit`: microbatches in flight at most (None:
-    as many as stages); `tp`: the ranks that share the stage."""
+    as many as stages); `tp`: the ranks that share the stage; `device`: that which computes."""
 
     def __init__(
         self,
@@ -34,12 +34,13 @@ class MessageDriven:
         limit: int | None,
         transport: ArrivalTransport,
         tp: Group,
+        device: torch.device,
         timers: Timers,
         at: Callable[[str], None],
     ) -> None:
         self.limit = place.stages if limit is None else limit
         self._place, self._transport, self._tp = place, transport, tp
-        self._timers, self._at = timers, at
+        self._device, self._timers, self._at = device, timers, at
 
     def begin(self, microbatches: int) -> Progress:
         """The progress at the start of a batch."""
@@ -71,6 +72,9 @@ class MessageDriven:
         self._tp.broadcast(what, source=0, about="next pass")
 
     def _decide(self, progress: Progress) -> Operation:
+        if self._device.type == "cuda":
+            # Until the last pass is computed, more may arrive to choose from.
+            torch.cuda.current_stream(self._device).synchronize()
         operation = progress.choose(self._transport.arrived(wait=False))
         if operation is None:
             self._at("receive")

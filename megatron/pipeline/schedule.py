@@ -8,6 +8,11 @@ boundary b: activations cross it one way and gradients the other.
     rank 0   A B C . . a D b . c . d          at most p - r microbatches are in flight on rank r,
     rank 1   . A B . a C b D c . d .          and rank r waits for 2 (p - 1) of the passes
     rank 2   . . A a B b C c D d . .
+
+    message-driven, at most 4 in flight, where a message takes as long as a pass
+    rank 0   A B C D . . . . . a . b . c . d          what arrives decides: while a is under way,
+    rank 1   . . A B C D . a . b . c . d . .          rank 1 takes C and D on. 1F1B, whose rank 1
+    rank 2   . . . . A a B b C c D d . . . .          waits for a, would be through after 20
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class Transport(Protocol):
         ...
 
 
+@runtime_checkable
 class ArrivalTransport(Transport, Protocol):
     """A transport that can also tell which messages came, in whatever order of the two kinds; those
     of one kind come in the order of their microbatches."""

@@ -38,30 +38,36 @@ from tests.pipeline.loopback import (
 from tests.pipeline.test_stage import MODEL, SCALE, gradients, microbatches, model
 from tests.ranks import Ranks
 
+CPU = torch.device("cpu")
 DRAWN = {
-    (2, 4, 2, 0): """
+    (2, 4, 2, 2, 0): """
         A B . . a a C b b D c c . d d
         . A a a B b b C c c D d d . .
     """,
-    (2, 4, 3, 2): """
+    (2, 4, 3, 2, 2): """
         A B C . . . . . a a D b b . c c . . d d
         . . . A a a B b b C c c . D d d . . . .
     """,
-    (3, 4, 4, 0): """
-        A B C D . . . a a . b b . c c . d d
-        . A B C D a a . b b . c c . d d . .
-        . . A a a B b b C c c D d d . . . .
+    (3, 4, 4, 1, 1): """
+        A B C D . . . . . a . b . c . d
+        . . A B C D . a . b . c . d . .
+        . . . . A a B b C c D d . . . .
+    """,
+    (3, 4, 3, 1, 0): """
+        A B C . . a D b . c . d
+        . A B C a . b D c . d .
+        . . A a B b C c D d . .
     """,
 }
 """Rows are ranks, columns units of time, as in test_schedule. The keys: stages, microbatches,
-limit, time of a transfer; backward takes 2."""
+limit, time of a backward and of a transfer."""
 
 
 @pytest.mark.parametrize("sizes", DRAWN, ids=str)
-def test_courses_are_as_drawn(sizes: tuple[int, int, int, int]) -> None:
-    stages, count, limit, transfer = sizes
+def test_courses_are_as_drawn(sizes: tuple[int, int, int, int, int]) -> None:
+    stages, count, limit, backward, transfer = sizes
     drawn = [row.strip() for row in DRAWN[sizes].strip().splitlines()]
-    shown = timeline(driven(stages, count, limit), backward=2, transfer=transfer)
+    shown = timeline(driven(stages, count, limit), backward=backward, transfer=transfer)
     assert str(shown).splitlines() == drawn
 
 
@@ -171,6 +177,7 @@ def test_on_paper_it_is_1f1b_where_all_is_even_and_faster_where_links_are_slow()
         orders = [one_f_one_b(rank, p, m) for rank in range(p)]
         return timeline(driven(p, m, limit), **times).length, timeline(orders, **times).length
 
+    assert both(3, 4, 4, transfer=1) == (16, 20)  # as told in `schedule`
     for p, m in product((2, 3, 4), (8, 16)):
         for limit in (p, p + 1, 2 * p):
             mine, fixed = both(p, m, limit, forward=1, backward=2)
@@ -212,7 +219,13 @@ def lines(
         course = None
         if isinstance(transport, ArrivalLoopback):
             course = MessageDriven(
-                place, limit=limit, transport=transport, tp=group, timers=timers, at=at
+                place,
+                limit=limit,
+                transport=transport,
+                tp=group,
+                device=CPU,
+                timers=timers,
+                at=at,
             )
         engine: Any = SimpleNamespace(told=[])
         engine.expect_last_backward = lambda names, told=engine.told: told.append(list(names))
@@ -293,6 +306,7 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
         limit=None,
         transport=transport,
         tp=ALONE,
+        device=CPU,
         timers=timers,
         at=phases.append,
     )
