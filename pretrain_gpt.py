@@ -26,6 +26,7 @@ from megatron.guards.requests import Requests
 from megatron.guards.terminate import before_abort
 from megatron.guards.watchdog import Watchdog
 from megatron.metrics import check_trackers, cut_metrics
+from megatron.mpi_world import leave_mpi
 from megatron.run_folder import (
     announce,
     finish,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.stage import Stage
+    from megatron.pipeline.transport import Transport
     from megatron.run_state import Origin
     from megatron.timers import Timers
     from megatron.training import Readers, Trainer
@@ -153,6 +155,7 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
                 finish(outcome, trainer.progress, run_dir, attempt=failures.attempt)
                 write_pictures(run_dir, metrics)
             groups.world.barrier()
+            trainer.pipeline.transport.close()
         except BaseException as error:
             # Told before anything is closed, which may take long.
             failures.report(error)
@@ -390,23 +393,13 @@ def build_pipeline(
     heartbeat: Heartbeat,
 ) -> Pipeline:
     """What runs a batch through this rank's stage and those of its pipeline. Collective."""
-    import torch
-
     from megatron.pipeline.course import MessageDriven
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.schedule import Place
-    from megatron.pipeline.transport import ArrivalTransport, open_transport
+    from megatron.pipeline.transport import ArrivalTransport
 
-    length, chunks = config.model.seq_length, len(stage.chunks)
-    if config.parallel.sequence_parallel:
-        length //= groups.tp.size
-    transport = open_transport(
-        groups,
-        shape=(config.training.micro_batch_size, length, config.model.hidden_size),
-        dtype=getattr(torch, config.precision.param_dtype),
-        device=runtime.device,
-        chunks=chunks,
-    )
+    chunks = len(stage.chunks)
+    transport = open_stage_transport(config, runtime, groups, chunks=chunks)
     place = Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
 
     def at(phase: str) -> None:
@@ -434,6 +427,29 @@ def build_pipeline(
         at=at,
         driven=driven,
     )
+
+
+def open_stage_transport(
+    config: Config, runtime: Runtime, groups: ProcessGroups, *, chunks: int
+) -> Transport:
+    """What carries messages between this rank's stage and its neighbours. Collective."""
+    import torch
+
+    length = config.model.seq_length
+    if config.parallel.sequence_parallel:
+        length //= groups.tp.size
+    shape = (config.training.micro_batch_size, length, config.model.hidden_size)
+    dtype = getattr(torch, config.precision.param_dtype)
+    if config.parallel.pipeline_schedule == "message-driven":
+        from megatron.pipeline.mpi_transport import open_mpi_transport
+
+        seconds = 60 * config.parallel.distributed_timeout_minutes
+        return open_mpi_transport(
+            groups, shape=shape, dtype=dtype, device=runtime.device, seconds=seconds
+        )
+    from megatron.pipeline.transport import open_transport
+
+    return open_transport(groups, shape=shape, dtype=dtype, device=runtime.device, chunks=chunks)
 
 
 def build_parts(
@@ -581,11 +597,11 @@ def weight_decay(config: Config) -> WeightDecay:
 if __name__ == "__main__":
     faulthandler.enable()
     code = main(sys.argv[1:])
-    if code not in (EXIT_DONE, EXIT_REQUEUE) or "mpi4py.MPI" not in sys.modules:
-        # All is written and closed. Peers may be gone, and an orderly end would wait for them; and
-        # torch's own threads sometimes abort an interpreter that takes itself apart. MPI alone
-        # must be left properly.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others.
+    if code in (EXIT_DONE, EXIT_REQUEUE):
+        leave_mpi()
+    # All is written and closed, and torch's own threads sometimes abort an interpreter that takes
+    # itself apart.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

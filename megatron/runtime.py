@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron.errors import ConfigError, PeerError, missing_extra
+from megatron import mpi_world
+from megatron.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ _MPI_VARIABLES = (
      "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if environ is None else environ
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
-    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env and _is_slurm_task(env):
+    _check_agreement(env)
+    if _is_slurm_task(env):
         return _from_slurm(env)
     for names in _MPI_VARIABLES:
         if names[0] in env:
@@ -83,12 +86,34 @@ def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
     return env.get("SPARSETRON_FAULT")
 
 
+def _check_agreement(env: Mapping[str, str]) -> None:
+    """Refuse a process that one launcher calls another rank than the next does."""
+    slurm = [_SLURM_VARIABLES] if _is_slurm_task(env) else []
+    present = [names for names in (*slurm, *(n[:2] for n in _MPI_VARIABLES)) if names[0] in env]
+    for names in present[1:]:
+        for mine, other in zip(names, present[0], strict=True):
+            if _integer(env, mine) != _integer(env, other):
+                raise ConfigError(
+                    f"{other}={env[other]} and {mine}={env[mine]}: launchers disagree; "
+                    f"{mpi_world.START_RIGHT}"
+                )
+
+
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    # mpiexec inside an allocation is itself started by srun, whose variables reach its ranks: what
-    # its own proxies say is then the truth.
-    if "OMPI_COMM_WORLD_SIZE" in env:
+    if not all(name in env for name in _SLURM_VARIABLES):
         return False
-    return not ("PMI_RANK" in env and env.get("PMI_SIZE") != env["SLURM_STEP_NUM_TASKS"])
+    # mpiexec inside an allocation has srun start its own proxies, one on each node, whose variables
+    # reach the ranks: what the proxies say is then the truth.
+    tasks, nodes = (
+        _integer(env, "SLURM_STEP_NUM_TASKS"),
+        _integer(env, "SLURM_STEP_NUM_NODES", default=1),
+    )
+    if tasks > nodes:
+        return True
+    return "OMPI_COMM_WORLD_SIZE" not in env and all(
+        env.get(mpi, env[slurm]) == env[slurm]
+        for mpi, slurm in zip(("PMI_RANK", "PMI_SIZE"), _SLURM_VARIABLES, strict=True)
+    )
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launch:
@@ -187,9 +212,13 @@ def _first_host(env: Mapping[str, str]) -> str:
 def start(launch: Launch, config: Config) -> Runtime:
     """Choose device and backend and join the other ranks. Call once, before any tensor is made.
 
-    Raises `ConfigError` where what was asked for is not here, `PeerError` where the ranks do not
-    find each other within the timeout.
+    MPI, where it is needed, comes first: it may say where the others are. Raises `ConfigError`
+    where what was asked for is not here, `PeerError` where the ranks do not find each other within
+    the timeout.
     """
+    over_mpi = config.parallel.pipeline_schedule == "message-driven"
+    if over_mpi:
+        mpi_world.require_mpi(launch)
     import torch
 
     device = _choose_device(launch, config)
@@ -201,8 +230,10 @@ def start(launch: Launch, config: Config) -> Runtime:
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.training.seed)
     if launch.world_size > 1:
-        minutes = config.parallel.distributed_timeout_minutes
-        _join_world(_with_master(launch), backend, timedelta(minutes=minutes))
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        if over_mpi or not (launch.master_addr and launch.master_port):
+            launch = mpi_world.with_master(launch, seconds=timeout.total_seconds())
+        _join_world(launch, backend, timeout)
     return Runtime(launch=launch, device=device, backend=backend)
 
 
@@ -255,31 +286,6 @@ def _choose_backend(device: torch.device, wanted: str | None) -> str:
         raise ConfigError("--distributed-backend gloo: tensors are on CUDA; use nccl")
     # Control messages are CPU tensors and go through gloo beside NCCL.
     return "cpu:gloo,cuda:nccl"
-
-
-def _with_master(launch: Launch) -> Launch:
-    if launch.master_addr and launch.master_port:
-        return launch
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        raise missing_extra("mpi4py (or MASTER_ADDR and MASTER_PORT)", "mpi") from None
-    import dataclasses
-    import socket
-
-    world = MPI.COMM_WORLD
-    if world.Get_size() != launch.world_size or world.Get_rank() != launch.rank:
-        raise ConfigError(
-            f"MPI sees rank {world.Get_rank()} of {world.Get_size()}, the launcher's variables say "
-            f"{launch.rank} of {launch.world_size}; start with the mpiexec of the MPI that mpi4py "
-            "uses, or srun --mpi=pmi2"
-        )
-    alone = launch.world_size == launch.local_world_size
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        mine = ("127.0.0.1" if alone else socket.getfqdn(), probe.getsockname()[1])
-    address, port = world.bcast(mine, root=0)
-    return dataclasses.replace(launch, master_addr=address, master_port=port)
 
 
 def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "config", "runtime", "status", "timers", "run_lock"),
+    ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world"),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
@@ -27,6 +27,7 @@ WITHOUT_TORCH = (
     "megatron.status",
     "megatron.config",
     "megatron.runtime",
+    "megatron.mpi_world",
     "megatron.parallel.dims",
     "megatron.data_parallel.interface",
     "megatron.guards.failures",

@@ -48,6 +48,10 @@ class Transport(Protocol):
         """Wait until all that was sent is out of this rank's hands."""
         ...
 
+    def close(self) -> None:
+        """At an orderly end, when all is settled: let go of what it holds. Collective."""
+        ...
+
 
 @runtime_checkable
 class ArrivalTransport(Transport, Protocol):
@@ -74,6 +78,9 @@ class NoTransport:
         raise AssertionError(f"nobody receives {message}")
 
     def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -132,6 +139,9 @@ class GroupTransport:
             while sent:
                 self._finish(next(iter(sent)))
 
+    def close(self) -> None:
+        pass  # torch.distributed's groups are their owner's
+
     def _post(self) -> None:
         while self._expected and len(self._posted) < POSTED:
             message = self._expected.popleft()
@@ -158,12 +168,13 @@ def open_transport(
     the pipeline; raises `ConfigError` where its ranks would send different shapes."""
     if groups.edges is None:
         return NoTransport()
-    _agree_on_shape(groups.pp, f"{list(shape)} {dtype}")
+    agree_on_shape(groups.pp, f"{list(shape)} {dtype}")
     _connect(groups, device, ring=chunks > 1)
     return GroupTransport(groups.edges, shape=shape, dtype=dtype, device=device)
 
 
-def _agree_on_shape(pipeline: Group, mine: str) -> None:
+def agree_on_shape(pipeline: Group, mine: str) -> None:
+    """Raise `ConfigError` where a rank of the pipeline says another text than the first."""
     seen = pipeline.gather_text(mine)
     for rank, other in zip(pipeline.ranks, seen, strict=True):
         if other != seen[0]:

@@ -148,6 +148,9 @@ class Loopback:
     def settle(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class ArrivalLoopback(Loopback):
     """An `ArrivalTransport` likewise. `received` are the messages that were taken, each with all
