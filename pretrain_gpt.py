@@ -26,7 +26,7 @@ from megatron.guards.requests import Requests
 from megatron.guards.terminate import before_abort
 from megatron.guards.watchdog import Watchdog
 from megatron.metrics import check_trackers, cut_metrics
-from megatron.mpi_world import leave_mpi
+from megatron.mpi_world import leave_mpi, require_mpi
 from megatron.run_folder import (
     announce,
     finish,
@@ -43,6 +43,7 @@ from megatron.runtime import (
     detect_launch,
     fault_request,
     job_environment,
+    needs_mpi,
     start,
     stop,
     wait_for_all,
@@ -102,6 +103,8 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
         if config.run.dry_run:
             print(to_yaml(config) if launch.rank == 0 else "", end="")
             return EXIT_DONE
+        if needs_mpi(config):
+            require_mpi(launch)
         failures.run_dir = run_dir = name_run_dir(config)
         if launch.world_size == launch.local_world_size:
             check_free(run_dir)

@@ -42,7 +42,8 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def require_mpi(launch: Launch) -> None:
-    """Refuse a start that MPI is needed for and that gave it none; needs no torch."""
+    """Refuse a start that MPI is needed for and that brought the ranks none, which all of them find
+    alike; starts it otherwise. Needs no torch."""
     if launch.launcher in ("none", "torchrun"):
         how = "torchrun" if launch.launcher == "torchrun" else "no launcher"
         raise ConfigError(
@@ -50,7 +51,9 @@ def require_mpi(launch: Launch) -> None:
             f"MPI; start with mpiexec -n {max(2, launch.world_size)} (LAUNCHER=mpiexec) or "
             "srun --mpi=pmi2"
         )
-    open_mpi()
+    world = open_mpi().COMM_WORLD
+    if world.Get_size() != launch.world_size:
+        check_world(launch, rank=world.Get_rank(), size=world.Get_size())
 
 
 def open_mpi(*, instead_of: str = "") -> ModuleType:

@@ -209,6 +209,11 @@ def _first_host(env: Mapping[str, str]) -> str:
     return answer.stdout.split()[0]
 
 
+def needs_mpi(config: Config) -> bool:
+    """Whether a run must be able to send messages over MPI."""
+    return config.parallel.pipeline_schedule == "message-driven"
+
+
 def start(launch: Launch, config: Config) -> Runtime:
     """Choose device and backend and join the other ranks. Call once, before any tensor is made.
 
@@ -216,9 +221,6 @@ def start(launch: Launch, config: Config) -> Runtime:
     where what was asked for is not here, `PeerError` where the ranks do not find each other within
     the timeout.
     """
-    over_mpi = config.parallel.pipeline_schedule == "message-driven"
-    if over_mpi:
-        mpi_world.require_mpi(launch)
     import torch
 
     device = _choose_device(launch, config)
@@ -231,7 +233,7 @@ def start(launch: Launch, config: Config) -> Runtime:
     torch.manual_seed(config.training.seed)
     if launch.world_size > 1:
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        if over_mpi or not (launch.master_addr and launch.master_port):
+        if needs_mpi(config) or not (launch.master_addr and launch.master_port):
             launch = mpi_world.with_master(launch, seconds=timeout.total_seconds())
         _join_world(launch, backend, timeout)
     return Runtime(launch=launch, device=device, backend=backend)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.mpi_ranks import MPIJob
 from tests.ranks import Ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -34,5 +37,18 @@ def shared_data() -> Path:
 def ranks() -> Iterator[Ranks]:
     """Rank processes shared by all tests of the session."""
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def mpi_ranks() -> Iterator[Ranks]:
+    """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
+    pytest.importorskip("mpi4py", reason="needs the extra mpi")
+    # That of the environment, whose MPI is the one that mpi4py finds.
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpiexec is None:
+        pytest.skip("mpi4py is here, mpiexec is not")
+    pool = Ranks(partial(MPIJob, mpiexec))
     yield pool
     pool.close()

@@ -24,15 +24,16 @@ TIMEOUT_SECONDS = 180.0
 
 
 class Ranks:
-    """Lazily started sets of rank processes, one for each world size."""
+    """Lazily started sets of rank processes, one for each world size; `start` makes one."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, _Pool] = {}
+    def __init__(self, start: Callable[[int], Pool] | None = None) -> None:
+        self._start = start or _Spawned
+        self._pools: dict[int, Pool] = {}
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Results of `function(groups, *args)` on each rank; a rank's failure is raised here."""
         if world not in self._pools:
-            self._pools[world] = _Pool(world)
+            self._pools[world] = self._start(world)
         try:
             return self._pools[world].run(function, args)
         except BaseException:
@@ -46,26 +47,20 @@ class Ranks:
             self._pools.popitem()[1].close()
 
 
-class _Pool:
-    def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
-        store = str(Path(self._folder.name) / "store")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, store, rank, world), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+class Pool:
+    """Processes that serve, one behind each of `pipes`, which are in rank order."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self.store = str(Path(self.folder.name) / "store")
+        self.pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        for pipe in self._pipes:
+        """What `function` returned on each rank."""
+        for pipe in self.pipes:
             pipe.send((function, args))
         replies: list[tuple[bool, Any]] = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT_SECONDS):
                 raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT_SECONDS} s")
             replies.append(pipe.recv())
@@ -75,12 +70,35 @@ class _Pool:
         return [result for _, result in replies]
 
     def close(self) -> None:
+        """End the processes."""
+        self.end_processes()
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+    def end_processes(self) -> None:
+        """At once, whatever they do."""
+        raise NotImplementedError
+
+
+class _Spawned(Pool):
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            args = (theirs, self.store, rank, world)
+            process = context.Process(target=serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self._processes.append(process)
+
+    def end_processes(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._folder.cleanup()
 
 
 def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
@@ -96,7 +114,7 @@ def _grid(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
     return ProcessGroups.build(ParallelDims.from_world(size, tp=tp, pp=pp), rank=rank)
 
 
-def _serve(pipe: Connection, store: str, rank: int, world: int) -> None:
+def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     """Life of a rank: join, then answer until the pipe closes."""
     import os
     import warnings

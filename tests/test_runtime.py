@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron import mpi_world
 from megatron.errors import ConfigError
 from megatron.runtime import Launch, detect_launch, job_environment
 
@@ -24,6 +25,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
+ON_FOUR_NODES = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "3"}
 
 
 def numbers(launch: Launch) -> tuple[str, int, int, int, int]:
@@ -49,6 +51,12 @@ def numbers(launch: Launch) -> tuple[str, int, int, int, int]:
         # A batch script's own variables do not make it a task of a step.
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, ("none", 0, 1, 0, 1)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **MPICH}, ("mpiexec", 1, 4, 1, 4)),
+        # One proxy on each of as many nodes as there are ranks, counted otherwise.
+        ({**SRUN, **ON_FOUR_NODES, **MPICH}, ("mpiexec", 1, 4, 1, 4)),
+        ({**SRUN, **ON_FOUR_NODES, **OPENMPI}, ("mpiexec", 2, 4, 0, 2)),
+        # srun --mpi=pmi2 tells the rank twice.
+        ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, ("srun", 5, 7, 1, 3)),
+        ({**MPICH, "PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0"}, ("mpiexec", 1, 4, 0, 4)),
     ],
 )
 def test_launchers(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
@@ -76,6 +84,75 @@ def test_srun_ranks_agree_on_a_meeting_place() -> None:
 def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         detect_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**SRUN, **MPICH}, ("SLURM_PROCID=5", "PMI_RANK=1")),
+        ({**SRUN, **OPENMPI}, ("SLURM_PROCID=5", "OMPI_COMM_WORLD_RANK=2")),
+        ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "1"}, ("SLURM_STEP_NUM_TASKS=7", "PMI_SIZE=1")),
+        ({**MPICH, **OPENMPI}, ("OMPI_COMM_WORLD_RANK=2", "PMI_RANK=1")),
+        ({**MPICH, "PALS_RANKID": "0"}, ("PALS_RANKID=0", "PMI_RANK=1")),
+    ],
+)
+def test_launchers_that_disagree_are_named(environ: dict[str, str], words: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        detect_launch(environ)
+    for word in (*words, "launchers disagree", "--mpi=pmi2", "--mpi=pmix"):
+        assert word in str(error.value)
+
+
+def test_messages_over_mpi_need_a_launcher_of_mpi() -> None:
+    """torchrun's ranks, and a process alone, are each MPI's rank 0 of 1."""
+    for environ, how in ((TORCHRUN, "torchrun"), ({}, "no launcher")):
+        with pytest.raises(ConfigError, match=f"started by {how}") as error:
+            mpi_world.require_mpi(detect_launch(environ))
+        for word in ("mpiexec -n", "LAUNCHER=mpiexec", "srun --mpi=pmi2"):
+            assert word in str(error.value)
+
+
+def test_another_world_of_mpi_names_the_launchers_flag() -> None:
+    launch = detect_launch(SRUN)
+    mpi_world.check_world(launch, rank=5, size=7)
+    for rank, size in ((0, 1), (4, 7)):
+        with pytest.raises(ConfigError) as error:
+            mpi_world.check_world(launch, rank=rank, size=size)
+        assert f"rank {rank} of {size}, srun's variables say 5 of 7" in str(error.value)
+        assert "--mpi=pmi2" in str(error.value) and "--mpi=pmix" in str(error.value)
+
+
+def test_an_mpi_for_one_thread_is_refused() -> None:
+    mpi_world.check_threads(2, 2, "")
+    with pytest.raises(ConfigError, match="SomeMPI 1.0 grants thread level 1.*SERIALIZED"):
+        mpi_world.check_threads(1, 2, "SomeMPI 1.0\nmore")
+
+
+def test_a_missing_mpi4py_names_its_extra() -> None:
+    """Also where it is there and finds no library."""
+    code = (
+        "import sys; from megatron.runtime import detect_launch;"
+        "from megatron.mpi_world import require_mpi\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[1]: raise RuntimeError('cannot load MPI library')\n"
+        "if sys.argv[1]: sys.meta_path.insert(0, Broken())\n"
+        "else: sys.modules['mpi4py'] = None\n"
+        "try: require_mpi(detect_launch({'PMI_RANK': '0', 'PMI_SIZE': '2'}))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    for missing in ("", "mpi4py"):
+        answer = subprocess.run(
+            [sys.executable, "-c", code, missing], capture_output=True, text=True
+        )
+        assert answer.stdout.startswith("ConfigError mpi4py"), answer.stderr
+        assert "pip install 'sparsetron[mpi]'" in answer.stdout
+
+
+def test_waiting_ends_with_its_limit_or_its_reason() -> None:
+    answers = iter([False, False, True])
+    assert mpi_world.poll(lambda: next(answers), seconds=5)
+    assert not mpi_world.poll(lambda: False, seconds=0.01)
 
 
 def test_job_environment_is_an_allow_list() -> None:

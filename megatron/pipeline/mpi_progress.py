@@ -21,7 +21,7 @@ from megatron.errors import PeerError
 from megatron.mpi_world import LONGEST_PAUSE, poll
 from megatron.pipeline.mpi_staging import Parcel
 
-_CLOSING_SECONDS = 2.0
+_CLOSING_SECONDS = 0.5
 
 
 @dataclass(kw_only=True, eq=False)
@@ -157,13 +157,18 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 
 def _keep_moving(state: _State) -> None:
-    while state.some.wait() and not state.is_closing:
+    while state.some.wait():
+        # Asked after `clear` too, which may come between the two lines of `_end`.
+        if state.is_closing:
+            return
         time.sleep(LONGEST_PAUSE)
         if state.is_watched:
             continue  # the main thread asks by itself
         with state.lock:
             if not state.issued and not state.unready:
                 state.some.clear()
+                if state.is_closing:
+                    return
                 continue
             try:
                 state.sweep()

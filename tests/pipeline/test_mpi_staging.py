@@ -1,0 +1,106 @@
+"""What MPI may touch when, and which stream has what, with streams that a test moves by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.pipeline.mpi_staging import (
+    DirectStaging,
+    HostStaging,
+    Parcel,
+    PinnedStaging,
+    staging_for,
+)
+
+HERE = torch.device("cpu")
+
+
+@dataclass
+class Place:
+    """An event that a test lets happen."""
+
+    happened: bool = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@dataclass
+class ByHand:
+    """Streams whose copies are made when they are asked for, and done when a test says so."""
+
+    marks: list[Place] = field(default_factory=list)
+    copies: list[Place] = field(default_factory=list)
+    used: list[tuple[torch.Tensor, object]] = field(default_factory=list)
+
+    def mark(self) -> Place:
+        self.marks.append(Place())
+        return self.marks[-1]
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Place]:
+        return self.to_device(tensor)
+
+    def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, Place]:
+        self.copies.append(Place())
+        return pinned.clone(), self.copies[-1]
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def use(self, tensor: torch.Tensor, copied: object) -> None:
+        self.used.append((tensor, copied))
+
+
+def write(parcel: Parcel, number: float) -> None:
+    """What MPI does when a message comes."""
+    parcel.buffer.fill_(number)
+    parcel.landed()
+
+
+def test_host_memory_is_ready_at_once_and_is_the_tensor() -> None:
+    staging, sent = staging_for(HERE, mpi_has_cuda=False), torch.ones(3)
+    assert isinstance(staging, HostStaging)
+    out = staging.outgoing(sent)
+    assert out.ready() and out.buffer is sent
+    came = staging.incoming((3,), torch.bfloat16)
+    assert came.ready() and came.buffer.dtype == torch.bfloat16
+    write(came, 2)
+    assert came.take() is came.buffer
+
+
+def test_a_device_that_mpi_knows_is_touched_when_its_stream_is_there() -> None:
+    """Also for a receive: the memory may be another tensor's until then."""
+    streams = ByHand()
+    staging, sent = DirectStaging(streams, HERE), torch.ones(3)
+    out, came = staging.outgoing(sent), staging.incoming((3,), torch.float32)
+    assert out.buffer is sent and not out.ready() and not came.ready()
+    streams.marks[0].happened = True
+    assert out.ready() and not came.ready()
+    streams.marks[1].happened = True
+    assert came.ready()
+    write(came, 2)
+    assert came.take() is came.buffer and not streams.copies
+
+
+def test_a_send_from_a_device_waits_for_its_copy_in_host_memory() -> None:
+    streams, sent = ByHand(), torch.ones(3)
+    out = PinnedStaging(streams).outgoing(sent)
+    assert out.buffer is not sent and torch.equal(out.buffer, sent)
+    assert not out.ready()
+    streams.copies[0].happened = True
+    assert out.ready()
+
+
+def test_a_receive_goes_back_to_the_device_when_it_came() -> None:
+    """The copy begins then, and the computing stream waits for it when it takes the tensor."""
+    streams = ByHand()
+    came = PinnedStaging(streams).incoming((3,), torch.float32)
+    assert came.ready() and not streams.copies
+    write(came, 5)
+    assert len(streams.copies) == 1 and not streams.used
+    taken = came.take()
+    assert taken is not came.buffer and taken.tolist() == [5, 5, 5]
+    ((used, copied),) = streams.used
+    assert used is taken and copied is streams.copies[0]

@@ -1,0 +1,339 @@
+"""Messages over MPI: in either order, at once or late, in as many bytes as they hold, or not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ConfigError, PeerError
+from megatron.mpi_world import poll
+from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.schedule import Kind, Message
+from megatron.pipeline.transport import NoTransport
+from tests.ranks import Ranks, grid
+
+LARGE = 1 << 20
+"""Floats of a message that MPI hands over only while both ends call it."""
+SECONDS = 20.0
+
+
+def forward(microbatch: int) -> Message:
+    return Message(Kind.FORWARD, microbatch, 0)
+
+
+def backward(microbatch: int) -> Message:
+    return Message(Kind.BACKWARD, microbatch, 0)
+
+
+def transport_on(groups: ProcessGroups, *, size: int = 4, seconds: float = SECONDS, **more: Any):
+    """The transport of this rank of a pipeline that takes in the whole world."""
+    from megatron.pipeline.mpi_transport import MPITransport, open_mpi_transport
+
+    pipeline = grid(groups, pp=groups.world.size)
+    made = open_mpi_transport(
+        pipeline,
+        shape=(size,),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seconds=seconds,
+        **more,
+    )
+    assert isinstance(made, MPITransport)
+    return made
+
+
+def filled(number: float, size: int = 4) -> torch.Tensor:
+    return torch.full((size,), float(number))
+
+
+def comes_within(transport: Any, message: Message, seconds: float = SECONDS) -> bool:
+    """Whether a message comes, as the one who decides sees it."""
+    return poll(lambda: message in transport.arrived(wait=False), seconds=seconds)
+
+
+def either_kind_first(groups: ProcessGroups) -> Any:
+    """The second of four stages takes whatever came: first a gradient, then an activation."""
+    transport, rank = transport_on(groups), groups.world.rank
+    if rank == 1:
+        up, down = Message(Kind.FORWARD, 0, 0), Message(Kind.BACKWARD, 0, 1)
+        transport.expect([up, down], unanswered=3)
+        before = list(transport.arrived(wait=False))
+        groups.world.barrier()
+        first = list(transport.arrived(wait=True))
+        groups.world.barrier()
+        assert comes_within(transport, up), "sent by now"
+        both = list(transport.arrived(wait=True))
+        values = [float(transport.receive(message)[0]) for message in reversed(both)]
+        after = list(transport.arrived(wait=False))
+        result = (before, first, both, values, after, transport.outstanding)
+        assert result == ([], [down], [down, up], [10.0, 20.0], [], 0)
+    else:
+        transport.expect([], unanswered=3)
+        groups.world.barrier()
+        if rank == 2:
+            transport.send(Message(Kind.BACKWARD, 0, 1), filled(20))
+        groups.world.barrier()
+        if rank == 0:
+            transport.send(forward(0), filled(10))
+    transport.settle()
+    outstanding = transport.outstanding
+    transport.close()
+    return outstanding
+
+
+def test_the_kind_that_comes_first_is_the_first_that_arrived(mpi_ranks: Ranks) -> None:
+    assert mpi_ranks.run(4, either_kind_first) == [0, 0, 0, 0]
+
+
+def echo(groups: ProcessGroups, count: int, tags: int) -> Any:
+    """Rank 0 sends all activations, rank 1 answers each; twice, with an evaluation in between."""
+    transport, rank = transport_on(groups, size=8, tags=tags), groups.world.rank
+    pipeline = grid(groups, pp=2)
+    pipeline.pp.traffic.take()
+    assert pipeline.edges is not None
+    edge = pipeline.edges.activations_out if rank == 0 else pipeline.edges.activations_in
+    noted = edge.calls.count
+    got: list[list[float]] = []
+    for answered in (True, False, True):
+        kind = Kind.BACKWARD if rank == 0 else Kind.FORWARD
+        expected = [Message(kind, n, 0) for n in range(count) if rank or answered]
+        transport.expect(expected, unanswered=count)
+        if rank == 0:
+            for number in range(count):
+                transport.send(forward(number), filled(number, 8))
+        values = []
+        for message in expected:
+            tensor = transport.receive(message)
+            values.append(float(tensor.mean()))
+            if rank and answered:
+                transport.send(backward(message.microbatch), -tensor)
+        transport.settle()
+        assert transport.outstanding == 0
+        got.append(values)
+    transport.close()
+    return got, pipeline.pp.traffic.take(), edge.calls.count - noted
+
+
+@pytest.mark.parametrize(("count", "tags"), [(12, 32768), (60, 4)])
+def test_messages_of_a_kind_come_in_order_though_tags_wrap(
+    mpi_ranks: Ranks, count: int, tags: int
+) -> None:
+    first, last = mpi_ranks.run(2, echo, count, tags)
+    numbers = [float(number) for number in range(count)]
+    answers = [-number for number in numbers]
+    # 32 bytes each; 3 batches up and 2 down.
+    assert first == ([answers, [], answers], 3 * count * 32, 3 * count)
+    assert last == ([numbers, numbers, numbers], 2 * count * 32, 3 * count)
+
+
+def while_in_a_collective(groups: ProcessGroups) -> bool:
+    """Rank 1 waits in a collective for rank 0, which first needs what rank 1 has begun to send."""
+    transport = transport_on(groups, size=LARGE)
+    if groups.world.rank == 0:
+        transport.expect([backward(0)], unanswered=2)
+        time.sleep(0.05)  # the other is in its collective
+        right = bool((transport.receive(backward(0)) == 7).all())
+        dist.all_reduce(torch.zeros(1))
+    else:
+        transport.expect([], unanswered=2)
+        transport.send(backward(0), filled(7, LARGE))
+        waits_for_receiver = transport.outstanding == 1
+        dist.all_reduce(torch.zeros(1))
+        right = waits_for_receiver
+    transport.settle()
+    transport.close()
+    return right
+
+
+def test_a_sender_in_a_collective_holds_up_nobody(mpi_ranks: Ranks) -> None:
+    assert mpi_ranks.run(2, while_in_a_collective) == [True, True]
+
+
+def while_both_compute(groups: ProcessGroups) -> bool:
+    """Whether a large message is there after both have only computed for a while."""
+    transport = transport_on(groups, size=LARGE)
+    rank = groups.world.rank
+    transport.expect([forward(0)] if rank else [], unanswered=2)
+    groups.world.barrier()
+    if rank == 0:
+        transport.send(forward(0), filled(3, LARGE))
+    work, until = torch.ones(64, 64), time.monotonic() + 1.0
+    while time.monotonic() < until and transport.outstanding:
+        work = work @ work * 0.01
+    moved = transport.outstanding == 0  # nobody but the thread has looked
+    if rank:
+        transport.receive(forward(0))
+    transport.settle()
+    transport.close()
+    return moved
+
+
+def test_a_message_moves_while_both_compute(mpi_ranks: Ranks) -> None:
+    assert mpi_ranks.run(2, while_both_compute) == [True, True]
+
+
+def never_sent(groups: ProcessGroups) -> Any:
+    transport = transport_on(groups, size=LARGE, seconds=0.3)
+    said: list[str] = []
+    if groups.world.rank == 0:
+        transport.expect([backward(3), backward(4)], unanswered=1)
+        for waiting in (
+            lambda: transport.arrived(wait=True),
+            lambda: transport.receive(backward(3)),
+        ):
+            with pytest.raises(PeerError) as error:
+                waiting()
+            said.append(str(error.value))
+        transport.send(forward(5), filled(0, LARGE))
+        with pytest.raises(PeerError) as error:
+            transport.settle()
+        said.append(str(error.value))
+    groups.world.barrier()
+    began = time.monotonic()
+    transport._progress.close()
+    return said, time.monotonic() - began < 5
+
+
+def test_what_does_not_come_is_named_with_its_rank(mpi_ranks: Ranks) -> None:
+    said, closed = zip(*mpi_ranks.run(2, never_sent), strict=True)
+    assert said[0] == [
+        "rank 1 did not send gradient 3.0 over MPI within 0.3 s",
+        "rank 1 did not send gradient 3.0 over MPI within 0.3 s",
+        "rank 1 did not take activation 5.0 over MPI within 0.3 s",
+    ]
+    assert closed == (True, True), "with a send and receives under way"
+
+
+def sends_are_bounded(groups: ProcessGroups) -> tuple[int, int]:
+    """Sends that rank 0 may have under way while rank 1 takes its time."""
+    transport, most = transport_on(groups, size=LARGE), 0
+    messages = [forward(number) for number in range(8)]
+    transport.expect(messages if groups.world.rank else [], unanswered=2)
+    for message in messages:
+        if groups.world.rank == 0:
+            transport.send(message, filled(message.microbatch, LARGE))
+            most = max(most, transport.outstanding)
+        else:
+            assert transport.receive(message)[-1] == message.microbatch
+    transport.settle()
+    transport.close()
+    return most, transport.outstanding
+
+
+def test_no_more_is_kept_than_may_be_unanswered(mpi_ranks: Ranks) -> None:
+    (most, left), (_, left_there) = mpi_ranks.run(2, sends_are_bounded)
+    assert 1 <= most <= 2 and (left, left_there) == (0, 0)
+
+
+def other_shapes(groups: ProcessGroups) -> None:
+    with pytest.raises(ConfigError, match="rank 1 sends activations of"):
+        transport_on(groups, size=4 + groups.world.rank)
+
+
+def test_ranks_that_would_send_other_shapes_are_refused(mpi_ranks: Ranks) -> None:
+    mpi_ranks.run(2, other_shapes)
+
+
+def in_lines(groups: ProcessGroups) -> Any:
+    """Each of two tensor-parallel ranks of a stage has a line of its own."""
+    from megatron.pipeline.mpi_transport import open_mpi_transport
+
+    cut = grid(groups, tp=2, pp=2)
+    transport = open_mpi_transport(
+        cut, shape=(2,), dtype=torch.bfloat16, device=torch.device("cpu"), seconds=SECONDS
+    )
+    assert not isinstance(transport, NoTransport)
+    got = None
+    if cut.pp.rank == 0:
+        transport.expect([], unanswered=2)
+        transport.send(forward(0), torch.full((2,), groups.world.rank, dtype=torch.bfloat16))
+    else:
+        transport.expect([forward(0)], unanswered=2)
+        got = transport.receive(forward(0)).tolist()
+    transport.settle()
+    transport.close()
+    return got
+
+
+def test_tensor_parallel_ranks_have_lines_of_their_own(mpi_ranks: Ranks) -> None:
+    assert mpi_ranks.run(4, in_lines) == [None, None, [0, 0], [1, 1]]
+
+
+def late_memory(groups: ProcessGroups) -> Any:
+    """A message whose memory is not ready is held back, with those behind it; the thread sends
+    them when it is."""
+    from megatron.pipeline.mpi_staging import HostStaging, Parcel
+    from megatron.pipeline.mpi_transport import MPITransport
+
+    transport, rank = transport_on(groups), groups.world.rank
+    assert isinstance(transport, MPITransport)
+    ready = {0.0: False, 1.0: True}
+
+    class Late(HostStaging):
+        def outgoing(self, tensor: torch.Tensor) -> Parcel:
+            return Parcel(buffer=tensor, ready=lambda: ready[float(tensor[0])])
+
+    messages = [forward(0), forward(1)]
+    transport.expect(messages if rank else [], unanswered=2)
+    early: list[Message] = []
+    if rank == 0:
+        transport._staging = Late()
+        for message in messages:
+            transport.send(message, filled(message.microbatch))
+        groups.world.barrier()
+        groups.world.barrier()
+        ready[0.0] = True
+        sent = poll(lambda: not transport.outstanding, seconds=SECONDS)
+        assert sent, "by the thread: nothing else has looked"
+    else:
+        groups.world.barrier()
+        comes_within(transport, forward(0), 0.05)
+        early = list(transport.arrived(wait=False))
+        groups.world.barrier()
+        for message in messages:
+            assert transport.receive(message)[0] == message.microbatch
+    transport.settle()
+    transport.close()
+    return early
+
+
+def test_a_message_waits_for_its_memory_and_not_its_rank(mpi_ranks: Ranks) -> None:
+    assert mpi_ranks.run(2, late_memory) == [[], []]
+
+
+def broken_memory(groups: ProcessGroups) -> Any:
+    """What goes wrong in the thread is raised where its rank looks next."""
+    from megatron.pipeline.mpi_staging import HostStaging, Parcel
+    from megatron.pipeline.mpi_transport import MPITransport
+
+    transport = transport_on(groups)
+    assert isinstance(transport, MPITransport)
+    asked: list[float] = []
+
+    def ready() -> bool:
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            raise RuntimeError("the device is gone")
+        return False
+
+    class Broken(HostStaging):
+        def outgoing(self, tensor: torch.Tensor) -> Parcel:
+            return Parcel(buffer=tensor, ready=ready)
+
+    transport._staging = Broken()
+    transport.expect([], unanswered=1)
+    if groups.world.rank == 0:
+        transport.send(forward(0), filled(0))
+        assert poll(lambda: len(asked) > 1, seconds=SECONDS), "by the thread"
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            transport.settle()
+    groups.world.barrier()
+    transport.close()
+
+
+def test_the_threads_failure_is_its_ranks(mpi_ranks: Ranks) -> None:
+    mpi_ranks.run(2, broken_memory)
