@@ -130,27 +130,32 @@ def test_messages_of_a_kind_come_in_order_though_tags_wrap(
     assert last == ([numbers, numbers, numbers], 2 * count * 32, 3 * count)
 
 
-def while_in_a_collective(groups: ProcessGroups) -> bool:
-    """Rank 1 waits in a collective for rank 0, which first needs what rank 1 has begun to send."""
-    transport = transport_on(groups, size=LARGE)
-    if groups.world.rank == 0:
-        transport.expect([backward(0)], unanswered=2)
-        time.sleep(0.05)  # the other is in its collective
-        right = bool((transport.receive(backward(0)) == 7).all())
-        dist.all_reduce(torch.zeros(1))
-    else:
-        transport.expect([], unanswered=2)
+def while_in_a_collective(groups: ProcessGroups, in_collective: str) -> bool:
+    """One end of a large message waits in a collective for the other, which first waits for the
+    message. Which of the two ends MPI needs to hand it over is the library's affair."""
+    transport, sends = transport_on(groups, size=LARGE), groups.world.rank == 1
+    right = True
+    transport.expect([] if sends else [backward(0)], unanswered=2)
+    groups.world.barrier()
+    if sends:
         transport.send(backward(0), filled(7, LARGE))
-        waits_for_receiver = transport.outstanding == 1
+    if (in_collective == "sender") == sends:
+        right = transport.outstanding == 1  # not over before it has begun
         dist.all_reduce(torch.zeros(1))
-        right = waits_for_receiver
-    transport.settle()
+    time.sleep(0.05)
+    if sends:
+        transport.settle()
+    else:
+        right = right and bool((transport.receive(backward(0)) == 7).all())
+    if (in_collective == "sender") != sends:
+        dist.all_reduce(torch.zeros(1))
     transport.close()
     return right
 
 
-def test_a_sender_in_a_collective_holds_up_nobody(mpi_ranks: Ranks) -> None:
-    assert mpi_ranks.run(2, while_in_a_collective) == [True, True]
+@pytest.mark.parametrize("in_collective", ["sender", "receiver"])
+def test_a_rank_in_a_collective_holds_up_nobody(mpi_ranks: Ranks, in_collective: str) -> None:
+    assert mpi_ranks.run(2, while_in_a_collective, in_collective) == [True, True]
 
 
 def while_both_compute(groups: ProcessGroups) -> bool:
