@@ -22,6 +22,7 @@ from megatron.config.running import (
     RecomputeConfig,
     RunConfig,
 )
+from megatron.low_memory.checkpoint_interval import checkpoint_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class Config:
             model=_resolve_model(self.model),
             training=_resolve_training(self.training, dp),
             parallel=_resolve_parallel(self.parallel),
-            recompute=_resolve_recompute(self.recompute),
+            recompute=_resolve_recompute(self),
         )
         check_batch(resolved, dp)
         return resolved
@@ -121,14 +122,16 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
     return dataclasses.replace(parallel, sequence_parallel=shared)
 
 
-def _resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
+def _resolve_recompute(config: Config) -> RecomputeConfig:
+    recompute = config.recompute
     if recompute.recompute_granularity != "full":
         return recompute
-    return dataclasses.replace(
-        recompute,
-        recompute_method=recompute.recompute_method or "uniform",
-        recompute_num_layers=recompute.recompute_num_layers or 1,
-    )
+    method, count = recompute.recompute_method or "uniform", recompute.recompute_num_layers or 1
+    if method == "sqrt":
+        layers = config.model.num_layers
+        held = config.parallel.longest_run(layers)
+        method, count = "uniform", checkpoint_interval(layers, held)
+    return dataclasses.replace(recompute, recompute_method=method, recompute_num_layers=count)
 
 
 _NOT_SECTIONS = ("extensions", "name", "notices")

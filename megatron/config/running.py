@@ -98,6 +98,11 @@ class ParallelConfig:
             per_virtual_stage=self.num_layers_per_virtual_pipeline_stage,
         )
 
+    def longest_run(self, num_layers: int) -> int:
+        """Layers that a stage runs one after the other: those of the fullest stage, or of an
+        interleaved one's chunk."""
+        return max(len(run) for runs in self.layer_split(num_layers) for run in runs)
+
 
 @section
 class GradientConfig:

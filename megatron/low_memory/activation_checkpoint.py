@@ -39,6 +39,7 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
     """
     if recompute is None or recompute.recompute_granularity != "full":
         return [Span(i, i + 1, False) for i in range(num_layers)]
+    assert recompute.recompute_method != "sqrt", "Config.resolve makes it uniform"
     size = recompute.recompute_num_layers or 1
     if recompute.recompute_method == "block":
         return [Span(i, i + 1, i < size) for i in range(num_layers)]

@@ -177,6 +177,7 @@ KEPT = set(SMALL) | {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"),
     "num_layers_per_virtual_pipeline_stage",
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("pipeline_schedule", "pipeline_limit", "optimizer_cpu_offload", "predivide_loss"),
     *("train_data_path", "valid_data_path", "test_data_path"),
 }
 """Fields that rules tie together; `ROUND_TRIPS` covers them."""
@@ -201,6 +202,10 @@ ROUND_TRIPS = (
     "--num-layers 5 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
     "--global-batch-size 8",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule message-driven --pipeline-limit 3",
+    "--fp16 --predivide-loss --optimizer-cpu-offload --offload-bucket-size 4096 "
+    "--offload-coarsening 2",
+    "--recompute-granularity full --recompute-method sqrt",
 )
 
 

@@ -181,6 +181,34 @@ PAIRS = {
     "recompute_granularity selective with recompute_method or recompute_num_layers": (
         *("--recompute-granularity", "selective", "--recompute-num-layers", "1"),
     ),
+    "pipeline_schedule message-driven without pipeline_model_parallel_size above 1": (
+        *("--pipeline-schedule", "message-driven"),
+    ),
+    "pipeline_schedule message-driven with num_layers_per_virtual_pipeline_stage": (
+        *("--num-layers", "4", "--pipeline-model-parallel-size", "2"),
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--pipeline-schedule", "message-driven"),
+    ),
+    "pipeline_limit without pipeline_schedule message-driven": (
+        *("--pipeline-model-parallel-size", "2", "--pipeline-limit", "3"),
+    ),
+    "optimizer_cpu_offload without fp16 or bf16": ("--optimizer-cpu-offload",),
+    "optimizer_cpu_offload with a grad_path other than dense and samo": (
+        *("--bf16", "--optimizer-cpu-offload", "--grad-path", "sparse"),
+    ),
+    "optimizer_cpu_offload with use_distributed_optimizer": (
+        *("--bf16", "--optimizer-cpu-offload", "--use-distributed-optimizer"),
+    ),
+    "optimizer_cpu_offload with ddp_bucket_size": (
+        *("--bf16", "--optimizer-cpu-offload", "--ddp-bucket-size", "4096"),
+    ),
+    "predivide_loss with a grad_path other than dense and samo": (
+        *("--predivide-loss", "--grad-path", "sparse"),
+    ),
+    "recompute_method sqrt with recompute_num_layers": (
+        *("--recompute-granularity", "full", "--recompute-method", "sqrt"),
+        *("--recompute-num-layers", "2"),
+    ),
 }
 
 
@@ -192,6 +220,12 @@ def test_refused_pairs(pair) -> None:
     values = read().values()
     mentioned = [word for word in pair.name.replace(",", "").split() if word in values]
     assert mentioned and all(f"{name} is " in message for name in mentioned)
+
+
+@pytest.mark.parametrize("granularity", [(), ("--recompute-granularity", "selective")])
+def test_the_sqrt_rule_is_of_full_recomputation(granularity: tuple[str, ...]) -> None:
+    message = refused(*granularity, "--recompute-method", "sqrt")
+    assert "recompute_method is 'sqrt'" in message and "--recompute-granularity full" in message
 
 
 def test_values_of_pairs_are_shown() -> None:

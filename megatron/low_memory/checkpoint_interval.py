@@ -1,0 +1,50 @@
+"""How many layers to recompute as one: the rule of AxoNN (Singh and Bhatele 2022, V-A)."""
+
+from __future__ import annotations
+
+import math
+
+
+def activations_kept(num_layers: int, interval: int) -> float:
+    """Eq. 1 of AxoNN, N / ac + 1 + ac: what the fullest stage keeps, in outputs of one layer.
+
+    As many microbatches as stages are in flight, each with one output kept for every `interval` =
+    ac of the stage's N / G_inter layers, N / ac in all; and backward holds one run of ac layers,
+    made again, with its input. The derivative 1 - N / ac^2 is 0 at ac = sqrt(N) and the second one
+    positive: no interval keeps less than that one, 2 sqrt(N) + 1.
+
+    Eq. 1 takes what a layer that is made again holds for one output. In 16 bit it is 17 of them,
+    34 sbh bytes to 2 sbh (Korthikanti et al. 2022, without attention scores), so with little memory
+    shorter intervals than the root are worth a try.
+    """
+    return num_layers / interval + 1 + interval
+
+
+def factors(count: int) -> list[int]:
+    """What divides `count`, rising."""
+    return [factor for factor in range(1, count + 1) if count % factor == 0]
+
+
+def checkpoint_interval(num_layers: int, held: int) -> int:
+    """Layers in a run that is recomputed as one: the factor of `held` nearest to the root of
+    `num_layers`, of two the smaller.
+
+    `held`: layers of a stage (interleaved: of a chunk; uneven stages: of the fullest), at most
+    `num_layers`. Where sqrt(num_layers) lies between the geometric and the arithmetic mean of the
+    two factors around it, the smaller is nearest and the larger the one that Eq. 1 wants: 14 layers
+    on 2 stages get 1 (Eq. 1: 16) and not 7 (Eq. 1: 10); the rule is kept as the paper states it.
+    """
+    root = math.sqrt(num_layers)
+    return min(factors(held), key=lambda factor: (abs(factor - root), factor))
+
+
+def describe_interval(num_layers: int, held: int, interval: int) -> str:
+    """For the log: the interval, what Eq. 1 says of it, and of the factors of `held` beside it."""
+    around = [factor for factor in factors(held) if factor != interval]
+    below, above = [f for f in around if f < interval][-1:], [f for f in around if f > interval][:1]
+    others = [f"{f}: {activations_kept(num_layers, f):.4g}" for f in below + above]
+    beside = f" (runs of {', of '.join(others)})" if others else ""
+    return (
+        f"runs of {interval} of {held} layers; by AxoNN's Eq. 1 a stage keeps "
+        f"{activations_kept(num_layers, interval):.4g} outputs of a layer{beside}"
+    )
