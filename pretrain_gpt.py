@@ -55,7 +55,7 @@ from samo.path import SamoPath
 if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
     from megatron.data_parallel.engine import GradientEngine
-    from megatron.metrics import Metrics
+    from megatron.metrics import Metrics, Workload
     from megatron.optimizer.loss_scaler import LossScaler
     from megatron.optimizer.lr import LearningRate, WeightDecay
     from megatron.optimizer.rules import UpdateRule
@@ -154,8 +154,9 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
             outcome = trainer.train()
             heartbeat.at("start")
             metrics.flush()
+            means = metrics.throughput(trainer.workload)
             if runtime.is_writer:
-                finish(outcome, trainer.progress, run_dir, attempt=failures.attempt)
+                finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
                 write_pictures(run_dir, metrics)
             groups.world.barrier()
             trainer.pipeline.transport.close()
@@ -312,6 +313,7 @@ def build_trainer(
         timers=timers,
         profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
         flops_per_token=flops_per_token(config.model, vocabulary.size),
+        workload=workload(config, vocabulary),
         saver=state,
         progress=progress,
         heartbeat=heartbeat,
@@ -322,6 +324,17 @@ def build_trainer(
 
         arm(trainer, parse_faults(faults))
     return trainer
+
+
+def workload(config: Config, vocabulary: Vocabulary) -> Workload:
+    """What a sample is, for the figures at the end of a run."""
+    from megatron.metrics import Workload
+    from megatron.model.flops import recomputing_flops_per_token
+
+    return Workload(
+        seq_length=config.model.seq_length,
+        flops_per_token=recomputing_flops_per_token(config.model, vocabulary.size),
+    )
 
 
 def build_engine(

@@ -22,7 +22,7 @@ from megatron.runtime import Runtime, job_environment
 from megatron.status import Status, write_status
 
 if TYPE_CHECKING:
-    from megatron.metrics import Metrics
+    from megatron.metrics import Metrics, Throughput
     from megatron.parallel.groups import ProcessGroups
     from megatron.training import Outcome, Progress
 
@@ -117,13 +117,21 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
         metrics.say(f"no report: {error}")
 
 
-def finish(outcome: Outcome, progress: Progress, run_dir: Path, *, attempt: str = "") -> None:
-    """Write how the run ended."""
+def finish(
+    outcome: Outcome,
+    progress: Progress,
+    run_dir: Path,
+    throughput: Throughput | None = None,
+    *,
+    attempt: str = "",
+) -> None:
+    """Write how the run ended, and what its steps came to."""
     status = Status(
         state="left" if outcome.left else "done",
         left=outcome.left or "",
         exit_code=outcome.exit_code,
         iteration=progress.iteration,
+        throughput=dataclasses.asdict(throughput) if throughput is not None else {},
         attempt=attempt,
     )
     write_status(run_dir, signed(status))

@@ -37,7 +37,8 @@ class Status:
     "exit-interval"); failed (`reason` is the first cause, seen by `rank` in `phase`).
     `exit_code` is None while running. `attempt` is the same for all ranks of one start and
     different for the next; without it a start is told by its "running".
-    `next_command` is what to do now. `others` are later failures, as one line each.
+    `next_command` is what to do now. `others` are later failures, as one line each. `throughput`
+    is what the steps of this start came to (`metrics.throughput.Throughput`), empty before.
     """
 
     state: State
@@ -56,6 +57,7 @@ class Status:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     others: tuple[str, ...] = ()
+    throughput: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
 
 def write_status(run_dir: str | Path, status: Status) -> bool:

@@ -27,7 +27,7 @@ from megatron.guards.heartbeat import Heartbeat
 from megatron.guards.replicas import compare_replicas
 from megatron.guards.requests import Request, Requests
 from megatron.guards.spikes import is_spike, remember
-from megatron.metrics import Metrics, NullMetrics, StepRecord
+from megatron.metrics import Metrics, NullMetrics, StepRecord, Workload
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.optimizer.lr import LearningRate, WeightDecay
@@ -87,8 +87,9 @@ class Readers:
 class Trainer:
     """Everything a run needs, put together by the entry script.
 
-    `heartbeat` tells the other ranks where this one is, `requests` what it is asked for, and
-    `peer_failure` whether another rank has told that it failed.
+    `workload` is what the steps are measured by at the end. `heartbeat` tells the other ranks where
+    this one is, `requests` what it is asked for, and `peer_failure` whether another rank has told
+    that it failed.
     """
 
     config: Config
@@ -105,6 +106,7 @@ class Trainer:
     timers: Timers
     profiler: Profiler
     flops_per_token: float
+    workload: Workload
     saver: Saver
     progress: Progress = field(default_factory=Progress)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)

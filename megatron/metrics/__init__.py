@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron.metrics.files import cut_metrics
 from megatron.metrics.record import EVALUATION_KINDS, StepRecord
 from megatron.metrics.sink import Metrics, NullMetrics
+from megatron.metrics.throughput import Throughput, Workload
 from megatron.metrics.trackers import check_trackers
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "Metrics",
     "NullMetrics",
     "StepRecord",
+    "Throughput",
+    "Workload",
     "check_trackers",
     "cut_metrics",
 ]

@@ -23,6 +23,7 @@ from megatron.metrics.files import (
 from megatron.metrics.line import format_evaluation, format_line, format_timers
 from megatron.metrics.progress import Progress
 from megatron.metrics.record import EVALUATION_KINDS, StepRecord, summarize
+from megatron.metrics.throughput import Stopwatch, Throughput, Workload
 from megatron.metrics.trackers import (
     TensorBoardTracker,
     TimedRecord,
@@ -87,6 +88,7 @@ class Metrics:
         self._pending_seconds = 0.0
         self._interval: list[StepRecord] = []
         self._first: TimedRecord | None = None
+        self._stopwatch = Stopwatch()
         self._samples = 0
         self._write_failed = False
         self._closed = False
@@ -114,6 +116,7 @@ class Metrics:
             self._first = timed
         self._pending.append(timed)
         self._interval.append(record)
+        self._stopwatch.add(record)
         self._pending_seconds += record.step_seconds
         self._samples = record.consumed_samples
         if self._progress is not None:
@@ -157,6 +160,15 @@ class Metrics:
             except OSError as error:
                 self._progress = None
                 self.say(f"progress.txt: {error}; --log-progress is off from here on")
+
+    def throughput(self, workload: Workload) -> Throughput | None:
+        """Say what the steps of this start come to; None where there was but one, or none."""
+        found = self._stopwatch.read(workload, peak_tflops=self._logging.peak_tflops)
+        if found is not None:
+            if self._interval:
+                self._print_interval()
+            self.say(str(found))
+        return found
 
     def flush(self) -> None:
         """Write all steps so far. Call before a checkpoint commits, so that none is ever lost."""
@@ -278,6 +290,10 @@ class NullMetrics(Metrics):
 
     def saved(self, iteration: int) -> None:
         """Nothing to tell."""
+
+    def throughput(self, workload: Workload) -> Throughput | None:
+        """Another rank says it."""
+        return None
 
     def flush(self) -> None:
         """Nothing is pending."""

@@ -16,15 +16,41 @@ FORMULA = (
 vocabulary. Print it beside every number that comes from it."""
 
 
+TOKENS_OF_A_TRAINING = 3e11
+"""GPT-3's, in whose time AxoNN's Eq. 2 measures (misprinted there as 3e10^11)."""
+SECONDS_IN_A_DAY = 86400
+
+
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
     """Floating-point operations of one token's forward and backward pass by `FORMULA`."""
+    return _layer_flops(config) + _output_flops(config, vocab_size)
+
+
+def recomputing_flops_per_token(config: ModelConfig, vocab_size: int) -> float:
+    """The same with each layer's forward made twice, as full recomputation does: 4 passes of its
+    operations and not 3. For GPT's shapes this is Eq. 3 of AxoNN (Narayanan et al. 2021),
+    96 l h^2 (1 + s / 6h + V / 16lh), of which V is padded."""
+    return 4 / 3 * _layer_flops(config) + _output_flops(config, vocab_size)
+
+
+def _layer_flops(config: ModelConfig) -> float:
+    """Forward and backward of all layers, for one token."""
     hidden, layers = config.hidden_size, config.num_layers
     groups_per_head = config.query_groups / config.num_attention_heads
     attention = 1 + groups_per_head + config.seq_length / hidden
     attention *= config.head_dim * config.num_attention_heads / hidden
     feed_forward = config.ffn_size / hidden * (1.5 if config.swiglu else 1.0)
-    output = config.padded_vocab_size(vocab_size) / (2 * layers * hidden)
-    return 12.0 * layers * hidden**2 * (attention + feed_forward + output)
+    return 12.0 * layers * hidden**2 * (attention + feed_forward)
+
+
+def _output_flops(config: ModelConfig, vocab_size: int) -> float:
+    """Forward and backward of the output layer, for one token."""
+    return 6.0 * config.hidden_size * config.padded_vocab_size(vocab_size)
+
+
+def training_days(*, step_seconds: float, tokens_per_step: float) -> float:
+    """Eq. 2 of AxoNN, 3e11 t / (b s): days that 300 billion tokens take at this pace."""
+    return TOKENS_OF_A_TRAINING * step_seconds / tokens_per_step / SECONDS_IN_A_DAY
 
 
 def parameter_count(config: ModelConfig, vocab_size: int, *, include_padding: bool = False) -> int:

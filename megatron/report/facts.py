@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from megatron.metrics.units import duration, memory_size, perplexity, scaled
+from megatron.metrics.units import (
+    duration,
+    flop_rate,
+    memory_size,
+    perplexity,
+    scaled,
+    three_digits,
+)
 from megatron.report.runs import Run
 
 _CONFIG_KEYS = (
@@ -56,6 +63,7 @@ def run_table(run: Run) -> list[tuple[str, str]]:
             )
             if value
         ]
+        rows += _throughput(status.throughput)
     skipped = sum(1 for value in run.steps["skipped"] if value > 0)
     rows += [
         ("restarts", str(run.restarts) if run.restarts else "none that redid steps"),
@@ -65,6 +73,27 @@ def run_table(run: Run) -> list[tuple[str, str]]:
     if run.unreadable_lines:
         rows.append(("unreadable metrics lines", str(run.unreadable_lines)))
     return rows + [(key, value) for key, value in run.environment.items() if value]
+
+
+def _throughput(means: object) -> list[tuple[str, str]]:
+    """What the last start's steps came to, as far as status.json names numbers."""
+    if not isinstance(means, dict):
+        return []
+    known = {key: value for key, value in means.items() if isinstance(value, int | float)}
+    rows: list[tuple[str, str]] = []
+    if {"step_seconds", "steps"} <= known.keys():
+        seconds = three_digits(known["step_seconds"])
+        rows.append(("mean step", f"{seconds} s ({known['steps']:g} of the last start)"))
+    if "training_days" in known:
+        rows.append(
+            ("300 billion tokens", f"{three_digits(known['training_days'])} days (AxoNN, Eq. 2)")
+        )
+    if "flops_per_second" in known:
+        share = known.get("percent_of_peak")
+        peak = "" if share is None else f", {share:.1f}% of its peak"
+        rate = flop_rate(known["flops_per_second"])
+        rows.append(("one rank", f"{rate}{peak} (AxoNN, Eq. 3: counts 4 passes)"))
+    return rows
 
 
 def config_table(run: Run) -> list[tuple[str, str]]:

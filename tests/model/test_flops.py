@@ -8,7 +8,13 @@ import sys
 import pytest
 
 from megatron.config import ModelConfig
-from megatron.model.flops import FORMULA, flops_per_token, parameter_count
+from megatron.model.flops import (
+    FORMULA,
+    flops_per_token,
+    parameter_count,
+    recomputing_flops_per_token,
+    training_days,
+)
 from tests.model.models import VARIANTS, VOCAB, small_config, small_model
 
 
@@ -48,6 +54,70 @@ def test_swiglu_and_groups_are_counted() -> None:
     grouped = small_config(ffn_hidden_size=96, group_query_attention=True, num_query_groups=1)
     saved = flops_per_token(base, VOCAB) - flops_per_token(grouped, VOCAB)
     assert saved == pytest.approx(6 * 3 * 48 * 2 * 36)
+
+
+# ------------------------------------------------------------------ AxoNN's metrics (VI-D)
+
+VOCABULARY, SEQUENCE, BATCH, PEAK = 51200, 512, 16384, 125e12
+AXONN = {  # parameters in billions: layers, width, heads, GPUs (table I)
+    12: (48, 4512, 24, 48),
+    24: (48, 6336, 36, 96),
+    50: (96, 6528, 48, 192),
+    100: (96, 9360, 60, 384),
+}
+
+
+def of_table_1(billions: int) -> ModelConfig:
+    layers, width, heads, _ = AXONN[billions]
+    return ModelConfig(
+        num_layers=layers, hidden_size=width, num_attention_heads=heads, seq_length=SEQUENCE
+    )
+
+
+def share_of_peak(billions: int, *, batch: int, seconds: float) -> float:
+    tokens, gpus = batch * SEQUENCE, AXONN[billions][3]
+    flops = recomputing_flops_per_token(of_table_1(billions), VOCABULARY) * tokens
+    return flops / seconds / gpus / PEAK
+
+
+@pytest.mark.parametrize("billions", AXONN)
+def test_equation_3_as_it_stands_in_the_paper(billions: int) -> None:
+    layers, h, _, _ = AXONN[billions]
+    s, v = SEQUENCE, VOCABULARY
+    stated = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert recomputing_flops_per_token(of_table_1(billions), v) * s == pytest.approx(stated)
+
+
+def test_equation_3_is_four_passes_of_the_layers_and_three_of_the_output() -> None:
+    model = gpt2_small()
+    output = 6 * 50304 * 768
+    layers = flops_per_token(model, 50257) - output
+    expected = layers / 3 * 4 + output
+    assert recomputing_flops_per_token(model, 50257) == pytest.approx(expected)
+
+
+def test_equations_2_and_3_join_the_papers_figures() -> None:
+    """At the lowest share of peak that it reports, 49.4 %, its largest model, 1.18 times as fast as
+    DeepSpeed, saves the 22 days that it reports."""
+    layers, h, _, gpus = AXONN[100]
+    flops = 96 * BATCH * SEQUENCE * layers * h**2
+    flops *= 1 + SEQUENCE / (6 * h) + VOCABULARY / (16 * layers * h)
+    seconds = flops / (0.494 * gpus * PEAK)
+    assert share_of_peak(100, batch=BATCH, seconds=seconds) == pytest.approx(0.494)
+    days = training_days(step_seconds=seconds, tokens_per_step=BATCH * SEQUENCE)
+    assert days == pytest.approx(119.7, abs=0.1)
+    assert days * (1.18 - 1) == pytest.approx(22, abs=0.5)
+
+
+def test_the_ablation_comes_out_below_the_tuned_runs() -> None:
+    """Fig. 6: pipeline and all-reduce of the 12 billion at batch 2048 and micro-batch 1, with 24
+    stages and, the states offloaded, with 6."""
+    plain, offloaded = (
+        share_of_peak(12, batch=2048, seconds=seconds) for seconds in (46.08 + 0.62, 34.05 + 4.32)
+    )
+    assert plain == pytest.approx(0.363, abs=0.001)
+    assert offloaded == pytest.approx(0.442, abs=0.001)
+    assert plain < offloaded < 0.494
 
 
 def test_counting_loads_no_torch() -> None:

@@ -1,0 +1,82 @@
+"""What the steps of one start come to: their pace, the time of a whole training, and the arithmetic
+of a device (AxoNN, VI-D, Eq. 2 and 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.metrics.record import StepRecord
+from megatron.metrics.units import flop_rate, three_digits
+from megatron.model.flops import training_days
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a sample is: `seq_length` tokens of `flops_per_token` operations each, the recomputed
+    forward among them (`model.flops.recomputing_flops_per_token`)."""
+
+    seq_length: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Means over `steps` steps, of which `skipped` had no optimizer step: seconds of one, days of
+    300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3), and those as per cent of
+    its peak where that is known."""
+
+    steps: int
+    skipped: int
+    step_seconds: float
+    training_days: float
+    flops_per_second: float
+    percent_of_peak: float | None
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} of them skipped" if self.skipped else ""
+        peak = self.percent_of_peak
+        share = "" if peak is None else f", {peak:.1f}% of its peak"
+        return (
+            f"throughput: {three_digits(self.step_seconds)} s a step, the mean of {self.steps} "
+            f"after the first of this start{skipped}; 300 billion tokens would take "
+            f"{three_digits(self.training_days)} days (AxoNN, Eq. 2); per rank "
+            f"{flop_rate(self.flops_per_second)} (Eq. 3, which counts the recomputed forward: 4 "
+            f"passes){share}"
+        )
+
+
+class Stopwatch:
+    """Adds up the steps of one start, all but its first, which warms everything up."""
+
+    def __init__(self) -> None:
+        self._started = False
+        self._steps = self._skipped = self._samples = 0
+        self._seconds = 0.0
+        self._world_size = 1
+
+    def add(self, record: StepRecord) -> None:
+        """Count one step, the start's first for nothing."""
+        if not self._started:
+            self._started = True
+            return
+        self._steps += 1
+        self._skipped += record.skipped
+        self._samples += record.global_batch_size
+        self._seconds += record.step_seconds
+        self._world_size = record.world_size
+
+    def read(self, workload: Workload, *, peak_tflops: float | None) -> Throughput | None:
+        """The means, None where no step was timed. `peak_tflops`: of one rank."""
+        if not self._steps or self._seconds <= 0:
+            return None
+        tokens = self._samples * workload.seq_length
+        rate = workload.flops_per_token * tokens / self._seconds / self._world_size
+        return Throughput(
+            steps=self._steps,
+            skipped=self._skipped,
+            step_seconds=self._seconds / self._steps,
+            # Both totals over all steps: a batch that grows counts as it is.
+            training_days=training_days(step_seconds=self._seconds, tokens_per_step=tokens),
+            flops_per_second=rate,
+            percent_of_peak=None if peak_tflops is None else 100 * rate / (peak_tflops * 1e12),
+        )
