@@ -15,6 +15,7 @@ import pytest
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
 
 REPO = Path(__file__).resolve().parent.parent
+CONFIGS = REPO / "configs"
 SCRIPT = str(REPO / "pretrain_gpt.py")
 MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_")
 
@@ -110,6 +111,19 @@ def test_a_wrong_flag_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     )
     answer = start(sys.executable, "-c", code, cwd=tmp_path)
     assert answer.stdout.split() == ["2", "False"], answer.stderr
+
+
+def test_a_dry_run_of_48_ranks_needs_neither_them_nor_mpi_nor_torch(tmp_path: Path) -> None:
+    flags = ["--config", str(CONFIGS / "gpt_12b.yaml"), "--mock-data", "--dry-run"]
+    code = (
+        "import os, sys; sys.modules['mpi4py'] = None;"
+        "os.environ.update(RANK='0', WORLD_SIZE='48', LOCAL_RANK='0');"
+        f"import pretrain_gpt; code = pretrain_gpt.main({flags});"
+        "print('code', code, 'torch' in sys.modules)"
+    )
+    answer = start(sys.executable, "-c", code, cwd=tmp_path)
+    assert answer.stdout.endswith("code 0 False\n"), answer.stderr
+    assert "recompute_num_layers: 8\n" in answer.stdout and not list(tmp_path.iterdir())
 
 
 def test_no_rank_waits_for_one_that_found_a_mistake(tmp_path: Path) -> None:

@@ -40,10 +40,22 @@ UNSAFE_CALLS = {
 }
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 COLLECTIVES_OF_OBJECTS = re.compile(r"\.(all_gather|gather|broadcast|scatter)_object(_list)?$")
-SHAPES = {  # layers, heads, width: GPT-2 and table 1 of the Radius paper
+SHAPES = {  # layers, heads, width: GPT-2, table 1 of the Radius paper, table I of AxoNN's
     "gpt_124m": (12, 12, 768),
     "gpt_355m": (24, 16, 1024),
     "gpt_2.0b": (24, 32, 2560),
+    "gpt_124m_axonn": (12, 12, 768),
+    "gpt_12b": (48, 24, 4512),
+    "gpt_24b": (48, 36, 6336),
+    "gpt_50b": (96, 48, 6528),
+    "gpt_100b": (96, 60, 9360),
+}
+GRIDS = {  # nodes, ranks on each: as the papers had them where a configuration asks for stages
+    "gpt_124m_axonn": (2, 6),
+    "gpt_12b": (8, 6),
+    "gpt_24b": (16, 6),
+    "gpt_50b": (32, 6),
+    "gpt_100b": (64, 6),
 }
 
 
@@ -224,17 +236,21 @@ def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     assert failed.returncode == 1 and "the cause" not in failed.stderr
 
 
-@pytest.mark.parametrize("size", ["124m", "355m", "2.0b"])
-def test_dry_run_prints_the_job_script_alone(size: str, tmp_path: Path) -> None:
-    script = REPO / "scripts" / f"gpt_{size}.sh"
-    shown = _shell(script, "--dry-run", "--", "--data-path", "my data", GRAD_PATH="dense")
+@pytest.mark.parametrize("name", SHAPES)
+def test_dry_run_prints_the_job_script_alone(name: str, tmp_path: Path) -> None:
+    script = REPO / "scripts" / f"{name}.sh"
+    nodes, ranks = GRIDS.get(name, (1, 1))
+    environment = {"NODES": str(nodes), "RANKS_PER_NODE": str(ranks), "GRAD_PATH": "dense"}
+    shown = _shell(script, "--dry-run", "--", "--data-path", "my data", **environment)
     assert shown.returncode == 0, shown.stderr
     job = tmp_path / "job.sh"
     job.write_text(shown.stdout)
     assert shown.stdout.startswith("#!/usr/bin/env bash\n")
     assert _shell("bash", "-n", job).returncode == 0
-    for part in (f"gpt_{size}.yaml", "--grad-path dense", f"runs/gpt_{size}", r"my\ data"):
+    for part in (f"{name}.yaml", "--grad-path dense", f"runs/{name}", r"my\ data"):
         assert part in shown.stdout
+    if name in GRIDS:
+        assert f"mpiexec -n {nodes * ranks} " in shown.stdout
 
 
 def test_dry_run_checks_the_flags() -> None:

@@ -59,7 +59,7 @@ def test_it_is_said_after_the_last_line(tmp_path: Path) -> None:
         metrics.step(record(number))
     found = metrics.throughput(WORKLOAD)
     metrics.close()
-    assert stream.getvalue().count(" iteration ") == 2
+    assert stream.getvalue().count("| lm loss: ") == 2
     # 8 samples of 512 tokens in 0.5 s, on two ranks.
     assert stream.getvalue().splitlines()[-1].partition("] ")[2] == (
         "throughput: 0.50 s a step, the mean of 2 after the first of this start; 300 billion "

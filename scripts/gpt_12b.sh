@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# GPT-12B of the AxoNN paper, which had NODES=8 RANKS_PER_NODE=6; 6 ranks and its
+# doubles give the same batches.
+#   NODES=8 RANKS_PER_NODE=6 scripts/gpt_12b.sh [--dry-run] [-- --data-path PREFIX FLAGS]
+# Other variables: see launch.sh.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export CONFIG=${CONFIG:-$repo/configs/gpt_12b.yaml}
+export GRAD_PATH=${GRAD_PATH:-dense} NODES=${NODES:-1} TIME=${TIME:-24:00:00}
+# A message-driven pipeline talks over MPI, which torchrun does not start; a site knows its own way.
+[[ -n ${SITE:-} ]] || export LAUNCHER=${LAUNCHER:-mpiexec}
+exec "$repo/scripts/launch.sh" "$@"
