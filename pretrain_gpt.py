@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from megatron.data.vocabulary import Vocabulary
     from megatron.data_parallel.engine import GradientEngine
     from megatron.metrics import Metrics, Workload
+    from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.optimizer.loss_scaler import LossScaler
     from megatron.optimizer.lr import LearningRate, WeightDecay
     from megatron.optimizer.rules import UpdateRule
@@ -258,7 +259,6 @@ def build_trainer(
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
     from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
-    from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
     from megatron.run_state import RunState
@@ -277,7 +277,7 @@ def build_trainer(
     own_identity = identity(config, vocabulary)
     parts = build_parts(config, infos, groups, origin, own_identity)
     engine = build_engine(config, infos, parts, groups)
-    optimizer = BucketOptimizer(engine, update_rule(config))
+    optimizer, how = build_optimizer(config, engine)
     scaler = loss_scaler(config)
     state = RunState(
         config=config,
@@ -293,7 +293,7 @@ def build_trainer(
     count = parameter_count(config.model, vocabulary.size)
     metrics.say(f"model: {count:,} parameters, vocabulary {vocabulary.size:,}")
     metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
-    for note in parts.notes:
+    for note in (*parts.notes, *how):
         metrics.say(note)
     if origin is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
@@ -340,7 +340,7 @@ def workload(config: Config, vocabulary: Vocabulary) -> Workload:
 def build_engine(
     config: Config, infos: Sequence[ParamInfo], parts: PathParts, groups: ProcessGroups
 ) -> GradientEngine:
-    """What takes this rank's gradients to their means. Collective over data-parallel groups."""
+    """What takes this rank's gradients to their means. Collective over the world."""
     import torch
 
     from megatron.data_parallel.engine import GradientEngine
@@ -352,7 +352,26 @@ def build_engine(
         cap=bucket_elements(config, groups.dp.size),
         grad_dtype=getattr(torch, config.precision.grad_dtype),
         overlap=config.parallel.overlap_grad_reduce,
+        stream=config.offload.optimizer_cpu_offload,
     )
+
+
+def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
+    """What keeps and updates this rank's states, and sentences for the log."""
+    from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.optimizer.offload import OffloadedOptimizer
+
+    rule = update_rule(config)
+    if not config.offload.optimizer_cpu_offload:
+        return BucketOptimizer(engine, rule), []
+    optimizer = OffloadedOptimizer(engine, rule, bucket_size=config.offload.offload_bucket_size)
+    order = "each bucket is updated as soon as its sum is there"
+    if config.optimizer.clip_grad > 0.0:
+        order = "updates wait for the norm of all gradients (--clip-grad 0 overlaps them with sums)"
+    return optimizer, [
+        f"optimizer states: {optimizer.host_bytes / 1e6:.1f} MB in this rank's host memory, "
+        f"{optimizer.device_bytes / 1e6:.1f} MB of buffers on its device; {order}"
+    ]
 
 
 def build_timers(config: Config, *, on_cuda: bool) -> Timers:
@@ -536,7 +555,10 @@ def build_readers(
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:
-    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default."""
+    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default; AxoNN's k x bsize
+    where the optimizer is offloaded."""
+    if config.offload.optimizer_cpu_offload:
+        return config.offload.offload_coarsening * config.offload.offload_bucket_size
     default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
     return config.parallel.ddp_bucket_size or default
 

@@ -1,7 +1,7 @@
 """The training loop. One step reads top to bottom; the loop calls down and nothing calls back up.
 
 train --> train_step --> pipeline: forwards and backwards       (gradients go to the engine)
-      |              --> engine.finish                           (means, agreement, norm)
+      |              --> engine.finish                           (agreement, means, norm)
       |              --> verdict                                 (is the step good?)
       |              --> optimizer.step, engine.commit           (or abort, on every rank)
       '-> guard, evaluate, save, leave
@@ -9,6 +9,7 @@ train --> train_step --> pipeline: forwards and backwards       (gradients go to
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -247,7 +248,10 @@ class Trainer:
                 clip_norm=self.config.optimizer.clip_grad,
                 request=self._pending(),
             )
-            mean_loss = self._mean_over_ranks(loss, tokens)
+            # Its sums queue behind those of gradients that are still arriving, so it is not asked
+            # for before them, unless the step hangs on it.
+            loss_last = step.arriving and self.config.training.skip_loss_spikes is None
+            mean_loss = math.nan if loss_last else self._mean_over_ranks(loss, tokens)
             self.pipeline.settle()
         good = self._is_good(step, mean_loss)
         num_zeros = self._num_zeros(step)
@@ -262,6 +266,8 @@ class Trainer:
             else:
                 self.engine.abort()
             self.scaler.update(overflow=not step.ok)
+            if loss_last:
+                mean_loss = self._mean_over_ranks(loss, tokens)
         progress.consumed_samples += batch_size
 
         stats = self.engine.stats(full=self._is_logged())
@@ -316,8 +322,10 @@ class Trainer:
             assert self.readers.train is not None, "a run that trains has data to train on"
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         tokens = self._count_tokens(batches)
-        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks.
-        scale = loss_scale * self.groups.dp.size / tokens
+        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
+        # or they are summed up.
+        summed = self.config.precision.predivide_loss
+        scale = loss_scale * (1 if summed else self.groups.dp.size) / tokens
         iteration = self.progress.iteration
         loss = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)
         return loss, tokens

@@ -67,12 +67,13 @@ class SamoPath:
         def draw() -> CompressedLayout:
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
-        layout = parts.agreed(draw)
+        layout, reducer = parts.agreed(draw), mean_reducer(config, groups)
         return PathParts(
             layout=layout,
-            reducer=mean_reducer(config, groups),
+            reducer=reducer,
             rewirer=_rewirer(config, infos, layout, parts, make_layout),
             notes=tuple(_notes(config, infos, layout, parts)),
+            growth=reducer.growth,
         )
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

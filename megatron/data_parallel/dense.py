@@ -45,9 +45,13 @@ class _AllReduceWork:
 @dataclass
 class AllReduceReducer:
     """Mean of whole buckets over `group`, in place, one asynchronous all-reduce each. Keeps no
-    state, so that commit and abort have nothing to do."""
+    state, so that commit and abort have nothing to do.
+
+    Unless it `divides`, what it finds is the sum: of gradients of a loss that was divided by the
+    whole global batch before backward, so that no pass over them is needed for it (AxoNN IV-B)."""
 
     group: Group
+    divides: bool = True
     carries: bool = field(default=False, init=False)
     bytes_sent: int = field(default=0, init=False)
     wait_seconds: float = field(default=0.0, init=False)
@@ -59,14 +63,24 @@ class AllReduceReducer:
         ranks = self.group.size
         if ranks == 1:
             return _AllReduceWork(bucket.grad, None, self)
-        op = dist.ReduceOp.AVG
-        if bucket.grad.dtype != torch.float32:
-            # A 16-bit sum can overflow where its mean does not, so the division comes first.
-            bucket.grad.div_(ranks)
-            op = dist.ReduceOp.SUM
-        pending = self.group.all_reduce(bucket.grad, op, async_op=True)
+        pending = self.group.all_reduce(bucket.grad, self.prepare(bucket.grad), async_op=True)
         self.bytes_sent += ring_all_reduce_bytes(bucket.grad.nbytes, ranks)
         return _AllReduceWork(bucket.grad, pending, self)
+
+    @property
+    def growth(self) -> float:
+        """See `PathParts.growth`."""
+        return 1.0 if self.divides else float(self.group.size)
+
+    def prepare(self, grad: torch.Tensor) -> dist.ReduceOp.RedOpType:
+        """Divide a gradient if that comes before the sum, and tell by which operation to reduce."""
+        if not self.divides:
+            return dist.ReduceOp.SUM
+        if grad.dtype == torch.float32:
+            return dist.ReduceOp.AVG
+        # A 16-bit sum can overflow where its mean does not, so the division comes first.
+        grad.div_(self.group.size)
+        return dist.ReduceOp.SUM
 
     def block_on(self, pending: dist.Work | None) -> None:
         """Wait for what was sent, if anything was, and count the seconds."""

@@ -2,11 +2,16 @@
 
         backward of the last microbatch                      finish
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
-     (1)      (2)            (3)            (4)            (5)       (6)
+     (1)      (2)            (3)            (4)            (5)       (6)      (7)
 
 Common to every gradient path. From hook (1) to `zero`, gradients belong to the engine: outside
 backward every `param.grad` is None. Buckets are launched in index order and no hook waits for a
 collective, so ranks cannot send in different orders however their backwards interleave.
+
+Where means may be used one by one (`streams`) and nothing has to come first, `finish` ends with the
+agreement: whoever goes through `Step.reduced` waits for each (6), and the norm (7) is the last of
+all. Such a step is good before its sums are there: beside being finite, all gradients have to be so
+small that no sum of them can fail to be. Else, and for clipping, all means come first.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.arriving import ArrivingMeans
 from megatron.data_parallel.buckets import BucketPlan, entries_of, fingerprint, plan_buckets
 from megatron.data_parallel.interface import (
     BucketLayout,
@@ -36,17 +42,14 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
-from megatron.errors import ConfigError, PeerError
-from megatron.parallel.groups import ProcessGroups
+from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
+from megatron.errors import ConfigError, NumericsError, PeerError
+from megatron.parallel.groups import Calls, Group, ProcessGroups
 
-NORM_ROW = 1 << 16
-"""Entries summed in fp32 before fp64 takes over."""
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
 REWIRER = "rewirer/"
 """What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
-PIECE = {"cpu": 256 * 1024, "cuda": 64 * 1024 * 1024}
-"""Entries widened at a time: on a CPU they stay in cache."""
 
 
 @dataclass
@@ -66,12 +69,25 @@ class _Term(NamedTuple):
     value: torch.Tensor
 
 
+class _Vote(NamedTuple):
+    """What the ranks agreed on: whether all gradients are finite, the largest request, and whether
+    sums of the gradients might not be finite."""
+
+    finite: bool
+    request: int
+    unbounded: bool
+
+
 class GradientEngine:
     """Accumulates, launches and agrees on the gradients of one rank.
 
     A step is `begin`, backwards of which the last is announced by `expect_last_backward`, for each
     part of the parameters that has a last one of its own, `finish`, and then either the optimizer
     and `commit`, or `abort`; both end in zeroing.
+
+    `stream`: let steps be `Step.arriving`, on paths whose means allow it; every rank of the world
+    makes its engine in step then, since what they agree by must not queue behind the gradients: it
+    gets connections of its own.
     """
 
     def __init__(
@@ -83,10 +99,13 @@ class GradientEngine:
         cap: int,
         grad_dtype: torch.dtype,
         overlap: bool = True,
+        stream: bool = False,
     ) -> None:
         self.infos = {info.name: info for info in infos}
         self.reducer, self.rewirer, self.groups = parts.reducer, parts.rewirer, groups
         self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
+        self._growth = parts.growth if stream else None
+        self._voters = _apart(groups.world) if self.streams else groups.world
         self._handles = [
             leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
             for info in infos
@@ -154,7 +173,8 @@ class GradientEngine:
                 self._launch_full()
 
     def finish(self, *, tag: int, clip_norm: float = 0.0, request: int = 0) -> Step:
-        """Wait for every mean and decide, on all ranks alike, whether the step is good.
+        """Decide, on all ranks alike, whether the step is good, and wait for every mean unless the
+        step may be `Step.arriving`.
 
         `tag` is the caller's step number: ranks that are out of step raise `PeerError` instead of
         mixing gradients of different steps. `clip_norm`: global norm to clip to, 0 = off.
@@ -164,22 +184,40 @@ class GradientEngine:
         self._pending = [0] * len(self.buckets)
         self._finishing = True
         self._launch_full()
-        finite, request = self._agree(tag, request)
+        finite, request, unbounded = self._agree(tag, request)
         if not finite:
             for work in self._work:
                 work.drop()
             return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=[])
-        reduced = [work.wait() for work in self._work]
-        norm = self._norm(reduced) / self._context.loss_scale
-        factor = 1.0 / self._context.loss_scale
-        if clip_norm > 0.0 and norm > clip_norm:
-            factor *= clip_norm / (norm + CLIP_EPSILON)
-        return Step(
-            ok=math.isfinite(norm), norm=norm, factor=factor, request=request, reduced=reduced
+        step = Step(
+            ok=True,
+            norm=math.nan,
+            factor=1.0 / self._context.loss_scale,
+            request=request,
+            reduced=ArrivingMeans(self._take, len(self._work)),
+            arriving=True,
         )
+        if self.streams and not (clip_norm > 0.0 or unbounded):
+            self._arriving = step
+            return step
+        self._await(step)
+        step.ok = math.isfinite(step.norm)
+        if clip_norm > 0.0 and step.norm > clip_norm:
+            step.factor *= clip_norm / (step.norm + CLIP_EPSILON)
+        return step
 
     def commit(self, step: Step) -> None:
-        """The optimizer has applied the step: let the reducer keep what it did not send."""
+        """The optimizer has applied the step: let the reducer keep what it did not send. Where the
+        means were arriving, the norm is found now, which is collective over the model's ranks."""
+        if step.arriving:
+            self._await(step)
+            if not math.isfinite(step.norm):
+                raise NumericsError(
+                    f"the gradients of update {self._context.t} were finite, and so small that "
+                    "their sums have to be, but a sum is not: numbers changed on their way; the "
+                    "weights are spoilt and not saved; start the same command again, and suspect "
+                    "memory and network if it comes back"
+                )
         wanted = self.wants_update
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             update = BucketUpdate(bucket.slices, reduced.values) if wanted else None
@@ -189,10 +227,18 @@ class GradientEngine:
         self._start_over()
 
     def abort(self) -> None:
-        """The step is dropped on every rank; nothing that is saved has changed."""
+        """The step is dropped on every rank; nothing that is saved has changed. Collective as
+        `commit`."""
+        if self._arriving is not None:
+            self._await(self._arriving)
         for bucket in self.buckets:
             self.reducer.abort(bucket)
         self._start_over()
+
+    @property
+    def streams(self) -> bool:
+        """Whether steps may be `Step.arriving`."""
+        return self._growth is not None
 
     @property
     def wants_update(self) -> bool:
@@ -278,7 +324,9 @@ class GradientEngine:
         self._finishing = False
         self._pending = list(self._arrivals)
         self._work: list[Work] = []
-        self._local_norms: list[torch.Tensor] = []
+        self._reached: list[torch.Tensor] = []
+        self._squares: list[_Term] = []
+        self._arriving: Step | None = None
 
     def _launch_full(self) -> None:
         """(3), (4): send every full bucket that no earlier one holds back."""
@@ -295,7 +343,7 @@ class GradientEngine:
             if bucket.tied:
                 # Its other copy lives on another stage.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
-            self._local_norms.append(_finite_if_all_are(bucket.grad))
+            self._reached.append(reach(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))
 
     def _is_summed_first(self, bucket: GradBucket) -> bool:
@@ -303,28 +351,47 @@ class GradientEngine:
         tied = bucket.tied and self.groups.embedding.size > 1
         return tied or (bucket.partial and self.groups.tp.size > 1)
 
-    def _agree(self, tag: int, request: int) -> tuple[bool, int]:
-        """(5): whether every rank's gradients are finite, and the largest request."""
-        bad = ~torch.isfinite(torch.stack(self._local_norms)).all()
-        vote = torch.tensor([0.0, tag, -tag, request], dtype=torch.float64, device=bad.device)
-        vote[0] = bad
-        self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
-        bad_anywhere, newest, oldest, most_urgent = vote.tolist()
+    def _agree(self, tag: int, request: int) -> _Vote:
+        """(5): what every rank's gradients are like, and the largest request."""
+        reached = torch.stack(self._reached)
+        numbers = [0.0, tag, -tag, request, 0.0]
+        vote = torch.tensor(numbers, dtype=torch.float64, device=reached.device)
+        vote[0] = ~torch.isfinite(reached).all()
+        if self._growth is not None:
+            ranks = self.groups.dp.size
+            dtype = self._grad_dtype
+            vote[4] = may_overflow(reached.max(), dtype, growth=self._growth, ranks=ranks)
+            vote = vote.cpu()  # where those connections are
+        self._voters.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
+        bad_anywhere, newest, oldest, most_urgent, unbounded = vote.tolist()
         if newest != -oldest:
             raise PeerError(
                 f"ranks are out of step: this rank is at step {tag}, others between "
                 f"{int(-oldest)} and {int(newest)}; a collective was skipped or repeated"
             )
-        return not bad_anywhere, int(most_urgent)
+        return _Vote(not bad_anywhere, int(most_urgent), bool(unbounded))
 
-    def _norm(self, means: list[Reduced]) -> float:
-        """(6): L2 norm of the whole model's mean gradient, in scaled units."""
-        squares = [
-            _Term(reduced, _sum_of_squares(reduced.values))
-            for bucket, reduced in zip(self.buckets, means, strict=True)
-            if self.counts(bucket)
-        ]
-        return math.sqrt(self.groups.sum_over_model(self._over_parts(squares)))
+    def _take(self, number: int) -> Reduced:
+        """(6): wait for a bucket's mean; its share of the norm is found while others arrive, and
+        before the optimizer uses it up."""
+        reduced = self._work[number].wait()
+        if self.counts(self.buckets[number]):
+            self._squares.append(self._square(reduced))
+        return reduced
+
+    def _square(self, reduced: Reduced) -> _Term:
+        return _Term(reduced, sum_of_squares(reduced.values))
+
+    def _await(self, step: Step) -> None:
+        """Take the means that are still on their way, and with all of them the norm."""
+        for _ in step.reduced:
+            pass
+        step.norm = self._norm() / self._context.loss_scale
+        step.arriving, self._arriving = False, None
+
+    def _norm(self) -> float:
+        """(7): L2 norm of the whole model's mean gradient, in scaled units."""
+        return math.sqrt(self.groups.sum_over_model(self._over_parts(self._squares)))
 
     def _over_parts(self, terms: Sequence[_Term]) -> torch.Tensor:
         """Sum of what was found in means (fp64, [1]): of those that each data-parallel rank has a
@@ -337,41 +404,11 @@ class GradientEngine:
         return sums.sum().view(1)
 
 
-def _finite_if_all_are(values: torch.Tensor) -> torch.Tensor:
-    """A norm, which is not finite if an entry is not and is far cheaper than `isfinite().all()`.
-
-    Nor is it where squares overflow: an entry so large that a sparse path does not send would wait
-    in its residual and spoil every later norm. torch adds bf16 up in fp32 and rounds once, to a
-    type of the same range; an fp16 result would overflow where no entry does.
-    """
-    if values.dtype != torch.float16:
-        return torch.linalg.vector_norm(values).float()
-    return torch.stack([torch.linalg.vector_norm(piece) for piece in _widened(values)]).sum()
-
-
-def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Of a 1-D tensor, in fp64. Row by row: torch's fp32 norm on the CPU adds one term after
-    another and is off by a third of a percent at 40M entries."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for piece in _widened(values):
-        whole = piece.numel() // NORM_ROW * NORM_ROW
-        rows = torch.linalg.vector_norm(piece[:whole].view(-1, NORM_ROW), dim=1)
-        rest = torch.linalg.vector_norm(piece[whole:])
-        total += rows.double().square().sum() + rest.double().square()
-    return total
-
-
-def _widened(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A flat vector as fp32, piece by piece where it is not; a piece holds until the next. Asked
-    for an fp32 sum of a 16-bit vector, torch takes ten times as long on a CPU."""
-    if values.dtype == torch.float32:
-        yield values
-        return
-    scratch = torch.empty(
-        min(values.numel(), PIECE[values.device.type]), dtype=torch.float32, device=values.device
-    )
-    for piece in values.split(scratch.numel()):
-        yield scratch[: piece.numel()].copy_(piece)
+def _apart(world: Group) -> Group:
+    """Connections to the same ranks that nothing else queues on, told of like the others."""
+    votes = Calls("votes")
+    votes.tell = world.calls.tell
+    return dataclasses.replace(world.apart(), calls=votes)
 
 
 def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> GradBucket:

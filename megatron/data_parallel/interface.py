@@ -230,15 +230,17 @@ class SparseIndex(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """The mean gradient of a bucket over data-parallel ranks. Norm, clipping and optimizer read
-    this and never `bucket.grad`.
+    """The gradient of the global batch's mean loss with respect to a bucket: the mean over
+    data-parallel ranks of what backward accumulated there, or its sum where each rank's loss was
+    divided by the whole batch beforehand (`--predivide-loss`), the same but for rounding. Norm,
+    clipping and optimizer read this and never `bucket.grad`.
 
-    `values`: 1-D, in units of the scaled loss. `index`: positions of the values in the bucket, or
-    None for all of them. `rest` tells what the positions outside `index` mean to the optimizer: a
-    zero gradient ("zero"), or nothing at all, weight decay included ("frozen"). `gathered`: number
-    of steps whose gradients each value sums up (fp32, as long as the values), None for one. `part`:
-    the positions of the bucket that all of this is of, where other data-parallel ranks got the
-    others; None for all.
+    `values`: 1-D, in units of the scaled loss: the loss scale times too large. `index`: positions
+    of the values in the bucket, or None for all of them. `rest` tells what the positions outside
+    `index` mean to the optimizer: a zero gradient ("zero"), or nothing at all, weight decay
+    included ("frozen"). `gathered`: number of steps whose gradients each value sums up (fp32, as
+    long as the values), None for one. `part`: the positions of the bucket that all of this is of,
+    where other data-parallel ranks got the others; None for all.
     """
 
     values: torch.Tensor
@@ -470,12 +472,17 @@ class Rewirer(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class PathParts:
     """What a path builds for a run: its layout, its reducer, what changes the layout, if anything
-    does, and sentences for the log."""
+    does, and sentences for the log.
+
+    `growth`, of a reducer that finds plain means: how many times the largest entry of any rank's
+    gradient a sum may reach on its way to the mean, but for rounding. Where that is known, some
+    buckets may be updated while others are still on their way; None: only once all are there."""
 
     layout: BucketLayout
     reducer: GradientReducer
     rewirer: Rewirer | None = None
     notes: tuple[str, ...] = ()
+    growth: float | None = None
 
 
 class Saved(Protocol):
@@ -537,16 +544,35 @@ class GradientPath(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+class Means(Protocol):
+    """What was reduced in a step, one for each bucket, in index order. To ask for one may block
+    until it is there; those before it are there then too."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Reduced: ...
+
+    def __iter__(self) -> Iterator[Reduced]: ...
+
+    def clear(self) -> None:
+        """Let go of all."""
+        ...
+
+
+@dataclass(kw_only=True)
 class Step:
     """What the engine found out about a step. `norm`: global L2 norm of the mean gradient in
     unscaled units, not finite where the step is not ok. `factor`: what the optimizer multiplies
-    each reduced value by (loss scale and clipping). `reduced`: one for each bucket, in index
-    order; none where a gradient was not finite. `request`: the largest of what the ranks asked for
-    after this step, 0 for nothing."""
+    each reduced value by (loss scale and clipping). `reduced`: the means, one for each bucket, in
+    index order; none where a gradient was not finite. `request`: the largest of what the ranks
+    asked for after this step, 0 for nothing.
+
+    `arriving`: the step is ok, but sums may still be under way, and `norm` is NaN until the
+    engine's `commit` or `abort`, which find it."""
 
     ok: bool
     norm: float
     factor: float
     request: int = 0
-    reduced: list[Reduced]
+    reduced: Means
+    arriving: bool = False

@@ -37,7 +37,8 @@ class DensePath:
         from megatron.data_parallel.buckets import DenseLayout
         from megatron.data_parallel.sharded import mean_reducer
 
-        return PathParts(layout=DenseLayout(), reducer=mean_reducer(config, groups))
+        reducer = mean_reducer(config, groups)
+        return PathParts(layout=DenseLayout(), reducer=reducer, growth=reducer.growth)
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         entries = sum(math.prod(shape) for shape in shapes.values())
@@ -74,7 +75,12 @@ class ProductPath:
     ) -> PathParts:
         parts = self._layout.build(config, infos, groups, saved)
         other = self._reducer.build(config, infos, groups, saved)
-        return dataclasses.replace(parts, reducer=other.reducer, notes=(*parts.notes, *other.notes))
+        return dataclasses.replace(
+            parts,
+            reducer=other.reducer,
+            notes=(*parts.notes, *other.notes),
+            growth=other.growth,
+        )
 
     def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Of the reducer it is what it would be for parameters of the stored entries alone."""

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 def mean_reducer(config: Config, groups: ProcessGroups) -> AllReduceReducer:
     """The reducer of a path that takes plain means of whole buckets."""
+    divides = not config.precision.predivide_loss
     if config.parallel.use_distributed_optimizer and groups.dp.size > 1:
-        return ReduceScatterReducer(groups.dp)
-    return AllReduceReducer(groups.dp)
+        return ReduceScatterReducer(groups.dp, divides)
+    return AllReduceReducer(groups.dp, divides)
 
 
 def shard_length(numel: int, ranks: int) -> int:
@@ -103,11 +104,7 @@ class ReduceScatterReducer(AllReduceReducer):
         if bucket.shard is None or bucket.room is None or not scatter:
             return super().reduce(bucket, step)
         own, ranks = bucket.shard.where, self.group.size
-        op = dist.ReduceOp.AVG
-        if bucket.grad.dtype != torch.float32:
-            # A 16-bit sum can overflow where its mean does not, so the division comes first.
-            bucket.grad.div_(ranks)
-            op = dist.ReduceOp.SUM
+        op = self.prepare(bucket.grad)
         mine = own.of(bucket.room)
         pending = self.group.reduce_scatter(mine, bucket.room, op, async_op=True)
         self.bytes_sent += (ranks - 1) * mine.nbytes

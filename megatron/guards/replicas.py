@@ -34,7 +34,9 @@ def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
     found = {}
     for info, bucket, where in optimizer.engine.slices():
         if bucket.shard is None:
-            found[info.name] = checksum(where.of(optimizer.states[bucket.index].master))
+            master = where.of(optimizer.states[bucket.index].master)
+            # Which may be in host memory, where the others are not.
+            found[info.name] = checksum(master).to(info.param.device)
         if bucket.shard is not None or info.param.dtype != torch.float32:
             found[f"{info.name} ({info.param.dtype})"] = checksum(info.param.detach())
     return found

@@ -31,6 +31,7 @@ from megatron.data_parallel.interface import (
     SparseIndex,
     Step,
 )
+from megatron.optimizer.host import beside
 from megatron.optimizer.rules import Hyper, UpdateRule
 from megatron.optimizer.shards import Kept, ShardUpdates, bind, fill
 
@@ -50,23 +51,29 @@ class BucketState:
 
 
 class BucketOptimizer:
-    """Applies an `UpdateRule` to the buckets of an engine.
+    """Applies an `UpdateRule` to the buckets of an engine, in chunks of at most `most` entries.
 
     Where parameters are fp32 and stored whole they become views of the master weights, unless
     those are sharded; 16-bit parameters get the rounded result from `layout.scatter`.
     """
 
-    def __init__(self, engine: GradientEngine, rule: UpdateRule) -> None:
+    def __init__(self, engine: GradientEngine, rule: UpdateRule, *, most: int = CUDA_CHUNK) -> None:
         self.engine, self.rule = engine, rule
         self.applied = self.moments_since = 0
-        on_cpu = engine.buckets[0].grad.device.type == "cpu"
-        self._chunk = CPU_CHUNK if on_cpu else CUDA_CHUNK
+        self._device = engine.buckets[0].grad.device
+        self._chunk = min(most, CPU_CHUNK if self._device.type == "cpu" else CUDA_CHUNK)
         assert self._chunk % ALIGNMENT == 0
         self._open()
 
+    @property
+    def states(self) -> list[BucketState]:
+        """Those of every bucket, in order, to be read or written now."""
+        return self._states
+
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
         """Apply a good step: `lr` and `weight_decay` are this update's; buckets whose parameters
-        do not decay use 0. The reduced values may be overwritten."""
+        do not decay use 0. The reduced values may be overwritten. Buckets are taken one after
+        another, so that a mean that is still arriving is waited for when its turn comes."""
         self.applied += 1
         updates = ShardUpdates(self.engine)
         for bucket, reduced in zip(self.engine.buckets, step.reduced, strict=True):
@@ -100,19 +107,20 @@ class BucketOptimizer:
             # Their bias is corrected by the updates that they have seen.
             self.moments_since = self.applied
             old = {(kind, name): held for (kind, name), held in old.items() if kind == PARAM}
-        self.states.clear()
+        self._states.clear()
         engine.rebucket(change.layout)
         # Bucket by bucket: old states go as the new ones come.
         for bucket in engine.buckets:
-            self.states.append(self._allocate(bucket))
+            self._states.append(self._allocate(bucket))
             for name, kind, flat in self._slices(bucket):
                 if kind == PARAM:
-                    bind(engine, name, flat)
+                    self._bind(name, flat)
                 held = old.pop((kind, name), None)
                 if held is not None:
                     # By way of the whole tensor: layouts need not know of each other.
-                    whole = torch.zeros_like(engine.infos[name].param, dtype=torch.float32)
-                    before.scatter(name, held.whole(), whole)
+                    param = engine.infos[name].param
+                    whole = torch.zeros(param.shape, dtype=torch.float32, device=flat.device)
+                    beside(before, flat, param).scatter(name, held.whole(), whole)
                     if name in change.anew:
                         whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
                     fill(engine, name, flat, whole)
@@ -177,16 +185,25 @@ class BucketOptimizer:
 
     def _open(self) -> None:
         """States for the engine's buckets: the parameters' weights, and moments of zero."""
-        self.states = [self._allocate(bucket) for bucket in self.engine.buckets]
+        self._states = [self._allocate(bucket) for bucket in self.engine.buckets]
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
                 if kind == PARAM:
-                    bind(self.engine, name, flat)
+                    self._bind(name, flat)
         self._size_scratch()
 
+    def _bind(self, name: str, flat: torch.Tensor) -> None:
+        """Fill a master weight from the parameter, and tie the two together."""
+        bind(self.engine, name, flat)
+
     def _size_scratch(self) -> None:
-        longest = max((state.master for state in self.states), key=torch.Tensor.numel)
-        self._scratch = longest.new_empty(min(self._chunk, longest.numel()))
+        """Have room to compute in, for the buckets that there are now."""
+        self._scratch = self._room()
+
+    def _room(self) -> torch.Tensor:
+        """fp32, on the device, for a chunk of any bucket."""
+        longest = max(bucket.kept.numel for bucket in self.engine.buckets)
+        return torch.empty(min(self._chunk, longest), dtype=torch.float32, device=self._device)
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Name, kind and the stored entries that this rank keeps of every state of a bucket."""

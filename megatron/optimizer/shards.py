@@ -20,6 +20,7 @@ from megatron.data_parallel.interface import (
     Pending,
     ShardExchange,
 )
+from megatron.optimizer.host import beside
 from megatron.parallel.cut import Corner
 
 PIECE = 1 << 20
@@ -128,12 +129,12 @@ def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Ten
         padded = dense.new_zeros(param.shape)
         padded.view(-1)[: dense.numel()] = dense.reshape(-1)
         dense = padded
-    dense = dense.to(flat.device)
+    dense, layout = dense.to(flat.device), beside(engine.layout, flat, param)
     if flat.numel() == where.numel:
-        engine.layout.gather(name, dense, flat)
+        layout.gather(name, dense, flat)
         return
     stored = flat.new_empty(where.numel)
-    engine.layout.gather(name, dense, stored)
+    layout.gather(name, dense, stored)
     flat.copy_(bucket.kept_of(name).of(stored))
 
 

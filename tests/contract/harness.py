@@ -18,7 +18,8 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.offload import OffloadedOptimizer
+from megatron.optimizer.rules import AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 
@@ -31,6 +32,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "second.bias": (30,),
 }
 TIED = "embedding.weight"
+OFFLOAD_BUCKET = 384
+"""Entries: most buckets are several pieces of half of it."""
 TOTAL_ITERATIONS = 100
 """Of the run that a path is told it is in."""
 
@@ -40,7 +43,9 @@ class PathCase:
     """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
     the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
-    `sharded`: with `--use-distributed-optimizer`.
+    `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
+    that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
+    makes the gradients.
 
     Where a path promises less it says why: `fp32_only`, its gradients are never 16 bit nor scaled;
     `keeps_skipped`, what a skipped step had added to its residual stays there, and nothing else."""
@@ -52,6 +57,8 @@ class PathCase:
     fp32_only: str = ""
     keeps_skipped: str = ""
     sharded: bool = False
+    offloaded: bool = False
+    predivided: bool = False
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
@@ -62,6 +69,7 @@ EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bi
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 PATHS = [
     PathCase("dense"),
+    PathCase("dense", offloaded=True),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -82,6 +90,7 @@ PATHS = [
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
     PathCase("samo", RANDOM | DSR),
     PathCase("samo", RANDOM | DSR, sharded=True),
+    PathCase("samo", RANDOM | DSR, offloaded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
@@ -94,8 +103,8 @@ WORLDS = [1, 2, 4]
 
 
 def case_id(case: PathCase) -> str:
-    sharded = ["sharded"] * case.sharded
-    return "-".join([case.name, *sharded, *(f"{k}={v}" for k, v in case.options.items())])
+    kinds = ["sharded"] * case.sharded + ["offloaded"] * case.offloaded
+    return "-".join([case.name, *kinds, *(f"{k}={v}" for k, v in case.options.items())])
 
 
 class Toy:
@@ -114,16 +123,29 @@ class Toy:
         weight_decay: float = 0.1,
         saved: SavedToy | None = None,
         scatter: bool | None = None,
+        rule: UpdateRule | None = None,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
+        if case.offloaded and grad_dtype.itemsize < dtype.itemsize:
+            dtype = grad_dtype  # gradients are no narrower
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
         if case.sharded:
             parts = replace(parts, reducer=ReduceScatterReducer(groups.dp, scatter=scatter))
         self.engine = GradientEngine(
-            self.infos, parts, groups, cap=cap, grad_dtype=grad_dtype, overlap=overlap
+            self.infos,
+            parts,
+            groups,
+            cap=cap,
+            grad_dtype=grad_dtype,
+            overlap=overlap,
+            stream=case.offloaded,
         )
-        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+        rule = rule or AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
+        if case.offloaded:
+            self.optimizer = OffloadedOptimizer(self.engine, rule, bucket_size=OFFLOAD_BUCKET)
+        else:
+            self.optimizer = BucketOptimizer(self.engine, rule)
         self.steps = 0
 
     def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
@@ -284,7 +306,9 @@ def config_of(case: PathCase) -> Any:
         extensions=extensions,
         parallel=SimpleNamespace(use_distributed_optimizer=case.sharded),
         training=SimpleNamespace(seed=1, skip_train=False),
-        precision=SimpleNamespace(param_dtype="float32", grad_dtype="float32"),
+        precision=SimpleNamespace(
+            param_dtype="float32", grad_dtype="float32", predivide_loss=case.predivided
+        ),
         optimizer=SimpleNamespace(optimizer="adam"),
         total_iterations=lambda: TOTAL_ITERATIONS,
     )

@@ -66,7 +66,9 @@ def build(
     config: Any = SimpleNamespace(
         extensions={"samo": SamoConfig(**options), **extensions},
         training=SimpleNamespace(seed=7, skip_train=False),
-        precision=SimpleNamespace(param_dtype=str(dtype).partition(".")[2], grad_dtype="float32"),
+        precision=SimpleNamespace(
+            param_dtype=str(dtype).partition(".")[2], grad_dtype="float32", predivide_loss=False
+        ),
         optimizer=SimpleNamespace(optimizer="adam"),
         parallel=SimpleNamespace(use_distributed_optimizer=False),
         total_iterations=lambda: TOTAL,

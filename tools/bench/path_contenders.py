@@ -63,7 +63,7 @@ class OursPath:
         self._agreeing = 0.0
         agree = engine._agree
 
-        def timed(tag: int, request: int) -> tuple[bool, int]:
+        def timed(tag: int, request: int) -> Any:
             began = perf_counter()
             try:
                 return agree(tag, request)

@@ -48,6 +48,7 @@ class Phases:
             (engine.layout, "gather_add", GATHER),
             (engine, "_launch_full", CHECK),
             (engine, "finish", WAIT),
+            (engine, "_square", NORM),
             (engine, "_norm", NORM),
             (optimizer, "step", OPTIMIZER),
             (engine.layout, "scatter", SCATTER),
