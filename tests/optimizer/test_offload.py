@@ -1,0 +1,347 @@
+"""States in host memory: the same bits as on the device, for a bounded room there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.errors import NumericsError
+from megatron.guards.replicas import compare_replicas
+from megatron.optimizer import bucket_optimizer, shards
+from megatron.optimizer.host import ByMask
+from megatron.optimizer.offload import OffloadedOptimizer
+from megatron.optimizer.rules import SGD, AdamW, UpdateRule
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from samo.layout import CompressedLayout
+from tests.contract.harness import (
+    DSR,
+    EARLY_BIRD,
+    OFFLOAD_BUCKET,
+    RANDOM,
+    PathCase,
+    Toy,
+    gradients,
+    same,
+)
+from tests.ranks import Ranks
+from tools.bench.tensors import bytes_of, storages
+
+ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+DENSE = PathCase("dense")
+REWIRED = PathCase("samo", RANDOM | DSR)
+TICKET = PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 1})
+"""Pruned after its fifth update."""
+BF16 = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+BF16_WIDE = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
+FP16 = {"dtype": torch.float16, "grad_dtype": torch.float16}
+FP16_WIDE = {"dtype": torch.float16, "grad_dtype": torch.float32}
+ADAM, MOMENTUM = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)
+SCALE = 64.0
+
+
+def offloaded(case: PathCase) -> PathCase:
+    return replace(case, offloaded=True)
+
+
+def pair(groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], **options: Any) -> list[Toy]:
+    """A toy with its states on the device, and one without."""
+    return [Toy(groups, one, **kinds, **options) for one in (case, offloaded(case))]
+
+
+# ---- the same bits ------------------------------------------------------------------------------
+
+
+def on_rank_run(
+    groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], rule: UpdateRule, clip: float
+) -> dict[str, list]:
+    """Nine steps, of which the fourth is not finite on one rank and the sixth is not applied."""
+    toys = pair(groups, case, kinds, rule=rule)
+    found: dict[str, list] = {"differ": [], "norms": [], "arriving": [], "changed": []}
+    for number in range(9):
+        mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
+        if number == 3 and groups.dp.rank == groups.dp.size - 1:
+            mine[1]["second.weight"].view(-1)[toys[0].entry("second.weight")] = math.nan
+        before, steps = toys[1].state(), []
+        for toy in toys:
+            toy.backward(mine, loss_scale=SCALE)
+            steps.append(toy.finish(clip_norm=clip))
+        found["arriving"].append(steps[1].arriving)
+        for toy, step in zip(toys, steps, strict=True):
+            if number == 5:
+                toy.engine.abort()  # a loss too far out
+            else:
+                toy.apply(step)
+        if number in (3, 5):
+            found["changed"] += same(before, toys[1].state())
+        found["norms"].append([step.norm for step in steps])
+        found["differ"] += same(*(toy.state() for toy in toys))
+        compare_replicas(toys[1].optimizer, groups, step=number)
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("world", "case", "kinds", "rule"),
+    [
+        (1, DENSE, BF16, ADAM),
+        (1, DENSE, FP16_WIDE, MOMENTUM),
+        (1, REWIRED, FP16, ADAM),
+        (1, TICKET, BF16_WIDE, ADAM),
+        (2, DENSE, FP16, MOMENTUM),
+        (2, REWIRED, BF16, MOMENTUM),
+        (4, TICKET, FP16, ADAM),
+    ],
+)
+def test_no_bit_of_a_run_changes(
+    ranks: Ranks, world: int, case: PathCase, kinds: dict, rule: UpdateRule, clip: float
+) -> None:
+    for found in ranks.run(world, on_rank_run, case, kinds, rule, clip):
+        assert found["differ"] == found["changed"] == []
+        assert all(a == b or (a != a and b != b) for a, b in found["norms"])
+        assert sum(a == a for a, _ in found["norms"]) == 8, "a norm is found of aborted steps too"
+        assert found["arriving"] == [not clip and number != 3 for number in range(9)]
+
+
+def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_optimizer, "CPU_CHUNK", 64)
+    cut = Toy(ALONE, offloaded(DENSE), **BF16_WIDE)
+    monkeypatch.setattr(bucket_optimizer, "CPU_CHUNK", 1 << 20)
+    whole = Toy(ALONE, DENSE, **BF16_WIDE)
+    assert (cut.optimizer._chunk, whole.optimizer._chunk) == (64, 1 << 20)
+    for number in range(4):
+        for toy in (cut, whole):
+            toy.step([gradients(number)])
+        assert same(whole.state(), cut.state()) == []
+
+
+def test_what_it_leaves_in_the_gradients_memory_is_no_gradient() -> None:
+    """A parameter without gradient in the next step, and the gaps, are zero in it."""
+    toys = pair(ALONE, DENSE, BF16)
+    for toy in toys:
+        toy.step([gradients(0)])
+        every, toy.infos = toy.infos, toy.infos[1:]
+        toy.backward([gradients(1)])
+        toy.infos = every
+        toy.apply(toy.finish())
+    assert same(*(toy.state() for toy in toys)) == []
+    for bucket in toys[1].engine.buckets:
+        gaps = bucket.grad.float()
+        for where in bucket.slices.values():
+            where.of(gaps).zero_()
+        assert not gaps.any()
+
+
+# ---- the order of a step ------------------------------------------------------------------------
+
+
+def on_rank_order(groups: ProcessGroups, clip: float, zeros: bool) -> list[tuple[str, int]]:
+    """In which order a step waits for buckets, takes their squares, and updates them."""
+    toy = Toy(groups, offloaded(DENSE), **BF16, cap=1)
+    engine, optimizer, events = toy.engine, toy.optimizer, []
+    toy.step([gradients(0)])
+    square, update = engine._square, optimizer._update
+    engine._square = lambda reduced: events.append("square") or square(reduced)  # type: ignore
+
+    def updated(bucket: Any, *more: Any) -> None:
+        events.append("update")
+        update(bucket, *more)
+
+    optimizer._update = updated  # type: ignore[method-assign]
+    toy.backward([gradients(1, groups.dp.rank)])
+    step = toy.finish(clip_norm=clip)
+    if zeros:
+        engine.count_zeros(step)
+    toy.apply(step)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("clip", "zeros", "together"), [(0.0, False, True), (1.0, False, False), (0.0, True, False)]
+)
+def test_buckets_are_updated_as_they_come_unless_all_are_wanted_first(
+    ranks: Ranks, clip: float, zeros: bool, together: bool
+) -> None:
+    buckets = 6
+    one = ["square", "update"] * buckets
+    other = ["square"] * buckets + ["update"] * buckets
+    assert ranks.run(2, on_rank_order, clip, zeros) == [one if together else other] * 2
+
+
+def on_rank_far_out(
+    groups: ProcessGroups, values: list[float], predivided: bool
+) -> tuple[list[bool], bool, bool, list[str], list[str]]:
+    """A step in which each rank's fp16 gradient has one such entry: ok, whether it was arriving,
+    what differs from the resident optimizer's, and what changed."""
+    toys = pair(groups, replace(DENSE, predivided=predivided), FP16)
+    for toy in toys:
+        toy.step([gradients(0, groups.dp.rank)])
+    before = toys[1].state()
+    wanted = gradients(1)
+    wanted["first.weight"][2, 3] = values[groups.dp.rank]
+    steps = []
+    for toy in toys:
+        toy.backward([wanted])
+        steps.append(toy.finish())
+    arriving = steps[1].arriving
+    for toy, step in zip(toys, steps, strict=True):
+        toy.apply(step)
+    differ = same(*(toy.state() for toy in toys))
+    return [step.ok for step in steps], arriving, differ, same(before, toys[1].state())  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("values", "predivided", "ok", "arriving"),
+    [
+        ([65000.0, 65000.0], False, True, True),  # divided first
+        ([65504.0, 65504.0], False, True, False),  # halves round, so this is not certain
+        ([30000.0, 30000.0], True, True, True),
+        ([40000.0, -40000.0], True, True, False),  # might have overflowed
+        ([40000.0, 40000.0], True, False, False),  # does
+        ([40000.0, 20000.0], True, True, False),
+        ([math.inf, 0.0], True, False, False),
+    ],
+)
+def test_no_sum_overflows_after_others_were_applied(
+    ranks: Ranks, values: list[float], predivided: bool, ok: bool, arriving: bool
+) -> None:
+    for found in ranks.run(2, on_rank_far_out, values, predivided):
+        oks, was_arriving, differ, changed = found
+        assert oks == [ok, ok] and was_arriving == arriving and differ == []
+        assert bool(changed) == ok
+
+
+def test_a_sum_that_breaks_its_bound_is_told() -> None:
+    toy = Toy(ALONE, offloaded(DENSE), **BF16)
+    toy.backward([gradients(0)])
+    step = toy.finish()
+    assert step.arriving
+    toy.engine.buckets[-1].grad[0] = math.inf  # as a faulty network would
+    toy.optimizer.step(step, lr=1e-2, weight_decay=0.0)
+    with pytest.raises(NumericsError, match="numbers changed on their way"):
+        toy.engine.commit(step)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
+    """Bytes of a bf16 model that has taken steps: of states, of all tensors but those, of an index;
+    and its entries, and those that are stored."""
+    before = storages()
+    shape, count = (512, 64), 12
+    infos = [
+        ParamInfo(
+            name=f"{number}",
+            leaves=(torch.nn.Parameter(torch.randn(shape).bfloat16()),),
+            logical_shape=shape,
+        )
+        for number in range(count)
+    ]
+    masks = {info.name: torch.rand(512 * 64) < shared for info in infos if shared < 1}
+    layout = CompressedLayout(masks, device=torch.device("cpu"))
+    del masks
+    parts = PathParts(layout=layout, reducer=AllReduceReducer(ALONE.dp), growth=1.0)
+    engine = GradientEngine(
+        infos, parts, ALONE, cap=4 * bucket_size, grad_dtype=torch.bfloat16, stream=True
+    )
+    optimizer = OffloadedOptimizer(engine, rule, bucket_size=bucket_size)
+    for _ in range(2):
+        engine.expect_last_backward()
+        for info in infos:
+            info.param.grad = torch.randn(shape).bfloat16()
+            engine.accumulate(info.name, info.param)
+        step = engine.finish(tag=1)
+        optimizer.step(step, lr=1e-3, weight_decay=0.1)
+        engine.commit(step)
+        del step
+    states = bytes_of(t for s in optimizer.states for t in (s.master, *s.moments))
+    new = {at: size for at, size in storages().items() if at not in before}
+    return {
+        "states": sum(states.values()),
+        "device": sum(size for at, size in new.items() if at not in states),
+        "index": layout.nbytes,
+        "buffers": optimizer.device_bytes,
+        "entries": count * math.prod(shape),
+        "stored": sum(bucket.numel for bucket in engine.buckets),
+    }
+
+
+@pytest.mark.parametrize("shared", [1.0, 0.3])
+@pytest.mark.parametrize(("rule", "each"), [(ADAM, 14), (MOMENTUM, 10)])
+def test_the_device_holds_16_bytes_an_entry_of_a_bucket(
+    shared: float, rule: UpdateRule, each: int
+) -> None:
+    """4 phi + 16 bsize in all (AxoNN V-B); of a pruned model 2 phi + 2 f phi and an index."""
+    size = 16384
+    found = _model(shared, rule, size)
+    stored = found["stored"]
+    assert found["states"] == (4 + 4 * len(rule.moments)) * stored
+    assert found["buffers"] == each * size
+    model = 2 * found["entries"] + 2 * stored + found["index"]
+    assert 0 <= found["device"] - model - found["buffers"] < 1024, "and scalars"
+    assert found["device"] <= model + 16 * size
+    assert stored == found["entries"] if shared == 1 else stored < 0.32 * found["entries"]
+
+
+# ---- going over to other states -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [DENSE, REWIRED, TICKET], ids=lambda case: str(case.options))
+def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
+    """As in a checkpoint: what one has, the other continues with, and makes the same bits."""
+    through = Toy(ALONE, case, **BF16)
+    resident, other = pair(ALONE, case, BF16)
+    toys = [through, resident, other]
+    for number in range(8):
+        for toy in toys:
+            toy.step([gradients(number)])
+        source, target = (resident, other) if number % 2 else (other, resident)
+        states = {(k, n): t.clone() for k, n, t in source.optimizer.tensors()}
+        for kind, name, flat in target.optimizer.tensors():
+            flat.fill_(math.nan)
+            flat.copy_(states[kind, name])
+        for info in target.infos:
+            info.param.detach().masked_fill_(toy.exists(info.name).view(info.param.shape), 7.0)
+        target.optimizer.loaded()
+        weights = {info.name: flat for info, flat in target.optimizer.weights()}
+        assert all(torch.equal(weights[name], states["param", name]) for name in weights)
+        assert same(through.state(), target.state()) == []
+    assert through.optimizer.params_norm() == other.optimizer.params_norm()
+
+
+@pytest.mark.parametrize("case", [REWIRED, TICKET], ids=lambda case: str(case.options))
+def test_states_apart_from_the_index_are_carried_over_by_masks(
+    monkeypatch: pytest.MonkeyPatch, case: PathCase
+) -> None:
+    """As on a GPU, whose kernels read no host memory."""
+    plain = Toy(ALONE, case, **BF16)
+    for number in range(8):
+        plain.step([gradients(number)])
+    used = []
+
+    def apart(layout: Any, state: torch.Tensor, param: torch.Tensor) -> ByMask:
+        used.append(state.numel())
+        return ByMask(layout)
+
+    monkeypatch.setattr(bucket_optimizer, "beside", apart)
+    monkeypatch.setattr(shards, "beside", apart)
+    toy = Toy(ALONE, offloaded(case), **BF16)
+    for number in range(8):
+        toy.step([gradients(number)])
+    assert used and same(plain.state(), toy.state()) == []
+
+
+def test_the_bucket_has_room_for_two_pieces() -> None:
+    assert OFFLOAD_BUCKET // 2 % 64 == 0
+    toy = Toy(ALONE, offloaded(DENSE), **BF16)
+    assert toy.optimizer._chunk == OFFLOAD_BUCKET // 2
+    with pytest.raises(AssertionError):
+        OffloadedOptimizer(toy.engine, ADAM, bucket_size=64)
