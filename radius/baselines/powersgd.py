@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.dense import ring_all_reduce_bytes
-from megatron.data_parallel.engine import PIECE
 from megatron.data_parallel.interface import (
     Entries,
     GradBucket,
@@ -31,6 +30,7 @@ from megatron.data_parallel.interface import (
     Reduced,
     StepContext,
 )
+from megatron.data_parallel.norm import PIECE
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import is_smaller
 from radius.share import ModelShare
