@@ -66,11 +66,13 @@ def train_by_hand(
             trainer._evaluate("valid", trainer.readers.valid)
     trainer.metrics.close()
     trainer.engine.detach()
+    trainer.pipeline.transport.close()
     return {
         "losses": [record.lm_loss for record in records],
         "norms": [record.grad_norm for record in records],
         "params_norms": [record.params_norm for record in records],
         "zeros": [record.num_zeros for record in records],
+        "skipped": [record.skipped for record in records],
         "tokens": [record.tokens for record in records],
         "sent": [dict(record.axis_bytes) for record in records],
         "timers": set(records[-1].timers),

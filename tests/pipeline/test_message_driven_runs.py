@@ -1,0 +1,96 @@
+"""Message-driven runs over real MPI: whatever arrives first, every bit is that of 1F1B."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.course import WAIT
+from tests.pipeline.grids import train_by_hand
+from tests.ranks import Ranks
+from tests.training.harness import metrics_of
+
+SCHEDULE = "--pipeline-schedule message-driven"
+DRY = "--attention-dropout 0 --hidden-dropout 0"
+WET = "--attention-dropout 0.1 --hidden-dropout 0.1"
+UNTIED = "--untie-embeddings-and-output-weights"
+RADIUS = "--radius-density 0.4 --radius-interval 2 --radius-start-iter 0"
+PRUNED = "--samo-sparsity 0.5 --samo-pruning random"
+CLIP = 0.1
+OVERFLOWS = 2**24
+"""A scale with which gradients overflow once: they do not with half of it."""
+CASES = {
+    # Stages, ranks of each, what both schedules are given, limits (0: the default).
+    "pp2-dp2": (2, 1, WET, (0, 3)),
+    "pp2-dp2-bf16-recomputed": (2, 1, f"{WET} --bf16 --recompute-granularity full", (1,)),
+    "pp4-uneven": (4, 1, f"{DRY} --num-layers 5", (1, 0, 6)),
+    "pp4-untied-recomputed": (4, 1, f"{WET} {UNTIED} --recompute-granularity full", (5,)),
+    "tp2-pp2-sequence-cut": (2, 2, f"{WET} --sequence-parallel", (0, 1)),
+    "tp2-pp2-untied-bf16": (2, 2, f"{WET} {UNTIED} --bf16", (4,)),
+    "samo": (2, 1, f"{WET} --grad-path samo {PRUNED}", (0,)),
+    "radius": (2, 1, f"{WET} --grad-path radius {RADIUS}", (0,)),
+    "samo+radius": (2, 1, f"{WET} --grad-path samo+radius {PRUNED} {RADIUS}", (3,)),
+    "topk": (2, 1, f"{WET} --grad-path topk --topk-density 0.1 --topk-start-iter 0", (0,)),
+    "powersgd": (2, 1, f"{WET} --grad-path powersgd --powersgd-rank 2", (3,)),
+}
+"""All of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
+WORLD = 4
+
+
+def flags_of(limit: int) -> str:
+    return f"{SCHEDULE} --pipeline-limit {limit}" if limit else SCHEDULE
+
+
+def both_ways(
+    groups: ProcessGroups, flags: str, pp: int, tp: int, limits: tuple[int, ...], run_dir: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """What this rank finds under 1F1B, and what differs from that under the other schedule."""
+    flags += f" --clip-grad {CLIP}"
+    usual = train_by_hand(groups, flags, pp, run_dir / "1f1b", tp)
+    weights = usual.pop("params")
+    assert WAIT not in usual["timers"]
+    differing = []
+    for limit in limits:
+        driven = f"{flags} {flags_of(limit)}"
+        found = train_by_hand(groups, driven, pp, run_dir / str(limit), tp)
+        assert WAIT in found["timers"], "another schedule ran"
+        found["timers"].discard(WAIT)
+        masters = found.pop("params")
+        assert masters.keys() == weights.keys()
+        names = [name for name in weights if not torch.equal(masters[name], weights[name])]
+        names += [name for name in usual if found[name] != usual[name]]
+        differing += [f"{name} with limit {limit}" for name in names]
+    return usual, differing
+
+
+def compare(
+    mpi_ranks: Ranks, case: tuple[int, int, str, tuple[int, ...]], run_dir: Path
+) -> list[dict[str, Any]]:
+    """What the ranks find, which is the same in every bit."""
+    pp, tp, flags, limits = case
+    results = mpi_ranks.run(WORLD, both_ways, flags, pp, tp, limits, run_dir)
+    for rank, (found, differing) in enumerate(results):
+        assert not differing, f"rank {rank}"
+        assert found["kept"] == 0 and len(set(found["losses"])) == 3
+        assert all(sent["bytes_pp"] > 0 for sent in found["sent"])
+    valid = metrics_of(run_dir / "1f1b", "valid_loss")
+    assert valid and all(metrics_of(run_dir / str(n), "valid_loss") == valid for n in limits)
+    return [found for found, _ in results]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_is_that_of_1f1b(mpi_ranks: Ranks, tmp_path: Path, case: str) -> None:
+    found = compare(mpi_ranks, CASES[case], tmp_path)
+    assert all(each["skipped"] == [False] * 3 for each in found)
+    assert min(found[0]["norms"]) > CLIP, "or nothing was clipped"
+
+
+def test_a_scale_that_overflows_skips_the_same_steps(mpi_ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{WET} --fp16 --initial-loss-scale {OVERFLOWS} --hysteresis 1"
+    found = compare(mpi_ranks, (2, 1, flags, (3,)), tmp_path)
+    assert all(each["skipped"] == [True, False, False] for each in found)
+    assert len({repr(each["norms"]) for each in found}) == 1
