@@ -96,7 +96,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     metrics.say(f"grid: {groups.dims}, started by {launch.launcher}")
     if groups.dims.pp > 1:
         split = config.parallel.layer_split(config.model.num_layers)
-        metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, len(split[0]))}")
+        metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
     if config.recompute.recompute_method == "uniform":
         layers, interval = config.model.num_layers, config.recompute.recompute_num_layers or 1
         held = config.parallel.longest_run(layers)
@@ -106,12 +106,11 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
         metrics.say(f"note: {notice}")
 
 
-def _schedule(config: Config, chunks: int) -> str:
-    options = config.parallel
-    if options.pipeline_schedule == "message-driven":
-        limit = options.pipeline_limit or options.pipeline_model_parallel_size
-        return f"message-driven over MPI, at most {limit} microbatches in flight"
-    return "interleaved 1F1B" if chunks > 1 else "1F1B"
+def _schedule(config: Config, split: list[list[range]]) -> str:
+    parallel = config.parallel
+    if parallel.pipeline_schedule == "message-driven":
+        return f"message-driven over MPI, {parallel.pipeline_limit or len(split)} microbatches at most"
+    return "interleaved 1F1B" if len(split[0]) > 1 else "1F1B"
 
 
 def write_pictures(run_dir: Path, metrics: Metrics) -> None:
