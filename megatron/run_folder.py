@@ -109,7 +109,9 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
 def _schedule(config: Config, split: list[list[range]]) -> str:
     parallel = config.parallel
     if parallel.pipeline_schedule == "message-driven":
-        return f"message-driven over MPI, {parallel.pipeline_limit or len(split)} microbatches at most"
+        return (
+            f"message-driven over MPI, {parallel.pipeline_limit or len(split)} microbatches at most"
+        )
     return "interleaved 1F1B" if len(split[0]) > 1 else "1F1B"
 
 

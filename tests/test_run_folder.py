@@ -32,7 +32,7 @@ def announced(flags: str, *, stages: int) -> list[str]:
     [
         ("", "0-1, 2-3; 1F1B"),
         ("--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8", "interleaved 1F1B"),
-        ("--pipeline-schedule message-driven", "message-driven, 2 microbatches at most"),
+        ("--pipeline-schedule message-driven", "message-driven over MPI, 2 microbatches at most"),
         ("--pipeline-schedule message-driven --pipeline-limit 5", "5 microbatches at most"),
     ],
 )
