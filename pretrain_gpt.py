@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from megatron.data_parallel.engine import GradientEngine
     from megatron.metrics import Metrics, Workload
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
-    from megatron.optimizer.loss_scaler import LossScaler
-    from megatron.optimizer.lr import LearningRate, WeightDecay
-    from megatron.optimizer.rules import UpdateRule
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.stage import Stage
@@ -259,6 +256,7 @@ def build_trainer(
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
     from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
+    from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
     from megatron.profiling import Profiler
     from megatron.run_identity import data_files, identity
     from megatron.run_state import RunState
@@ -359,6 +357,7 @@ def build_engine(
 def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
     """What keeps and updates this rank's states, and sentences for the log."""
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.optimizer.build import update_rule
     from megatron.optimizer.offload import OffloadedOptimizer
 
     rule = update_rule(config)
@@ -561,75 +560,6 @@ def bucket_elements(config: Config, data_parallel_size: int) -> int:
         return config.offload.offload_coarsening * config.offload.offload_bucket_size
     default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
     return config.parallel.ddp_bucket_size or default
-
-
-def update_rule(config: Config) -> UpdateRule:
-    """The optimizer's arithmetic."""
-    from megatron.optimizer.rules import SGD, AdamW, ApexAdamW
-
-    options = config.optimizer
-    if options.optimizer == "sgd":
-        return SGD(momentum=options.sgd_momentum)
-    kind = ApexAdamW if options.optimizer_impl == "apex" else AdamW
-    return kind(beta1=options.adam_beta1, beta2=options.adam_beta2, eps=options.adam_eps)
-
-
-def loss_scaler(config: Config) -> LossScaler:
-    """Dynamic for fp16 unless `--loss-scale` fixes it; 1 for bf16 and fp32."""
-    from megatron.optimizer.loss_scaler import ConstantScaler, DynamicScaler
-
-    options = config.precision
-    if options.loss_scale is not None or not options.fp16:
-        return ConstantScaler(options.loss_scale or 1.0)
-    return DynamicScaler(
-        scale=float(options.initial_loss_scale),
-        min_scale=options.min_loss_scale,
-        window=options.loss_scale_window,
-        hysteresis=options.hysteresis,
-    )
-
-
-def learning_rate(config: Config) -> LearningRate:
-    """The schedule in samples: flags in iterations are that many global batches."""
-    from megatron.optimizer.lr import LearningRate
-
-    options, total = config.optimizer, config.total_samples()
-
-    def samples(in_iterations: int | None, in_samples: int | None, default: int) -> int:
-        if in_iterations:
-            return in_iterations * (config.training.global_batch_size or 1)
-        return in_samples or default
-
-    decay = samples(options.lr_decay_iters, options.lr_decay_samples, total)
-    if options.lr_warmup_fraction is not None:
-        warmup = int(options.lr_warmup_fraction * decay)
-    else:
-        warmup = samples(options.lr_warmup_iters, options.lr_warmup_samples, 0)
-    return LearningRate(
-        max_lr=options.lr or 0.0,
-        min_lr=options.min_lr,
-        warmup_init=options.lr_warmup_init,
-        warmup_samples=warmup,
-        decay_samples=decay,
-        style=options.lr_decay_style,
-        wsd_decay_samples=samples(options.lr_wsd_decay_iters, options.lr_wsd_decay_samples, 0),
-        wsd_style=options.lr_wsd_decay_style,
-    )
-
-
-def weight_decay(config: Config) -> WeightDecay:
-    """Constant, or from `--start-weight-decay` to `--end-weight-decay` over the run."""
-    from megatron.optimizer.lr import WeightDecay
-
-    options = config.optimizer
-    constant = options.weight_decay_incr_style == "constant"
-    end = options.weight_decay if constant else options.end_weight_decay
-    return WeightDecay(
-        start=options.start_weight_decay or 0.0,
-        end=end or 0.0,
-        total_samples=config.total_samples(),
-        style=options.weight_decay_incr_style,
-    )
 
 
 if __name__ == "__main__":

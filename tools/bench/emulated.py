@@ -20,8 +20,9 @@ from megatron.config import parse
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import ParamInfo, ReducerStats, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.build import update_rule
 from megatron.parallel.groups import ProcessGroups
-from pretrain_gpt import GRADIENT_PATHS, update_rule
+from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.contenders import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]

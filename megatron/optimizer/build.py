@@ -1,0 +1,69 @@
+"""The optimizer's parts as the configuration asks for them."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.optimizer.loss_scaler import ConstantScaler, DynamicScaler, LossScaler
+from megatron.optimizer.lr import LearningRate, WeightDecay
+from megatron.optimizer.rules import SGD, AdamW, ApexAdamW, UpdateRule
+
+
+def update_rule(config: Config) -> UpdateRule:
+    """The optimizer's arithmetic."""
+    options = config.optimizer
+    if options.optimizer == "sgd":
+        return SGD(momentum=options.sgd_momentum)
+    kind = ApexAdamW if options.optimizer_impl == "apex" else AdamW
+    return kind(beta1=options.adam_beta1, beta2=options.adam_beta2, eps=options.adam_eps)
+
+
+def loss_scaler(config: Config) -> LossScaler:
+    """Dynamic for fp16 unless `--loss-scale` fixes it; 1 for bf16 and fp32."""
+    options = config.precision
+    if options.loss_scale is not None or not options.fp16:
+        return ConstantScaler(options.loss_scale or 1.0)
+    return DynamicScaler(
+        scale=float(options.initial_loss_scale),
+        min_scale=options.min_loss_scale,
+        window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
+    )
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The schedule in samples: flags in iterations are that many global batches."""
+    options, total = config.optimizer, config.total_samples()
+
+    def samples(in_iterations: int | None, in_samples: int | None, default: int) -> int:
+        if in_iterations:
+            return in_iterations * (config.training.global_batch_size or 1)
+        return in_samples or default
+
+    decay = samples(options.lr_decay_iters, options.lr_decay_samples, total)
+    if options.lr_warmup_fraction is not None:
+        warmup = int(options.lr_warmup_fraction * decay)
+    else:
+        warmup = samples(options.lr_warmup_iters, options.lr_warmup_samples, 0)
+    return LearningRate(
+        max_lr=options.lr or 0.0,
+        min_lr=options.min_lr,
+        warmup_init=options.lr_warmup_init,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        style=options.lr_decay_style,
+        wsd_decay_samples=samples(options.lr_wsd_decay_iters, options.lr_wsd_decay_samples, 0),
+        wsd_style=options.lr_wsd_decay_style,
+    )
+
+
+def weight_decay(config: Config) -> WeightDecay:
+    """Constant, or from `--start-weight-decay` to `--end-weight-decay` over the run."""
+    options = config.optimizer
+    constant = options.weight_decay_incr_style == "constant"
+    end = options.weight_decay if constant else options.end_weight_decay
+    return WeightDecay(
+        start=options.start_weight_decay or 0.0,
+        end=end or 0.0,
+        total_samples=config.total_samples(),
+        style=options.weight_decay_incr_style,
+    )
