@@ -8,11 +8,11 @@
 2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point;
     `pipeline.{schedule,transport}`: what a stage does in which order, how messages travel
 3   `model`, `data`, `optimizer`, `low_memory`, `sparse`,
-    `data_parallel.{buckets,engine,dense,sharded}`
+    `data_parallel.{bucket_plan,buckets,engine,dense,sharded}`
 4   `pipeline` (`stage` computes, `runner` brings the three together), `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
-    `metrics`, `report`, `profiling`
+    `metrics`, `report`, `profiling`; `planning`: what a run will take
 6   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
 ==  ==========================================================================================
 """

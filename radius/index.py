@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 from megatron.data_parallel.interface import SparseIndex
+from megatron.sparse.sizes import bitmap_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -126,5 +127,4 @@ def index_bytes(length: int, chosen: int, device: str) -> int:
     """What such an index keeps for `chosen` of `length` entries, on "cpu" or "cuda"."""
     if device == "cpu":
         return 4 * chosen
-    # A bit each, and for each block of 1024 its count and the number before it.
-    return length // 8 + 16 * -(-length // 1024)
+    return bitmap_bytes(length)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import Interval, at_least, between, option, section
+from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
-from radius.memory import radius_bytes
+from radius.plan import planned_bytes, planned_traffic
 from radius.refused_pairs import RADIUS_PAIRS
 from radius.schedule import fitting_interval
 
@@ -122,20 +123,32 @@ class RadiusPath:
         reducer = RadiusReducer(groups.dp, matrices, settings, share)
         return PathParts(layout=DenseLayout(), reducer=reducer)
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        return {}
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""
         options = self._options(config)
-        each = BYTES[config.precision.grad_dtype]
         rolling = options.radius_schedule == "rolling"
-        own = radius_bytes(
-            [math.prod(shape) for shape in shapes.values() if len(shape) > 1],
+        return planned_bytes(
+            rank,
             density=options.density,
             residual=options.radius_residual,
             rolling_interval=options.radius_interval if rolling else None,
-            value_bytes=each,
-            device=config.run.device or "cpu",
+            value_bytes=BYTES[config.precision.grad_dtype],
         )
-        return {"gradients": each * sum(math.prod(shape) for shape in shapes.values()), **own}
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        options, total = self._options(config), config.total_iterations()
+        return planned_traffic(
+            rank,
+            density=options.density,
+            start=options.start(total),
+            interval=options.radius_interval,
+            rolling=options.radius_schedule == "rolling",
+            steps=total,
+            value_bytes=BYTES[config.precision.grad_dtype],
+        )
 
     def _options(self, config: Config) -> RadiusConfig:
         options = config.extensions["radius"]

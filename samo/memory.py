@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.sparse.sizes import bitmap_bytes
+
 POSITION_BYTES = 4
 """Of a stored entry on a CPU: its place, int32."""
 MASTER_BYTES = MOMENT_BYTES = 4
@@ -25,12 +27,12 @@ def state_bytes(
 
 
 def index_bytes(sizes: Mapping[str, int], stored: Mapping[str, int], *, device: str) -> int:
-    """Of all parameters that are not stored whole: a position for each entry that exists on a CPU,
-    on a GPU a bit for each entry and two counts of 8 bytes for each 1024."""
+    """Of all parameters that are not stored whole, `sizes` in memory: a position for each entry
+    that exists on a CPU, on a GPU a bitmap."""
     indexed = [name for name in sizes if stored[name] < sizes[name]]
     if device == "cpu":
         return POSITION_BYTES * sum(stored[name] for name in indexed)
-    return sum(sizes[name] // 8 + 16 * -(-sizes[name] // 1024) for name in indexed)
+    return sum(bitmap_bytes(sizes[name]) for name in indexed)
 
 
 def paper_bytes(entries: int, stored: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.interface import Masks, ParamInfo, PathParts, Rewirer, Saved
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.path import BYTES, plan_means
 from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes
 from samo.options import SamoConfig
@@ -76,27 +77,27 @@ class SamoPath:
             growth=reducer.growth,
         )
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Gradients of what exists, and the index that master weights and moments share."""
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        stored = self.stored(config, shapes)
-        return {
-            "gradients": BYTES[config.precision.grad_dtype] * sum(stored.values()),
-            "index": index_bytes(sizes, stored, device=config.run.device or "cpu"),
-        }
-
-    def stored(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Entries of each parameter that exist, where each tensor has its share; all of them until
-        a ticket is drawn."""
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        """Where each tensor has its share; none until a ticket is drawn."""
         options = _options(config)
-        if options.samo_pruning == "early-bird":
-            return {name: math.prod(shape) for name, shape in shapes.items()}
+        if options.samo_pruning == "early-bird" or options.sparsity == 0:
+            return {}
+        shapes = {param.name: param.logical_shape for param in params}
         return {
             name: stored_count(math.prod(shape), options.sparsity)
-            if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
-            else math.prod(shape)
             for name, shape in shapes.items()
+            if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
         }
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        """The index that gradients, master weights and moments share."""
+        sizes = {name: param.numel for name, param in rank.params.items() if name in rank.stored}
+        slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
+        stored = {name: slices[name].numel for name in sizes}
+        return PathBytes({"index": index_bytes(sizes, stored, device=rank.device)})
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        return plan_means(config, rank)
 
 
 def _options(config: Config) -> SamoConfig:

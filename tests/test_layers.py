@@ -18,7 +18,7 @@ LAYERS = (
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
-    + ("report", "profiling"),
+    + ("report", "profiling", "planning"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
@@ -38,6 +38,11 @@ WITHOUT_TORCH = (
     "megatron.pipeline.message_driven",
     "megatron.pipeline.schedule",
     "megatron.pipeline.timeline",
+    "megatron.planning",
+    "megatron.data_parallel.bucket_plan",
+    "megatron.low_memory.spans",
+    "radius.plan",
+    "radius.baselines.plan",
     "megatron.data.indexed",
     "megatron.data.gpt_dataset",
     "megatron.data.blended",

@@ -1,53 +1,19 @@
-"""Which parameters share a flat bucket, and the layout that stores all of their entries.
-
-Bucketing is one pure function for every gradient path, of names, sizes and classes alone: ranks
-that plan alike send alike, and `fingerprint` lets them compare.
-"""
+"""A rank's parameters as `bucket_plan` cuts them into buckets, what lets ranks compare the result,
+and the layout that stores all of their entries."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from megatron.data_parallel.interface import ALIGNMENT, BucketLayout, ParamInfo, Slice
+from megatron.data_parallel.bucket_plan import BucketClass, BucketPlan, Entry
+from megatron.data_parallel.interface import BucketLayout, ParamInfo
 
 PIECE = 256 * 1024
 """Entries cast at a time on a CPU, so that they stay in its cache."""
-
-
-class BucketClass(NamedTuple):
-    """What all parameters of a bucket have in common. 1-D parameters keep to themselves, so that
-    sparse paths can leave them dense whatever the grid (contract 5)."""
-
-    matrix: bool
-    tp_sharded: bool
-    partial: bool
-    tied: bool
-    weight_decay: bool
-    dtype: torch.dtype
-
-
-class Entry(NamedTuple):
-    """A parameter as the planner sees it: `numel` of its `entries` are stored; of a class."""
-
-    name: str
-    numel: int
-    entries: int
-    kind: BucketClass
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """Slices of one bucket to be; `numel` includes the gaps that align each slice."""
-
-    kind: BucketClass
-    slices: dict[str, Slice]
-    numel: int
 
 
 def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
@@ -70,29 +36,6 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
     ]
 
 
-def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
-    """Cut parameters, given in order of arrival, into buckets of at most `cap` entries, stored or
-    not: a pruned network sends the same parameters together as a dense one, and overlaps as much.
-
-    A parameter larger than the cap has a bucket of its own; so has a tied embedding. Buckets come
-    in the order in which their last gradient arrives, but those that are summed over other groups
-    first, which waits for the end of backward, come last, and tied ones very last (contract 8).
-    """
-    open_buckets: dict[BucketClass, list[Entry]] = {}
-    closed: list[tuple[int, list[Entry]]] = []
-    last_arrival: dict[BucketClass, int] = {}
-    for position, entry in enumerate(entries):
-        bucket = open_buckets.setdefault(entry.kind, [])
-        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.entries) > cap):
-            closed.append((last_arrival[entry.kind], bucket))
-            bucket = open_buckets[entry.kind] = []
-        bucket.append(entry)
-        last_arrival[entry.kind] = position
-    closed += [(last_arrival[kind], bucket) for kind, bucket in open_buckets.items()]
-    closed.sort(key=lambda item: (item[1][0].kind.tied, item[1][0].kind.partial, item[0]))
-    return [_lay_out(bucket) for _, bucket in closed]
-
-
 def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
     """Hex digest of bucketing and layout, compared over each data-parallel group at start."""
     text = [
@@ -100,23 +43,6 @@ def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
         for plan in plans
     ]
     return hashlib.sha256(json.dumps([text, layout.fingerprint()]).encode()).hexdigest()
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
-def _length(bucket: list[Entry]) -> int:
-    return sum(_aligned(entry.entries) for entry in bucket)
-
-
-def _lay_out(bucket: list[Entry]) -> BucketPlan:
-    slices: dict[str, Slice] = {}
-    start = 0
-    for entry in bucket:
-        slices[entry.name] = Slice(start, entry.numel)
-        start += _aligned(entry.numel)
-    return BucketPlan(kind=bucket[0].kind, slices=slices, numel=start)
 
 
 class DenseLayout:

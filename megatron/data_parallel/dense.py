@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
@@ -20,12 +21,6 @@ from megatron.data_parallel.interface import (
     Work,
 )
 from megatron.parallel.groups import Group
-
-
-def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
-    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (n - 1) / n of them
-    (Eq. 3 of the Radius paper, its bandwidth term)."""
-    return 2 * (ranks - 1) * payload // ranks
 
 
 @dataclass

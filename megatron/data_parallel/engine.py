@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.arriving import ArrivingMeans
-from megatron.data_parallel.buckets import BucketPlan, entries_of, fingerprint, plan_buckets
+from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
+from megatron.data_parallel.buckets import entries_of, fingerprint
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.config.refused_pairs import RefusedPair
+    from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
     from megatron.optimizer.rules import Hyper, UpdateRule
     from megatron.parallel.cut import Cut
     from megatron.parallel.groups import ProcessGroups
@@ -539,8 +540,18 @@ class GradientPath(Protocol):
         checkpoint whose weights they will get instead."""
         ...
 
-    def plan_bytes(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Bytes of gradient state on one rank by kind, for the planner. No torch."""
+    def stored(self, config: Any, params: Iterable[ParamShape]) -> dict[str, int]:
+        """For the planner, which has no torch: how many entries of the whole tensor exist, of each
+        parameter that is stored in part."""
+        ...
+
+    def plan_bytes(self, config: Any, rank: RankShapes) -> PathBytes:
+        """What the path keeps on this rank, to the byte where that does not depend on values: of
+        what is chosen from tensors cut over ranks each is taken to have its share."""
+        ...
+
+    def plan_traffic(self, config: Any, rank: RankShapes) -> Sequence[StepTraffic]:
+        """What a run's steps send on the data-parallel group, by kind of step, no step skipped."""
         ...
 
 

@@ -4,10 +4,16 @@ torch only to build."""
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from megatron.data_parallel.bucket_plan import (
+    ParamShape,
+    PathBytes,
+    RankShapes,
+    StepTraffic,
+    mean_traffic,
+)
 from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts, Saved
 
 if TYPE_CHECKING:
@@ -40,23 +46,31 @@ class DensePath:
         reducer = mean_reducer(config, groups)
         return PathParts(layout=DenseLayout(), reducer=reducer, growth=reducer.growth)
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        entries = sum(math.prod(shape) for shape in shapes.values())
-        return {"gradients": entries * BYTES[config.precision.grad_dtype]}
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        return {}
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        return PathBytes()
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        return plan_means(config, rank)
 
 
-class LayoutPath(GradientPath, Protocol):
-    """A path that chooses coordinates, and may be asked how many before there are tensors."""
-
-    def stored(self, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Entries of each parameter that exist."""
-        ...
+def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
+    """Traffic of a path whose reducer is `sharded.mean_reducer`'s."""
+    return mean_traffic(
+        rank,
+        steps=config.total_iterations(),
+        grad_bytes=BYTES[config.precision.grad_dtype],
+        param_bytes=BYTES[config.precision.param_dtype],
+        sharded=config.parallel.use_distributed_optimizer,
+    )
 
 
 class ProductPath:
     """The coordinates of one path, reduced by another: `samo+radius`. Both sections are options."""
 
-    def __init__(self, layout: LayoutPath, reducer: GradientPath) -> None:
+    def __init__(self, layout: GradientPath, reducer: GradientPath) -> None:
         self._layout, self._reducer = layout, reducer
         self.name = f"{layout.name}+{reducer.name}"
         self.sections = {**layout.sections, **reducer.sections}
@@ -82,13 +96,16 @@ class ProductPath:
             growth=other.growth,
         )
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Of the reducer it is what it would be for parameters of the stored entries alone."""
-        stored = self._layout.stored(config, shapes)
-        # A matrix stays one, whatever shape its stored entries have.
-        compact = {name: (stored[name], *(1 for _ in shape[1:])) for name, shape in shapes.items()}
-        found = self._reducer.plan_bytes(config, compact)
-        for kind, size in self._layout.plan_bytes(config, shapes).items():
-            # The gradients are one and the same; what each keeps beside them is its own.
-            found[kind] = size if kind == "gradients" else found.get(kind, 0) + size
-        return found
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        return self._layout.stored(config, params)
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        layout, reducer = (path.plan_bytes(config, rank) for path in (self._layout, self._reducer))
+        return PathBytes(_added(layout.kept, reducer.kept), _added(layout.passing, reducer.passing))
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        return self._reducer.plan_traffic(config, rank)
+
+
+def _added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}

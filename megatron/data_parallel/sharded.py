@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.dense import AllReduceReducer, ring_all_reduce_bytes
+from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes, shard_length
+from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import (
-    ALIGNMENT,
     BucketLayout,
     BucketShard,
     GradBucket,
@@ -37,11 +37,6 @@ def mean_reducer(config: Config, groups: ProcessGroups) -> AllReduceReducer:
     if config.parallel.use_distributed_optimizer and groups.dp.size > 1:
         return ReduceScatterReducer(groups.dp, divides)
     return AllReduceReducer(groups.dp, divides)
-
-
-def shard_length(numel: int, ranks: int) -> int:
-    """Positions of a bucket that each of `ranks` keeps: as few as are aligned."""
-    return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
 @dataclass

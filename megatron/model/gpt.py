@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.interface import ParamInfo
-from megatron.low_memory.activation_checkpoint import (
-    Span,
-    recompute_spans,
-    recomputed,
-    recomputes_attention,
-)
+from megatron.low_memory.activation_checkpoint import recomputed
+from megatron.low_memory.spans import Span, recompute_spans, recomputes_attention
 from megatron.model.attention import KeyValueCache, document_mask
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.init import initialise, set_parameter

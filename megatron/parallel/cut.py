@@ -18,6 +18,12 @@ def even_share(length: int, *, rank: int, ranks: int) -> tuple[int, int]:
     return length * rank // ranks, length * (rank + 1) // ranks
 
 
+def padded_rows(length: int, *, rank: int, ranks: int, multiple: int) -> int:
+    """Rows in a rank's memory of a table of `length` rows, of which it holds an even share."""
+    start, stop = even_share(length, rank=rank, ranks=ranks)
+    return -(-(stop - start) // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class Cut:
     """Of each of `blocks` equal blocks of an axis of a tensor of `shape`, entries `[start, stop)`.

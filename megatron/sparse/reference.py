@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatron.sparse.sizes import BLOCK
+from megatron.sparse.sizes import GROUP as GROUP
+
 if TYPE_CHECKING:
     from megatron.sparse.shard import Shard
 
 BINS = 1 << 16
 """Ranges of magnitude that are counted in one pass."""
-BLOCK = 1024
-"""Entries for which it is kept how many are chosen before them."""
 WORDS = BLOCK // 32
-GROUP = 4
-"""Blocks that a kernel may take at once: a bitmap has a multiple of so many."""
 CHUNK = 256 * 1024
 """Entries looked at together: an int32 copy of so many stays within a CPU's cache."""
 TIE_BLOCK = 1 << 16

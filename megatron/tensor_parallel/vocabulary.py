@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cut import Cut, even_share
+from megatron.parallel.cut import Cut, padded_rows
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, add_up_terms, uncompiled
 from megatron.tensor_parallel.layers import CutModule
 
@@ -55,8 +55,7 @@ class VocabularyTable(CutModule):
 
 def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> int:
     """Rows in this rank's memory of a table for the vocabulary."""
-    start, stop = even_share(vocab_size, rank=tp.rank, ranks=tp.size)
-    return -(-(stop - start) // divisible_by) * divisible_by
+    return padded_rows(vocab_size, rank=tp.rank, ranks=tp.size, multiple=divisible_by)
 
 
 def vocabulary_cut(vocab_size: int, size: int, *, tp: TensorParallel) -> Cut:

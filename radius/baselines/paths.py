@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.config import Interval, at_least, option, section
+from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
-from radius.baselines.sizes import count, is_smaller
+from radius.baselines.plan import powersgd_bytes, powersgd_traffic, topk_bytes, topk_traffic
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.parallel.groups import ProcessGroups
 
 T = TypeVar("T")
-
-RESIDUAL_BYTES = 8
-"""Of an entry: fp32, and its successor while a step is under way."""
-POSITION_BYTES = 4
-FACTOR_BYTES = 4
 
 
 @section
@@ -89,19 +84,22 @@ class TopKPath:
         )
         return PathParts(layout=DenseLayout(), reducer=reducer)
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """`messages` is this rank's own; those of the other data-parallel ranks lie beside it
-        until they are added up."""
-        density, value = _options(config, TopKConfig).topk_density, _gradient_bytes(config)
-        sizes = [math.prod(shape) for shape in shapes.values() if len(shape) > 1]
-        if density == 1.0:
-            sizes = []
-        sent = sum(count(density, size) for size in sizes)
-        return {
-            "gradients": value * sum(map(math.prod, shapes.values())),
-            "residual": RESIDUAL_BYTES * sum(sizes),
-            "messages": (POSITION_BYTES + value) * sent,
-        }
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        return {}
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        density = _options(config, TopKConfig).topk_density
+        return topk_bytes(rank, density=density, value_bytes=_gradient_bytes(config))
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        options = _options(config, TopKConfig)
+        return topk_traffic(
+            rank,
+            density=options.topk_density,
+            start=options.topk_start_iter,
+            steps=config.total_iterations(),
+            value_bytes=_gradient_bytes(config),
+        )
 
 
 class PowerSGDPath:
@@ -137,17 +135,22 @@ class PowerSGDPath:
         )
         return PathParts(layout=DenseLayout(), reducer=reducer)
 
-    def plan_bytes(self, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """`factors`: P, its basis, Q and the Q of the last step. What is sent whole beside them
-        lies in their buffer for the time of the step and is not counted."""
-        rank = _options(config, PowerSGDConfig).powersgd_rank
-        matrices = [(s[0], math.prod(s[1:])) for s in shapes.values() if len(s) > 1]
-        compressed = [(a, b) for a, b in matrices if is_smaller(a, b, rank)]
-        return {
-            "gradients": _gradient_bytes(config) * sum(map(math.prod, shapes.values())),
-            "residual": RESIDUAL_BYTES * sum(a * b for a, b in compressed),
-            "factors": FACTOR_BYTES * 2 * rank * sum(a + b for a, b in compressed),
-        }
+    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
+        return {}
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        options = _options(config, PowerSGDConfig)
+        return powersgd_bytes(rank, rank_of_factors=options.powersgd_rank)
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        options = _options(config, PowerSGDConfig)
+        return powersgd_traffic(
+            rank,
+            rank_of_factors=options.powersgd_rank,
+            start=options.powersgd_start_iter,
+            steps=config.total_iterations(),
+            value_bytes=_gradient_bytes(config),
+        )
 
 
 def _options(config: Config, kind: type[T]) -> T:

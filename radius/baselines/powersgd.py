@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.dense import ring_all_reduce_bytes
+from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 from megatron.data_parallel.interface import (
     Entries,
     GradBucket,

@@ -16,6 +16,7 @@ from radius.baselines.powersgd import WARM_START, PowerSGDReducer
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import PathCase, copies
 from tests.contract.test_contracts import on_rank_resume
+from tests.planning.shapes import rank_of
 from tests.radius.by_hand import bucket_of, infos_of
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
@@ -107,11 +108,11 @@ def test_planned_bytes_are_those_allocated(precision: str) -> None:
         config = read(f"--grad-path {flags} {precision}")
         bucket = bucket_of(infos, dtype=getattr(torch, config.precision.grad_dtype))
         reducer.attach([bucket])
-        planned = GRADIENT_PATHS[reducer.name].plan_bytes(config, SHAPES)
-        entries = sum(where.numel for where in bucket.slices.values())
-        assert planned["gradients"] == entries * bucket.grad.itemsize
+        planned = GRADIENT_PATHS[reducer.name].plan_bytes(config, rank_of(SHAPES)).kept
         residuals = (reducer._residual, reducer.offered)
         assert planned["residual"] == sum(t.nbytes for held in residuals for t in held.values())
+        if isinstance(reducer, PowerSGDReducer):
+            assert planned["warm start"] == sum(q.nbytes for q in reducer.q.values())
 
 
 # ---- whole runs ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from megatron.sparse.shard import Shard
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import Part, quota
 from radius.path import RadiusConfig, RadiusPath
+from tests.planning.shapes import rank_of
 from tests.radius.toys import alone
 
 BASE = (
@@ -204,25 +204,41 @@ def test_parts_of_a_tensor_choose_together_what_the_whole_does(
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (100, 10), "b": (7, 3), "bias": (100,)}
+BUCKET = 1024 + 64
+"""Entries of the matrices' bucket: slices begin at multiples of 64."""
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", {"index": 4 * 409, "residual": 4 * 1021, "values": 4 * 409}),
+        ("", {"index": 4 * 409, "residual": 4 * BUCKET, "values": 4 * 409}),
         ("--radius-residual in-place", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
-        ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * 1021, "values": 2 * 409}),
+        ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * BUCKET, "values": 2 * 409}),
         ("--radius-density 1", {"index": 0, "residual": 0, "values": 0}),
         (
             "--radius-schedule rolling --radius-interval 100",
-            {"index": 4 * 409, "residual": 4 * 1021, "values": 8 * (409 + 7)},
+            {"index": 4 * 409, "residual": 4 * BUCKET, "values": 8 * (409 + 7)},
         ),
-        ("--device cuda", {"index": 1021 // 8 + 16, "residual": 4 * 1021}),
+        ("--device cuda", {"index": 4 * (1024 // 8 + 16), "residual": 4 * BUCKET}),
     ],
 )
 def test_planned_bytes(flags: str, expected: dict[str, int]) -> None:
     config = read(flags)
-    found = RadiusPath().plan_bytes(config, SHAPES)
-    size: Any = 2 if "bf16" in flags else 4
-    assert found["gradients"] == size * 1121
-    assert {kind: found[kind] for kind in expected} == expected
+    rank = rank_of(SHAPES, device=config.run.device or "cpu")
+    assert [bucket.numel for bucket in rank.buckets] == [128, BUCKET]
+    found = RadiusPath().plan_bytes(config, rank)
+    assert {**found.kept, **found.passing} == {**found.kept, **found.passing, **expected}
+    assert found.passing.keys() == ({"values"} if "cuda" in flags else set())
+
+
+@pytest.mark.parametrize(("schedule", "resamples"), [("paper", 4), ("rolling", 1)])
+def test_planned_traffic_counts_each_kind_of_step(schedule: str, resamples: int) -> None:
+    config = read(
+        f"--radius-schedule {schedule} --radius-interval 20 --radius-start-iter 30 "
+        "--train-iters 110"
+    )
+    found = RadiusPath().plan_traffic(config, rank_of(SHAPES))
+    assert [each.steps for each in found] == [39, resamples, 71 - resamples]
+    dense, resample, sparse = (each.bytes_sent(2) for each in found)
+    assert dense == resample == 4 * (BUCKET + 128)
+    assert sparse == 4 * (128 + 409 + (schedule == "rolling") * 31)

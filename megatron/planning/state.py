@@ -1,0 +1,66 @@
+"""Bytes of model and path state on a rank, by kind, as they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.data_parallel.bucket_plan import RankShapes, shard_length
+from megatron.data_parallel.path import BYTES
+from megatron.planning.layout import Grid
+
+SCRATCH = {"cpu": 256 * 1024, "cuda": 64 * 1024 * 1024}
+"""Entries of the optimizer's scratch at most (`optimizer.bucket_optimizer`)."""
+OFFLOAD_BYTES = 16
+"""Of an entry of the optimizer's bucket on the device: gradient, master weight and moments, fp32
+(AxoNN, 5.2: 4 phi + 16 bsize)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """`kept` from step to step, `passing` while a step is under way, on the device; on the `host`
+    where the optimizer is offloaded."""
+
+    kept: Mapping[str, int]
+    passing: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(self.kept.values()) + sum(self.passing.values())
+
+
+def state_bytes(grid: Grid, rank: RankShapes) -> StateBytes:
+    """Model state and the gradient path's of a rank."""
+    config = grid.config
+    own = grid.path.plan_bytes(config, rank)
+    grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
+    moments = 1 if config.optimizer.optimizer == "sgd" else 2
+    sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
+    shards = [
+        shard_length(bucket.numel, rank.ranks) if sharded else bucket.numel
+        for bucket in rank.buckets
+    ]
+    held = sum(bucket.numel for bucket in rank.buckets)
+    kept = {
+        "parameters": _parameters(rank, param, views=param == 4 and not sharded),
+        "gradients": grad * (rank.ranks * sum(shards) if sharded else held),
+    }
+    states = {"master": 4 * sum(shards), "moments": 4 * moments * sum(shards)}
+    if config.offload.optimizer_cpu_offload:
+        size = min(config.offload.offload_bucket_size, held)
+        kept |= {"offload buckets": OFFLOAD_BYTES * size}
+        return StateBytes(kept | dict(own.kept), own.passing, states)
+    # The last shard may reach past the bucket's end, but nothing longer than it is updated at once.
+    scratch = {"scratch": 4 * min(SCRATCH[rank.device], max(shards))}
+    return StateBytes(kept | states | dict(own.kept) | scratch, own.passing)
+
+
+def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
+    """`views`: parameters that are stored whole are views of their master weights."""
+    return sum(
+        each * param.numel
+        for name, param in rank.params.items()
+        if not (views and name not in rank.stored)
+    )

@@ -1,0 +1,109 @@
+"""Bytes that a rank sends in a step, on each group, as a run counts and logs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic, ring_all_reduce_bytes
+from megatron.data_parallel.path import BYTES
+from megatron.low_memory.spans import recompute_spans
+from megatron.planning.activations import Activations, microbatches_of
+from megatron.planning.layout import Grid
+
+NUMBER = 8
+"""Bytes of the fp64 numbers that a copy of the model adds up in each step."""
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Of one microbatch on the tensor-parallel group: bytes sent `forward` and `backward`, that
+    which is made again among the latter, and how many collectives these are."""
+
+    forward: int
+    backward: int
+    forward_calls: int
+    backward_calls: int
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """By a rank of one stage. `dp`: by kind of step; `tp` and `pp` in every step, but for what a
+    gradient path asks the other ranks of its model."""
+
+    dp: list[StepTraffic]
+    tp: int
+    pp: int
+
+
+def step_bytes(grid: Grid, stage: int, rank: RankShapes) -> StepBytes:
+    """What this rank of the stage sends."""
+    return StepBytes(
+        dp=list(grid.path.plan_traffic(grid.config, rank)),
+        tp=_on_tensor_group(grid, stage, rank),
+        pp=_on_pipeline(grid, stage, rank),
+    )
+
+
+def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
+    """Of one microbatch through all chunks of a stage."""
+    ranks = grid.dims.tp
+    if ranks == 1:
+        return TensorTraffic(0, 0, 0, 0)
+    # A gather or its reverse sends half of what the sum of the whole does.
+    cuts = grid.config.parallel.sequence_parallel
+    whole = Activations(grid).hidden * (ranks if cuts else 1)
+    unit = (ranks - 1) * whole // ranks if cuts else ring_all_reduce_bytes(whole, ranks)
+    split = grid.split[stage]
+    layers = sum(map(len, split))
+    again = sum(
+        span.stop - span.start
+        for run in split
+        for span in recompute_spans(len(run), grid.config.recompute)
+        if span.recomputed
+    )
+    # Columns: f gathers, backward gathers again and scatters a sum; rows: the other way round.
+    each_forward, each_backward = (4, 6) if cuts else (2, 2)
+    forward = each_forward * layers
+    backward = each_backward * layers + each_forward * again
+    if grid.holds_embedding(stage):
+        forward, backward = forward + 1, backward + cuts
+    if grid.holds_head(stage):
+        forward, backward = forward + cuts, backward + (2 if cuts else 1)
+    sent, calls = forward * unit, forward
+    if grid.holds_head(stage):
+        config = grid.config
+        rows = config.training.micro_batch_size * config.model.seq_length
+        # Of each token the largest logit; then the sum of exponentials and the target's logit.
+        sent += sum(ring_all_reduce_bytes(4 * count * rows, ranks) for count in (1, 2))
+        calls += 2
+    return TensorTraffic(sent, backward * unit, calls, backward)
+
+
+def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:
+    ranks = grid.dims.tp
+    if ranks == 1:
+        return 0
+    grad = BYTES[grid.config.precision.grad_dtype]
+    each = tensor_traffic(grid, stage)
+    sums = [grad * bucket.numel for bucket in rank.buckets if bucket.kind.partial]
+    return microbatches_of(grid) * (each.forward + each.backward) + _summed([*sums, NUMBER], ranks)
+
+
+def _on_pipeline(grid: Grid, stage: int, rank: RankShapes) -> int:
+    stages = grid.dims.pp
+    if stages == 1:
+        return 0
+    chunks = len(grid.split[stage])
+    # Every chunk sends its output on and its input's gradient back, but at the model's ends.
+    ends = grid.holds_embedding(stage) + grid.holds_head(stage)
+    messages = microbatches_of(grid) * (2 * chunks - ends)
+    grad = BYTES[grid.config.precision.grad_dtype]
+    tied = [grad * bucket.numel for bucket in rank.buckets if bucket.kind.tied]
+    # The norm of the gradient, and the loss.
+    numbers = _summed([NUMBER, NUMBER], stages)
+    return messages * Activations(grid).hidden + _summed(tied, 2) + numbers
+
+
+def _summed(payloads: Iterable[int], ranks: int) -> int:
+    return sum(ring_all_reduce_bytes(payload, ranks) for payload in payloads)

@@ -1,0 +1,124 @@
+"""What the baselines keep and send of buckets that are only planned. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.data_parallel.bucket_plan import (
+    BucketPlan,
+    ParamShape,
+    PathBytes,
+    RankShapes,
+    Sent,
+    StepTraffic,
+)
+from radius.baselines.sizes import count, is_smaller
+
+RESIDUAL_BYTES = 8
+"""Of an entry: fp32, and its successor while a step is under way."""
+POSITION_BYTES = 4
+FACTOR_BYTES = 4
+
+
+def topk_bytes(rank: RankShapes, *, density: float, value_bytes: int) -> PathBytes:
+    """`messages`: this rank's, and those that come from all ranks, until they are added up."""
+    residual = messages = 0
+    for bucket in _matrices(rank) if density < 1 else ():
+        residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
+        message = _message(rank, bucket, density, value_bytes)
+        messages += message * (1 + rank.ranks * (rank.ranks > 1))
+    return PathBytes({"residual": residual}, {"messages": messages})
+
+
+def topk_traffic(
+    rank: RankShapes, *, density: float, start: int, steps: int, value_bytes: int
+) -> list[StepTraffic]:
+    """Dense before step `start`; then a message to every rank for each bucket of matrices."""
+    sparse = dense = _dense(rank, value_bytes)
+    if density < 1:
+        sparse = [
+            Sent("all-gather", _message(rank, bucket, density, value_bytes), number)
+            if bucket.kind.matrix
+            else dense[number]
+            for number, bucket in enumerate(rank.buckets)
+        ]
+    return _from(start, steps, dense, sparse)
+
+
+def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
+    """`warm start`: the Q that the last step ended with. `factors`: P, its basis and Q, and what is
+    sent whole beside the first."""
+    residual = warm = passing = 0
+    for bucket in _matrices(rank):
+        first, second, compressed = _factors(rank, bucket, rank_of_factors)
+        if not compressed:
+            continue
+        entries = sum(param.local_entries for param in compressed)
+        rows = sum(param.local_shape[0] for param in compressed)
+        residual += RESIDUAL_BYTES * entries
+        warm += FACTOR_BYTES * second
+        passing += FACTOR_BYTES * (first + second + rank_of_factors * rows)
+    return PathBytes({"residual": residual, "warm start": warm}, {"factors": passing})
+
+
+def powersgd_traffic(
+    rank: RankShapes, *, rank_of_factors: int, start: int, steps: int, value_bytes: int
+) -> list[StepTraffic]:
+    """Dense before step `start`; then two sums of factors for each bucket that has any."""
+    dense, sparse = _dense(rank, value_bytes), list[Sent]()
+    for number, bucket in enumerate(rank.buckets):
+        first, second, compressed = _factors(rank, bucket, rank_of_factors)
+        if bucket.kind.matrix and compressed:
+            sparse.append(Sent("all-reduce", FACTOR_BYTES * first, number))
+            sparse.append(Sent("all-reduce", FACTOR_BYTES * second, number))
+        else:
+            sparse.append(dense[number])
+    return _from(start, steps, dense, sparse)
+
+
+def _matrices(rank: RankShapes) -> list[BucketPlan]:
+    return [bucket for bucket in rank.buckets if bucket.kind.matrix]
+
+
+def _message(rank: RankShapes, bucket: BucketPlan, density: float, value_bytes: int) -> int:
+    entries = sum(count(density, rank.params[name].local_entries) for name in bucket.slices)
+    return -(-entries * (POSITION_BYTES + value_bytes) // POSITION_BYTES) * POSITION_BYTES
+
+
+def _factors(
+    rank: RankShapes, bucket: BucketPlan, rank_of_factors: int
+) -> tuple[int, int, list[ParamShape]]:
+    """Entries of the first and of the second sum of a bucket, and what is compressed in it."""
+    first = second = 0
+    compressed: list[ParamShape] = []
+    for name, where in bucket.slices.items():
+        param = rank.params[name]
+        rows, columns = param.local_shape[0], math.prod(param.local_shape[1:])
+        if _is_worth_it(param, rank, rank_of_factors):
+            compressed.append(param)
+            first += rank_of_factors * rows
+            second += rank_of_factors * columns
+        else:
+            first += where.numel
+    return first, second, compressed
+
+
+def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> bool:
+    """See `PowerSGDReducer`: by the least part that any rank has."""
+    least = list(param.local_shape)
+    if param.cut is not None:
+        least[param.cut.axis] = param.cut.block // rank.tp * param.cut.blocks
+    return is_smaller(least[0], math.prod(least[1:]), rank_of_factors)
+
+
+def _dense(rank: RankShapes, value_bytes: int) -> list[Sent]:
+    return [
+        Sent("all-reduce", value_bytes * bucket.numel, number)
+        for number, bucket in enumerate(rank.buckets)
+    ]
+
+
+def _from(start: int, steps: int, dense: list[Sent], sparse: list[Sent]) -> list[StepTraffic]:
+    before = min(max(start - 1, 0), steps)
+    found = [StepTraffic("dense, at the start", before, dense)] if before else []
+    return [*found, StepTraffic("compressed", steps - before, sparse)]

@@ -1,0 +1,100 @@
+"""What Radius keeps and sends of buckets that are only planned. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from megatron.data_parallel.bucket_plan import PathBytes, RankShapes, Sent, StepTraffic
+from radius.index import index_bytes, quota
+
+
+class Chosen(NamedTuple):
+    """Of a bucket: how many entries there are to choose from, and how many are chosen; on ranks
+    that share a tensor, if what is chosen is spread evenly over them."""
+
+    bucket: int
+    numel: int
+    entries: int
+    chosen: int
+
+
+def planned_bytes(
+    rank: RankShapes,
+    *,
+    density: Fraction,
+    residual: str,
+    rolling_interval: int | None,
+    value_bytes: int,
+) -> PathBytes:
+    """Once entries are chosen and others wait. `values`: see `memory.radius_bytes`, which counts
+    entries where this counts buckets, to the byte."""
+    index = waiting = values = 0
+    for bucket in _chosen(rank, density):
+        index += index_bytes(bucket.numel, bucket.chosen, rank.device)
+        waiting += 4 * bucket.numel * (residual == "separate")
+        sent, each = bucket.chosen, value_bytes
+        if rolling_interval is not None:
+            sent += _flushed(bucket, rolling_interval)
+            each += 4 * (residual != "none")
+        values += each * sent
+    kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
+    compact = {"values": values}
+    return PathBytes(kept | compact, {}) if lasting else PathBytes(kept, compact)
+
+
+def planned_traffic(
+    rank: RankShapes,
+    *,
+    density: Fraction,
+    start: int,
+    interval: int,
+    rolling: bool,
+    steps: int,
+    value_bytes: int,
+) -> list[StepTraffic]:
+    """Of a run of so many steps none of which is skipped: dense ones up to the first resample, then
+    those of the schedule."""
+    whole = [
+        Sent("all-reduce", value_bytes * bucket.numel, number)
+        for number, bucket in enumerate(rank.buckets)
+    ]
+    first = -(-max(start, 1) // interval) * interval
+    if density >= 1 or first > steps:
+        return [StepTraffic("every step", steps, whole)]
+    resamples = 1 if rolling else steps // interval - first // interval + 1
+    sparse = dict(enumerate(whole))
+    for bucket in _chosen(rank, density):
+        sent = bucket.chosen + (_flushed(bucket, interval) if rolling else 0)
+        sparse[bucket.bucket] = Sent("all-reduce", value_bytes * sent, bucket.bucket)
+    found = [
+        StepTraffic("dense, before Radius starts", first - 1, whole),
+        StepTraffic("resample", resamples, whole),
+        StepTraffic("sparse", steps - first + 1 - resamples, list(sparse.values())),
+    ]
+    return [each for each in found if each.steps]
+
+
+def _chosen(rank: RankShapes, density: Fraction) -> Iterator[Chosen]:
+    """Of each bucket of matrices."""
+    if density >= 1:
+        return
+    for number, bucket in enumerate(rank.buckets):
+        if bucket.kind.matrix:
+            entries, chosen = _counts(rank, list(bucket.slices), density)
+            yield Chosen(number, bucket.numel, entries, chosen)
+
+
+def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[int, int]:
+    entries = chosen = 0
+    for name in names:
+        total = rank.total(name)
+        entries += rank.params[name].share(total)
+        chosen += rank.params[name].share(quota(density, total))
+    return entries, chosen
+
+
+def _flushed(bucket: Chosen, interval: int) -> int:
+    """What a rolling step sends beside what is chosen, on average."""
+    return -(-(bucket.entries - bucket.chosen) // interval)

@@ -1,0 +1,138 @@
+"""Trainers on the ranks of a grid, and what they hold and send, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config import Config, parse
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from megatron.planning.layout import Grid
+from megatron.training import Trainer
+from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+from radius.baselines.feedback import FeedbackReducer
+from radius.baselines.powersgd import PowerSGDReducer
+from radius.chunk_index import ChunkIndex
+from radius.reducer import RadiusReducer
+from samo.layout import CompressedLayout
+from tests.ranks import Ranks
+from tests.ranks import grid as groups_of
+from tests.training.harness import make_trainer
+from tools.bench.tensors import bytes_of
+
+MODEL = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--vocab-size 101 --make-vocab-size-divisible-by 8 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 6 --lr 1e-3 --eval-iters 0 --log-interval 100 "
+    "--ddp-bucket-size 6000 --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def planned(flags: str, world: int, *, vocabulary: int = 101) -> Grid:
+    """The grid that the planner would make of these flags."""
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+    return grid_of(config, world, vocabulary)
+
+
+def grid_of(config: Config, world: int, vocabulary: int) -> Grid:
+    parallel = config.parallel
+    dims = ParallelDims.from_world(
+        world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+    )
+    return Grid(
+        config=config,
+        dims=dims,
+        path=GRADIENT_PATHS[config.gradient.grad_path],
+        vocabulary=vocabulary,
+        cap=bucket_elements(config, dims.dp),
+        device="cpu",
+    )
+
+
+def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dict[str, Any]:
+    """What a rank of this run holds after some steps, and what it sent in each."""
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    parallel = config.parallel
+    groups = groups_of(
+        groups,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+    )
+    trainer = make_trainer(groups, flags, run_dir)
+    records = [trainer.train_step()[0] for _ in range(steps)]
+    trainer.metrics.close()
+    trainer.engine.detach()
+    return {
+        "place": (groups.pp.rank, groups.tp.rank),
+        "kept": held_bytes(trainer),
+        "stored": stored_entries(trainer),
+        "chosen": chosen_entries(trainer),
+        "params": [
+            (i.name, i.logical_shape, i.cut, i.partial, i.tied, i.param.numel())
+            for i in trainer.stage.parameter_infos()
+        ],
+        "buckets": [(tuple(b.slices.items()), b.numel) for b in trainer.engine.buckets],
+        "sent": [record.bytes_sent for record in records],
+        "axes": [dict(record.axis_bytes) for record in records],
+    }
+
+
+def run(ranks: Ranks, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`Ranks.run`, of one rank in this process."""
+    if world > 1:
+        return ranks.run(world, function, *args)
+    return [function(ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0), *args)]
+
+
+def held_bytes(trainer: Trainer) -> dict[str, int]:
+    """Bytes of the storages of each kind; each storage is of the first kind that has it."""
+    engine, optimizer = trainer.engine, trainer.optimizer
+    reducer, layout = engine.reducer, engine.layout
+    kinds: dict[str, Iterable[torch.Tensor]] = {
+        "master": [state.master for state in optimizer.states],
+        "moments": [moment for state in optimizer.states for moment in state.moments],
+        "gradients": [bucket.grad for bucket in engine.buckets],
+        "parameters": [leaf for info in engine.infos.values() for leaf in info.leaves],
+        "scratch": [optimizer._scratch],
+    }
+    found: dict[str, int] = {}
+    known: set[int] = set()
+    for kind, tensors in kinds.items():
+        sizes = {at: size for at, size in bytes_of(tensors).items() if at not in known}
+        known |= sizes.keys()
+        found[kind] = sum(sizes.values())
+    index = layout.nbytes if isinstance(layout, CompressedLayout) else 0
+    if isinstance(reducer, RadiusReducer):
+        own = [each for each in reducer._own if each.index is not None]
+        waits = [each.residual.pending for each in own]
+        index += sum(i.nbytes for each in own if isinstance(i := each.index, ChunkIndex))
+        apart = [w for w in waits if w is not None and w.data_ptr() not in known]
+        found["residual"] = sum(bytes_of(apart).values())
+        found["values"] = sum(v.nbytes for each in reducer._own for v in each._kept.values())
+    if isinstance(reducer, FeedbackReducer):
+        buffers = (*reducer._residual.values(), *reducer.offered.values())
+        found["residual"] = sum(tensor.nbytes for tensor in buffers)
+    if isinstance(reducer, PowerSGDReducer):
+        found["warm start"] = sum(tensor.nbytes for tensor in reducer.q.values())
+    return found | ({"index": index} if index else {})
+
+
+def stored_entries(trainer: Trainer) -> dict[str, int]:
+    """Of each parameter that is stored in part."""
+    layout = trainer.engine.layout
+    return {
+        info.name: layout.numel(info.name, info.param)
+        for info in trainer.engine.infos.values()
+        if layout.mask(info.name) is not None
+    }
+
+
+def chosen_entries(trainer: Trainer) -> int:
+    """Entries that Radius has chosen on this rank."""
+    reducer = trainer.engine.reducer
+    own = reducer._own if isinstance(reducer, RadiusReducer) else []
+    return sum(each.index.numel for each in own if each.index is not None)

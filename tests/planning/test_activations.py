@@ -1,0 +1,133 @@
+"""Planned activations against the tensors that autograd saves of real forward passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.config import parse
+from megatron.data.loader import DeviceMicrobatch
+from megatron.data.vocabulary import Vocabulary
+from megatron.parallel.groups import ProcessGroups
+from megatron.planning.activations import Activations
+from megatron.runtime import Launch, Runtime
+from pretrain_gpt import GRADIENT_PATHS, build_stage
+from tests.planning.grids import planned, run
+from tests.ranks import Ranks
+from tests.ranks import grid as groups_of
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 48 --mock-data "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --train-iters 5 --lr 1e-3"
+)
+STILL = "--attention-dropout 0 --hidden-dropout 0"
+LLAMA = (
+    "--swiglu --group-query-attention --num-query-groups 2 --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
+)
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+FULL = "--recompute-granularity full"
+CASES = {
+    "GPT-2": (1, STILL),
+    "GPT-2 bf16": (1, f"{STILL} --bf16"),
+    "dropout": (1, "--hidden-dropout 0.1 --attention-dropout 0"),
+    "dropout of attention": (1, "--bf16"),
+    "exact GELU": (1, f"{STILL} --gelu erf"),
+    "documents": (1, f"{STILL} --reset-attention-mask"),
+    "gated": (1, f"{STILL} {LLAMA}"),
+    "gated bf16": (1, f"{STILL} {LLAMA} --bf16"),
+    "groups": (1, f"{STILL} --group-query-attention --num-query-groups 2"),
+    "uniform": (1, f"{STILL} {FULL}"),
+    "uniform 2": (1, f"{STILL} {FULL} --recompute-method uniform --recompute-num-layers 2"),
+    "block": (1, f"{STILL} {FULL} --recompute-method block --recompute-num-layers 3"),
+    "selective": (1, f"--recompute-granularity selective {LLAMA}"),
+    "tensor": (2, f"{STILL} {TP}"),
+    "tensor gated": (2, f"{STILL} {TP} {LLAMA}"),
+    "sequence": (2, f"--attention-dropout 0 {TP} --sequence-parallel"),
+    "sequence alone": (2, f"{STILL} {TP} --sequence-parallel --micro-batch-size 1 {LLAMA}"),
+    "stages": (2, f"{STILL} {PP} --bf16"),
+    "in turns": (
+        2,
+        f"{STILL} {PP} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+    ),
+}
+
+
+def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tuple[int, int]]:
+    """For each chunk of this rank's stage: bytes saved by a forward, and by making again the
+    largest part of it that is recomputed."""
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    parallel = config.parallel
+    groups = groups_of(
+        groups, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+    )
+    size = groups.world.size
+    launch = Launch(launcher="test", rank=0, world_size=size, local_rank=0, local_world_size=size)
+    runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
+    stage = build_stage(config, runtime, groups, Vocabulary(size=vocabulary))
+    batch, length = config.training.micro_batch_size, config.model.seq_length
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    microbatch = DeviceMicrobatch(
+        index=0,
+        tokens=ids,
+        labels=ids.clone(),
+        position_ids=None,
+        loss_mask=None,
+        document_ids=ids.clone() if config.data.reset_attention_mask else None,
+        counted_tokens=ids.numel(),
+    )
+    found: list[tuple[int, int]] = []
+    for number, chunk in enumerate(stage.chunks):
+        known = [*chunk.parameters(), *(chunk._rotary or ()), *vars(microbatch).values()]
+        here = length // (groups.tp.size if parallel.sequence_parallel else 1)
+        hidden = None
+        if chunk.embedding is None:
+            dtype = next(chunk.parameters()).dtype
+            hidden = torch.randn(batch, here, config.model.hidden_size).to(dtype)
+        saved = Saved([each for each in known if isinstance(each, torch.Tensor)])
+        with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            stage.forward(0, microbatch, hidden, chunk=number)
+        again = Saved([each for each in known if isinstance(each, torch.Tensor)])
+        recomputed = [span for span in chunk.spans if span.recomputed]
+        if recomputed:
+            longest = max(recomputed, key=lambda span: span.stop - span.start)
+            rotary, shape = chunk._rotary_at(None, length), (batch, here, config.model.hidden_size)
+            inner = torch.randn(shape, dtype=next(chunk.parameters()).dtype, requires_grad=True)
+            again.known.add(inner.untyped_storage().data_ptr())
+            with saved_tensors_hooks(again.pack, lambda tensor: tensor):
+                chunk._span_runner(longest)(inner, rotary, None)
+        found.append((saved.nbytes, again.nbytes))
+    return found
+
+
+class Saved:
+    """Bytes of the storages that are saved for backward, each once, but those known before."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.nbytes = 0
+        self._alive: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.known.add(storage.data_ptr())
+            self.nbytes += storage.nbytes()
+            self._alive.append(tensor)  # so that no other storage gets its place
+        return tensor
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_are_those_saved(ranks: Ranks, case: str) -> None:
+    world, flags = CASES[case]
+    grid = planned(f"{MODEL} {flags}", world, vocabulary=97)
+    sizes = Activations(grid)
+    found = run(ranks, world, saved_on_rank, f"{MODEL} {flags}", 97)
+    for rank, chunks in enumerate(found):
+        stage = grid.dims.coordinates(rank).pp
+        for number, (saved, again) in enumerate(chunks):
+            plan = sizes.chunk(stage, number)
+            assert plan.saved == pytest.approx(saved, rel=0.02)
+            if again:
+                assert plan.again == pytest.approx(again, rel=0.02)
