@@ -30,7 +30,7 @@ def planned_bytes(
 ) -> PathBytes:
     """Once entries are chosen and others wait. `values`: see `memory.radius_bytes`, which counts
     entries where this counts buckets, to the byte."""
-    index = waiting = values = 0
+    index = waiting = values = rest = everything = 0
     for bucket in _chosen(rank, density):
         index += index_bytes(bucket.numel, bucket.chosen, rank.device)
         waiting += 4 * bucket.numel * (residual == "separate")
@@ -39,9 +39,17 @@ def planned_bytes(
             sent += _flushed(bucket, rolling_interval)
             each += 4 * (residual != "none")
         values += each * sent
+        everything += bucket.entries
+        rest += (bucket.entries - bucket.chosen) * (residual != "none")
     kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
     compact = {"values": values}
-    return PathBytes(kept | compact, {}) if lasting else PathBytes(kept, compact)
+    # A checkpoint has what is chosen, a byte for each entry, and what waits elsewhere.
+    return PathBytes(
+        kept=kept | compact if lasting else kept,
+        passing={} if lasting else compact,
+        shared=everything,
+        own=4 * rest,
+    )
 
 
 def planned_traffic(

@@ -94,7 +94,9 @@ class SamoPath:
         sizes = {name: param.numel for name, param in rank.params.items() if name in rank.stored}
         slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
         stored = {name: slices[name].numel for name in sizes}
-        return PathBytes({"index": index_bytes(sizes, stored, device=rank.device)})
+        index = {"index": index_bytes(sizes, stored, device=rank.device)}
+        # A checkpoint has the mask, a byte for each entry.
+        return PathBytes(index, shared=sum(rank.params[name].local_entries for name in sizes))
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         return plan_means(config, rank)

@@ -174,10 +174,13 @@ class RankShapes:
 @dataclass(frozen=True)
 class PathBytes:
     """What a path keeps on a rank from step to step beside gradients, master weights and moments,
-    in bytes by kind, and what is there only while a step is under way."""
+    in bytes by kind, and what is there only while a step is under way. In a checkpoint, at most:
+    `shared` for all data-parallel ranks together, and `own` for each of them."""
 
     kept: Mapping[str, int] = field(default_factory=dict[str, int])
     passing: Mapping[str, int] = field(default_factory=dict[str, int])
+    shared: int = 0
+    own: int = 0
 
 
 class Sent(NamedTuple):

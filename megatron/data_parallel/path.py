@@ -101,7 +101,12 @@ class ProductPath:
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         layout, reducer = (path.plan_bytes(config, rank) for path in (self._layout, self._reducer))
-        return PathBytes(_added(layout.kept, reducer.kept), _added(layout.passing, reducer.passing))
+        return PathBytes(
+            kept=_added(layout.kept, reducer.kept),
+            passing=_added(layout.passing, reducer.passing),
+            shared=layout.shared + reducer.shared,
+            own=layout.own + reducer.own,
+        )
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         return self._reducer.plan_traffic(config, rank)

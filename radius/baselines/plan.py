@@ -27,7 +27,8 @@ def topk_bytes(rank: RankShapes, *, density: float, value_bytes: int) -> PathByt
         residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
         message = _message(rank, bucket, density, value_bytes)
         messages += message * (1 + rank.ranks * (rank.ranks > 1))
-    return PathBytes({"residual": residual}, {"messages": messages})
+    own = residual * 4 // RESIDUAL_BYTES
+    return PathBytes({"residual": residual}, {"messages": messages}, own=own)
 
 
 def topk_traffic(
@@ -58,7 +59,8 @@ def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
         residual += RESIDUAL_BYTES * entries
         warm += FACTOR_BYTES * second
         passing += FACTOR_BYTES * (first + second + rank_of_factors * rows)
-    return PathBytes({"residual": residual, "warm start": warm}, {"factors": passing})
+    kept = {"residual": residual, "warm start": warm}
+    return PathBytes(kept, {"factors": passing}, warm, residual * 4 // RESIDUAL_BYTES)
 
 
 def powersgd_traffic(

@@ -1,0 +1,151 @@
+"""The nearest settings that fit, where a configuration does not; and the fewest stages that do."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import Config, check
+from megatron.config.config import SPECS
+from megatron.config.refused_pairs import check_pairs
+from megatron.data_parallel.interface import GradientPath
+from megatron.errors import ConfigError
+from megatron.planning.plan import Plan
+
+Changes = Mapping[str, Any]
+"""Values by the name of the field."""
+Planner = Callable[[Config], Plan]
+"""Of a checked configuration, on the same ranks."""
+MOST = 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings to change, and the plan with them."""
+
+    changes: Changes
+    plan: Plan
+
+    @property
+    def flags(self) -> str:
+        """To append to the command."""
+        return " ".join(_flag(name, value) for name, value in self.changes.items())
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for plans that fit beside one; `paths`: the values of `--grad-path`."""
+
+    plan: Plan
+    paths: Mapping[str, GradientPath]
+    planner: Planner
+
+    def nearest(self) -> list[Way]:
+        """What fits with the fewest changes: one, else two, else three."""
+        singles = list(self._singles())
+        found = self._fitting({**change} for change in singles)
+        deeper = {"recompute_granularity": "full"}
+        batch = {"micro_batch_size": 1}
+        for base in (deeper, deeper | batch):
+            if found:
+                break
+            if self._is_set(base):
+                continue
+            found = self._fitting({**base, **change} for change in singles)
+        return found[:MOST]
+
+    def fewest_stages(self, changes: Changes | None = None) -> Way | None:
+        """The smallest pipeline on the same ranks, G_inter, that fits with these changes; None
+        where none does."""
+        dims = self.plan.grid.dims
+        for stages in range(1, dims.world_size // dims.tp + 1):
+            if dims.world_size % (dims.tp * stages):
+                continue
+            way = self._try({**(changes or {}), "pipeline_model_parallel_size": stages})
+            if way is not None and way.plan.fits:
+                return way
+        return None
+
+    def _singles(self) -> Iterator[Changes]:
+        """From what costs least to what costs most, in time and in what is learned."""
+        config, dims = self.plan.grid.config, self.plan.grid.dims
+        path, size = config.gradient.grad_path, config.training.micro_batch_size
+        if config.recompute.recompute_granularity is None:
+            yield {"recompute_granularity": "selective"}
+        if config.recompute.recompute_granularity != "full":
+            full = {"recompute_granularity": "full"}
+            yield full
+        while size > 1:
+            size //= 2
+            yield {"micro_batch_size": size}
+        if path in ("dense", "samo"):
+            if dims.dp > 1:
+                yield {"use_distributed_optimizer": True}
+            yield {"optimizer_cpu_offload": True}
+        if dims.tp > 1 and not config.parallel.sequence_parallel:
+            yield {"sequence_parallel": True}
+        for factor in _factors(dims.world_size // dims.tp):
+            if factor > dims.pp:
+                yield {"pipeline_model_parallel_size": factor}
+        for factor in _factors(min(self.plan.site.gpus_per_node, dims.world_size)):
+            if factor > dims.tp:
+                yield {"tensor_model_parallel_size": factor}
+        if path == "dense":
+            yield {"grad_path": "samo"}
+
+    def _fitting(self, many: Iterator[dict[str, Any]]) -> list[Way]:
+        """Of each set of fields the first that fits."""
+        found: dict[tuple[str, ...], Way] = {}
+        for changes in many:
+            if tuple(changes) in found:
+                continue
+            way = self._try(changes)
+            if way is not None and way.plan.fits:
+                found[tuple(changes)] = way
+        return list(found.values())
+
+    def _is_set(self, changes: Changes) -> bool:
+        values = self.plan.grid.config.values()
+        return all(values[name] == value for name, value in changes.items())
+
+    def _try(self, changes: Changes) -> Way | None:
+        """None where the configuration is refused."""
+        try:
+            config = changed(self.plan.grid.config, changes, self.paths)
+            return Way(changes, self.planner(config.resolve(self.plan.grid.dims.world_size)))
+        except ConfigError:
+            return None
+
+
+def changed(config: Config, changes: Changes, paths: Mapping[str, GradientPath]) -> Config:
+    """The configuration with other values of some fields, checked as a parsed one is; raises
+    `ConfigError`."""
+    sections: dict[str, Any] = {}
+    for name, value in changes.items():
+        section = SPECS[name].section
+        old = sections.get(section, getattr(config, section))
+        sections[section] = dataclasses.replace(old, **{name: value})
+    if changes.get("recompute_granularity") == "selective":
+        own = {"recompute_method": None, "recompute_num_layers": None}
+        sections["recompute"] = dataclasses.replace(sections["recompute"], **own)
+    config = dataclasses.replace(config, **sections)
+    path = paths[config.gradient.grad_path]
+    if "grad_path" in changes:
+        extensions = {name: cls() for name, cls in path.sections.items()}
+        config = dataclasses.replace(config, extensions=extensions)
+    check(config, {})
+    check_pairs(config, path.refused_pairs)
+    path.check(config)
+    return config
+
+
+def _flag(name: str, value: object) -> str:
+    flag = SPECS[name].flag
+    return flag if value is True else f"{flag} {shlex.quote(str(value))}"
+
+
+def _factors(count: int) -> list[int]:
+    return [factor for factor in range(2, count + 1) if count % factor == 0]

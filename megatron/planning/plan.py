@@ -1,0 +1,226 @@
+"""All that is known of a run before it starts: one configuration on one number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config import Config
+from megatron.data_parallel.bucket_plan import RankShapes
+from megatron.data_parallel.interface import GradientPath
+from megatron.data_parallel.path import BYTES
+from megatron.model.flops import parameter_count
+from megatron.parallel.dims import ParallelDims
+from megatron.planning.activations import ActivationBytes, Activations, microbatches_of
+from megatron.planning.layout import Grid
+from megatron.planning.seconds import StepSeconds, step_seconds
+from megatron.planning.site import GIB, Site
+from megatron.planning.state import StateBytes, state_bytes
+from megatron.planning.traffic import StepBytes, step_bytes
+
+RESERVE = {"cuda": 1.0 * GIB, "cpu": 0.4 * GIB}
+"""Of a device, or of a process's memory: context, libraries and communicators. Assumed."""
+START_SECONDS = 180
+"""From a job's start to its first step, and from its last to its end. Assumed."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Memory of the first tensor-parallel rank of a stage."""
+
+    stage: int
+    rank: RankShapes
+    state: StateBytes
+    activations: ActivationBytes
+    gradient: int
+    """The largest dense gradient, which backward makes before it is taken."""
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """Bytes on the device by kind."""
+        found = {**self.state.kept, **self.activations.kinds, "one gradient": self.gradient}
+        for kind, size in self.state.passing.items():
+            found[kind] = found.get(kind, 0) + size
+        return {kind: size for kind, size in found.items() if size}
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Seconds of a whole run, and what they are for."""
+
+    training: float
+    evaluating: float
+    saving: float
+
+    @property
+    def total(self) -> float:
+        """With one start."""
+        return self.training + self.evaluating + self.saving + START_SECONDS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration, resolved, on the ranks and the GPU of a site."""
+
+    grid: Grid
+    site: Site
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        *,
+        world: int,
+        path: GradientPath,
+        vocabulary: int,
+        cap: int,
+        site: Site,
+    ) -> Plan:
+        """`cap`: entries of a gradient bucket. `config` is resolved for `world` ranks."""
+        parallel = config.parallel
+        dims = ParallelDims.from_world(
+            world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+        )
+        device = config.run.device or site.device
+        grid = Grid(
+            config=config, dims=dims, path=path, vocabulary=vocabulary, cap=cap, device=device
+        )
+        return cls(grid, site)
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[StagePlan]:
+        """One for each stage of the pipeline."""
+        sizes = Activations(self.grid)
+        each = BYTES[self.grid.config.precision.param_dtype]
+        found: list[StagePlan] = []
+        for stage in range(self.grid.dims.pp):
+            rank = self.grid.rank(stage)
+            largest = each * max(param.numel for param in rank.params.values())
+            state = state_bytes(self.grid, rank)
+            found.append(StagePlan(stage, rank, state, sizes.of_stage(stage), largest))
+        return found
+
+    @cached_property
+    def fullest(self) -> StagePlan:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def needed(self) -> float:
+        """Bytes of a device for it, with the reserve."""
+        return self.fullest.total + RESERVE[self.grid.device]
+
+    @property
+    def host(self) -> int:
+        """Bytes of offloaded state on a node, if its ranks are of the fullest stage."""
+        here = min(self.site.gpus_per_node, self.grid.dims.world_size)
+        return here * max(sum(stage.state.host.values()) for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """In the device and, if it is offloaded, in the host."""
+        return self.needed <= self.site.memory and self.host <= self.site.host_memory
+
+    # ---- the run -------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> int:
+        """Logical ones."""
+        return parameter_count(self.grid.config.model, self.grid.vocabulary)
+
+    @property
+    def microbatches(self) -> int:
+        """Of each pipeline in a step."""
+        return microbatches_of(self.grid)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step of the whole global batch."""
+        config = self.grid.config
+        return (config.training.global_batch_size or 0) * config.model.seq_length
+
+    @property
+    def steps(self) -> int:
+        """Of the run; 0 where it is not said."""
+        return self.grid.config.total_iterations()
+
+    @property
+    def nodes(self) -> int:
+        """That the ranks fill."""
+        return -(-self.grid.dims.world_size // self.site.gpus_per_node)
+
+    @cached_property
+    def traffic(self) -> list[StepBytes]:
+        """Of the first tensor-parallel rank of each stage."""
+        return [step_bytes(self.grid, stage.stage, stage.rank) for stage in self.stages]
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        """Of a mean step."""
+        return step_seconds(self.grid, self.site, [stage.rank for stage in self.stages])
+
+    # ---- disk and queue ------------------------------------------------------------------------
+
+    @cached_property
+    def checkpoint(self) -> int:
+        """Bytes of the tensors of a checkpoint, at most."""
+        config, dims = self.grid.config, self.grid.dims
+        moments = 1 if config.optimizer.optimizer == "sgd" else 2
+        copies = 1 if config.checkpoint.no_save_optim else 1 + moments
+        shapes: dict[str, int] = {}
+        path = 0
+        for stage in self.stages:
+            rank = stage.rank
+            shapes |= {name: rank.total(name) for name in rank.params}
+            own = self.grid.path.plan_bytes(config, rank)
+            # A tied table has two copies, of which one is saved.
+            path += dims.tp * (own.shared + dims.dp * own.own)
+        return 4 * copies * sum(shapes.values()) + path
+
+    @property
+    def checkpoints(self) -> int:
+        """That the run keeps at most."""
+        asked, steps = self.grid.config.checkpoint, self.steps
+        count = -(-steps // asked.save_interval) if asked.save_interval else 1
+        return min(count, asked.keep_last) if asked.keep_last else count
+
+    @cached_property
+    def queue(self) -> Queue:
+        """Time of the whole run on these nodes, without waiting for them."""
+        config, seconds = self.grid.config, self.seconds
+        asked, evaluation = config.checkpoint, config.evaluation
+        saves = -(-self.steps // asked.save_interval) if asked.save_interval else 1
+        writes = self.checkpoint / (self.site.disk_rate * self.nodes)
+        forward = (seconds.compute + seconds.tensor + seconds.bubble) / 3
+        evaluations = self.steps // evaluation.eval_interval * evaluation.eval_iters
+        return Queue(self.steps * seconds.total, evaluations * forward, saves * writes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know of these numbers."""
+        found: list[str] = []
+        if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
+            found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"
+                         " drawn; each is taken to have its share")  # fmt: skip
+        if self.grid.config.training.rampup_batch_size:
+            found.append("the batch grows; the numbers of a step are of the whole global batch")
+        return found
+
+
+def group_bytes(plan: Plan) -> Mapping[str, float]:
+    """Bytes that the busiest rank sends in a mean step, by group."""
+    dims, found = plan.grid.dims, {"dp": 0.0, "tp": 0.0, "pp": 0.0}
+    for each in plan.traffic:
+        steps = sum(kind.steps for kind in each.dp) or 1
+        mean = sum((kind.steps or 1) * kind.bytes_sent(dims.dp) for kind in each.dp) / steps
+        found["dp"] = max(found["dp"], mean)
+        found["tp"], found["pp"] = max(found["tp"], each.tp), max(found["pp"], each.pp)
+    return found

@@ -1,0 +1,160 @@
+"""Facts of a machine, from the lines NAME=VALUE of its file in scripts/site."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.config.values import nearest
+from megatron.errors import ConfigError
+from megatron.parallel.dims import Axis, ParallelDims
+
+_LINE = re.compile(r"([A-Z][A-Z0-9_]*)=([A-Za-z0-9._+-]+)\s*")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+GIB = 2**30
+GIGA = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What ranks run on: rates in bytes, seconds and FLOP/s. `efficiency`: share of a GPU's peak
+    that forward and backward reach; `network_efficiency`: share of a node's network rate that a
+    collective reaches, a message has all of it."""
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    gpu: str
+    memory: float
+    memory_rate: float
+    peak: float
+    peak_fp32: float
+    efficiency: float
+    gpus_per_node: int
+    link_rate: float
+    link_latency: float
+    nics_per_node: int
+    nic_rate: float
+    nic_latency: float
+    network_efficiency: float
+    host_link_rate: float
+    host_memory: float
+    disk_rate: float
+
+    def link(self, dims: ParallelDims, axis: Axis) -> Link:
+        """How the ranks of a group along an axis are joined, with all such groups at work: those
+        that a node has ranks of share its NICs."""
+        line, here = dims.lines(axis)[0], self.gpus_per_node
+        if dims.world_size <= here or len({rank // here for rank in line}) == 1:
+            return Link(self.link_latency, self.link_rate)
+        together = max(sum(rank // here == node // here for rank in line) for node in line)
+        groups = max(here // together, 1)
+        rate = self.nics_per_node * self.nic_rate * self.network_efficiency / groups
+        return Link(self.nic_latency, min(rate, self.link_rate))
+
+    def message(self, dims: ParallelDims) -> Link:
+        """Of a message to the next pipeline stage, with all ranks of a node sending."""
+        apart = dims.tp * dims.dp  # ranks between a stage and the next
+        if dims.world_size <= self.gpus_per_node or apart < self.gpus_per_node:
+            return Link(self.link_latency, self.link_rate)
+        rate = self.nics_per_node * self.nic_rate / self.gpus_per_node
+        return Link(self.nic_latency, min(rate, self.link_rate))
+
+
+@dataclass(frozen=True)
+class Link:
+    """The alpha-beta model: a message of b bytes takes `latency` + b / `rate` seconds."""
+
+    latency: float
+    rate: float
+
+    def message(self, nbytes: float) -> float:
+        """Seconds of a message."""
+        return self.latency + nbytes / self.rate
+
+    def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
+        """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
+        as many messages as it has neighbours to come round to."""
+        return rounds * (ranks - 1) * self.latency + sent / self.rate
+
+
+def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
+    """The facts of a site, with one of its kinds of GPU (None: the first). Raises `ConfigError`."""
+    known = sorted(file.stem for file in folder.glob("*.env"))
+    if not _NAME.fullmatch(name) or name not in known:
+        near = nearest(name, known)
+        raise ConfigError(f"site: {name!r} is none of {', '.join(known)}{near}; give one of them")
+    found = _lines((folder / f"{name}.env").read_text(encoding="utf-8"))
+    kinds = {found[key]: key[3:] for key in found if re.fullmatch(r"GPU(_[0-9]+)?", key)}
+    gpu = gpu or next(iter(kinds), "")
+    if gpu not in kinds:
+        raise ConfigError(
+            f"gpu: {gpu!r}; {name} has {', '.join(kinds) or 'none'}; give one of them"
+        )
+    facts = _Facts(name, found, kinds[gpu])
+    device = facts.text("DEVICE")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"site {name}: DEVICE={device}: must be cpu or cuda")
+    return Site(
+        name=name,
+        device="cpu" if device == "cpu" else "cuda",
+        gpu=gpu,
+        memory=facts.number("GPU_MEMORY_GIB") * GIB,
+        memory_rate=facts.number("GPU_MEMORY_GBPS") * GIGA,
+        peak=facts.number("GPU_PEAK_TFLOPS") * 1e12,
+        peak_fp32=facts.number("GPU_PEAK_TFLOPS_FP32") * 1e12,
+        efficiency=facts.number("EFFICIENCY"),
+        gpus_per_node=int(facts.number("GPUS_PER_NODE")),
+        link_rate=facts.number("GPU_LINK_GBPS") * GIGA,
+        link_latency=facts.number("GPU_LINK_US") * 1e-6,
+        nics_per_node=int(facts.number("NICS_PER_NODE")),
+        nic_rate=facts.number("NIC_GBPS") * GIGA,
+        nic_latency=facts.number("NIC_US") * 1e-6,
+        network_efficiency=facts.number("NETWORK_EFFICIENCY"),
+        host_link_rate=facts.number("HOST_LINK_GBPS") * GIGA,
+        host_memory=facts.number("HOST_MEMORY_GIB") * GIB,
+        disk_rate=facts.number("DISK_GBPS") * GIGA,
+    )
+
+
+def with_efficiency(site: Site, share: float | None) -> Site:
+    """The same, at another share of peak. Raises `ConfigError`."""
+    if share is None:
+        return site
+    if not 0 < share <= 1:
+        raise ConfigError(f"efficiency: {share:g}: a share of peak, above 0 and at most 1")
+    return dataclasses.replace(site, efficiency=share)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    site: str
+    found: Mapping[str, str]
+    suffix: str
+
+    def text(self, key: str) -> str:
+        """The value for this kind of GPU, else that for all."""
+        for name in (f"{key}{self.suffix}", key):
+            if name in self.found:
+                return self.found[name]
+        raise ConfigError(f"site {self.site}: has no {key}; add it to scripts/site/{self.site}.env")
+
+    def number(self, key: str) -> float:
+        text = self.text(key)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"site {self.site}: {key}={text}: must be a number above 0")
+        return value
+
+
+def _lines(text: str) -> dict[str, str]:
+    """What the file says as data; anything else in it is for a shell."""
+    matches: Sequence[re.Match[str] | None] = [_LINE.fullmatch(line) for line in text.splitlines()]
+    return {match[1]: match[2] for match in matches if match is not None}

@@ -1,0 +1,150 @@
+"""Say what a run will take before it is started: memory, traffic, time, disk.
+
+    python tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] [--json]
+        [--paper] [FLAGS OF pretrain_gpt.py]
+
+No GPU, no torch. `--site`: one of scripts/site, whose numbers the time comes from; `--gpu`: which
+of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
+Without `--world-size` it plans for one copy of the model. `--paper` prints the SAMO paper's memory
+model beside ours. State is counted as it is allocated, activations as autograd saves them; time is
+a model.
+
+Exit code 0 also where the model does not fit, 2 for wrong settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from megatron.config import Config, parse  # noqa: E402
+from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.planning.fit import Search  # noqa: E402
+from megatron.planning.plan import Plan  # noqa: E402
+from megatron.planning.report import as_data, lines_of, stages_line, ways_lines  # noqa: E402
+from megatron.planning.site import Site, read_site, with_efficiency  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS, bucket_elements  # noqa: E402
+from samo.paper import comparison, equations  # noqa: E402
+
+GPT2_VOCABULARY = 50257
+SITES = REPO / "scripts" / "site"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    try:
+        options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
+        config = parse(flags, paths=GRADIENT_PATHS)
+        config = config.resolve(options.world_size or config.parallel.model_parallel_size)
+        site = with_efficiency(read_site(SITES, options.site, options.gpu), options.efficiency)
+        vocabulary, note = _vocabulary(config)
+        planner = _Planner(site, vocabulary)
+        plan = planner.plan(config, options.world_size or config.parallel.model_parallel_size)
+        search = Search(plan, GRADIENT_PATHS, lambda c: planner.plan(c, plan.grid.dims.world_size))
+        ways = [] if plan.fits else search.nearest()
+        if options.json:
+            print(json.dumps(as_data(plan, ways), indent=2))
+            return 0
+        for line in _text(plan, search, ways, note, papers=options.paper):
+            print(line)
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+class _Planner:
+    """Plans configurations on one site with one vocabulary."""
+
+    def __init__(self, site: Site, vocabulary: int) -> None:
+        self._site, self._vocabulary = site, vocabulary
+
+    def plan(self, config: Config, world: int) -> Plan:
+        """Of a resolved configuration."""
+        return Plan.of(
+            config,
+            world=world,
+            path=GRADIENT_PATHS[config.gradient.grad_path],
+            vocabulary=self._vocabulary,
+            cap=bucket_elements(config, config.data_parallel_size(world)),
+            site=self._site,
+        )
+
+
+def _text(plan: Plan, search: Search, ways: Sequence, note: str, *, papers: bool) -> Iterator[str]:
+    yield from lines_of(plan)
+    if note:
+        yield f"note: {note}"
+    path = plan.grid.config.gradient.grad_path
+    if not plan.fits:
+        yield from ways_lines(ways)
+    if not plan.fits or "samo" in path:
+        yield stages_line(plan, f"{path} as it is", search.fewest_stages())
+        if "samo" in path:
+            yield stages_line(plan, "dense", search.fewest_stages({"grad_path": "dense"}))
+        elif path == "dense":
+            yield stages_line(plan, "samo at p = 0.9", search.fewest_stages({"grad_path": "samo"}))
+    if papers:
+        yield ""
+        yield from equations()
+        yield from comparison(plan.parameters)
+
+
+def _vocabulary(config: Config) -> tuple[int, str]:
+    """Entries of the vocabulary; and what to tell if they are a guess."""
+    data = config.data
+    try:
+        prefixes = data_prefixes(data)
+        missing = [p for p in prefixes if not Path(f"{p}.idx").is_file()]
+        if not missing and (prefixes or data.vocab_size or data.mock_data):
+            return find_vocabulary(data, prefixes).size, ""
+    except ConfigError:
+        pass
+    if data.vocab_size:
+        return data.vocab_size, ""
+    return GPT2_VOCABULARY, (
+        f"the data is not here to ask: a vocabulary of {GPT2_VOCABULARY:,}, GPT-2's, is assumed; "
+        "give --vocab-size"
+    )
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's own options, and what is left for the configuration."""
+    config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
+    parser = _Parser(
+        usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
+        "[--json] [--paper] [FLAGS OF pretrain_gpt.py]",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="pretrain_gpt.py --help lists the flags of a run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=_count, help="ranks (one copy of the model)")
+    parser.add_argument("--site", default="local", help="machine, of scripts/site (local)")
+    parser.add_argument("--gpu", help="kind of GPU (the site's first)")
+    parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
+    parser.add_argument("--json", action="store_true", help="print the plan as data")
+    parser.add_argument("--paper", action="store_true", help="SAMO's memory model beside ours")
+    options, rest = parser.parse_known_args(argv)
+    return options, [*config, *rest]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}; see tools/plan.py --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of ranks, 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
