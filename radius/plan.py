@@ -39,11 +39,11 @@ def planned_bytes(
             sent += _flushed(bucket, rolling_interval)
             each += 4 * (residual != "none")
         values += each * sent
-        everything += bucket.entries
+        everything += -(-bucket.entries // 8)
         rest += (bucket.entries - bucket.chosen) * (residual != "none")
     kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
     compact = {"values": values}
-    # A checkpoint has what is chosen, a byte for each entry, and what waits elsewhere.
+    # A checkpoint has what is chosen, a bit for each entry, and what waits elsewhere.
     return PathBytes(
         kept=kept | compact if lasting else kept,
         passing={} if lasting else compact,

@@ -95,8 +95,9 @@ class SamoPath:
         slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
         stored = {name: slices[name].numel for name in sizes}
         index = {"index": index_bytes(sizes, stored, device=rank.device)}
-        # A checkpoint has the mask, a byte for each entry.
-        return PathBytes(index, shared=sum(rank.params[name].local_entries for name in sizes))
+        # A checkpoint has the mask, a bit for each entry.
+        masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
+        return PathBytes(index, shared=masks)
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
         return plan_means(config, rank)

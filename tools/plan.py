@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPO))
 from megatron.config import Config, parse  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
-from megatron.planning.fit import Search  # noqa: E402
+from megatron.planning.fit import Search, Way  # noqa: E402
 from megatron.planning.plan import Plan  # noqa: E402
 from megatron.planning.report import as_data, lines_of, stages_line, ways_lines  # noqa: E402
 from megatron.planning.site import Site, read_site, with_efficiency  # noqa: E402
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(as_data(plan, ways), indent=2))
             return 0
-        for line in _text(plan, search, ways, note, papers=options.paper):
-            print(line)
+        print("\n".join(_text(plan, search, ways, note, papers=options.paper)))
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -78,7 +77,9 @@ class _Planner:
         )
 
 
-def _text(plan: Plan, search: Search, ways: Sequence, note: str, *, papers: bool) -> Iterator[str]:
+def _text(
+    plan: Plan, search: Search, ways: Sequence[Way], note: str, *, papers: bool
+) -> Iterator[str]:
     yield from lines_of(plan)
     if note:
         yield f"note: {note}"

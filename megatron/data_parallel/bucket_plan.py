@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron.data_parallel.interface import ALIGNMENT, Slice
@@ -56,14 +57,18 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     first, which waits for the end of backward, come last, and tied ones very last (contract 8).
     """
     open_buckets: dict[BucketClass, list[Entry]] = {}
+    lengths: dict[BucketClass, int] = {}
     closed: list[tuple[int, list[Entry]]] = []
     last_arrival: dict[BucketClass, int] = {}
     for position, entry in enumerate(entries):
         bucket = open_buckets.setdefault(entry.kind, [])
-        if bucket and (entry.kind.tied or _length(bucket) + _aligned(entry.entries) > cap):
+        length = lengths.get(entry.kind, 0) + _aligned(entry.entries)
+        if bucket and (entry.kind.tied or length > cap):
             closed.append((last_arrival[entry.kind], bucket))
             bucket = open_buckets[entry.kind] = []
+            length = _aligned(entry.entries)
         bucket.append(entry)
+        lengths[entry.kind] = length
         last_arrival[entry.kind] = position
     closed += [(last_arrival[kind], bucket) for kind, bucket in open_buckets.items()]
     closed.sort(key=lambda item: (item[1][0].kind.tied, item[1][0].kind.partial, item[0]))
@@ -83,10 +88,6 @@ def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
 
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
-def _length(bucket: list[Entry]) -> int:
-    return sum(_aligned(entry.entries) for entry in bucket)
 
 
 def _lay_out(bucket: list[Entry]) -> BucketPlan:
@@ -123,7 +124,7 @@ class ParamShape:
         """Number of entries on this rank, without padding."""
         return math.prod(self.local_shape)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of entries in this rank's memory."""
         return self.rows * math.prod(self.local_shape[1:])

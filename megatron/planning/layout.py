@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.config import Config, ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
@@ -29,7 +30,7 @@ class Grid:
     cap: int
     device: str
 
-    @property
+    @cached_property
     def split(self) -> list[list[range]]:
         """For each stage its runs of layers."""
         return self.config.parallel.layer_split(self.config.model.num_layers)

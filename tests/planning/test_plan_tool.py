@@ -1,0 +1,137 @@
+"""tools/plan.py as a user calls it: what it says, how fast, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.plan import main
+
+REPO = Path(__file__).resolve().parents[2]
+GPT_2_7B = (
+    "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048 "
+    "--micro-batch-size 1 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --fp16 "
+    "--vocab-size 50257 --world-size 128 --site summit"
+)
+STAGES = "--pipeline-model-parallel-size"
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The tool's answer to a line of arguments: as text or, with --json, as data."""
+
+    def plan(line: str) -> Any:
+        assert main(line.split()) == 0
+        found = capsys.readouterr()
+        assert found.err == ""
+        return json.loads(found.out) if "--json" in line else found.out
+
+    return plan
+
+
+def test_it_takes_no_torch_and_less_than_two_seconds() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = (
+        "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    line = [*GPT_2_7B.split(), STAGES, "4"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *line],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "DOES NOT FIT" in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor: a busy machine keeps it waiting for as long as it likes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+@pytest.mark.parametrize("file", sorted((REPO / "configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_configuration_can_be_planned(file: Path, plan: Any) -> None:
+    text = plan(f"{file} --world-size 2 --site perlmutter --gpu A100-80GB")
+    assert text.startswith(f"{file.stem}: ") and "queue time" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_does_not_fit_is_told_what_does(plan: Any) -> None:
+    found = plan(f"{GPT_2_7B} {STAGES} 4 --json")
+    assert not found["fits"] and found["needed"] > found["site"]["memory"]
+    ways = {way["flags"]: way for way in found["instead"]}
+    for flags in ("--recompute-granularity full", f"{STAGES} 8", "--grad-path samo"):
+        assert ways[flags]["needed"] <= found["site"]["memory"]
+        again = plan(f"{GPT_2_7B} {STAGES} 4 {flags} --json")
+        assert again["fits"] and again["needed"] == ways[flags]["needed"]
+    text = plan(f"{GPT_2_7B} {STAGES} 4")
+    assert "it does not fit; with these flags it does\n  --recompute-granularity full " in text
+
+
+def test_changes_are_combined_where_none_does_alone(plan: Any) -> None:
+    found = plan(f"{GPT_2_7B} --micro-batch-size 4 {STAGES} 4 --num-layers 64 --json")
+    ways = [way["flags"] for way in found["instead"]]
+    assert ways and all(flags.startswith("--recompute-granularity full ") for flags in ways)
+    huge = plan(f"{GPT_2_7B} --hidden-size 25600 --json")
+    assert not huge["fits"] and huge["instead"] == []
+    assert "nothing near it fits" in plan(f"{GPT_2_7B} --hidden-size 25600")
+
+
+def test_samo_needs_fewer_stages(plan: Any) -> None:
+    """The paper's second saving (section IV): a smaller G_inter on the same GPUs."""
+    text = plan(f"{GPT_2_7B} --grad-path samo {STAGES} 4")
+    assert "fewest stages (G_inter), samo as it is: 1 of TP 1 x DP 128 x PP 1" in text
+    assert "fewest stages (G_inter), dense: 8 of TP 1 x DP 16 x PP 8" in text
+    dense = plan(f"{GPT_2_7B} {STAGES} 8 --json")
+    samo = plan(f"{GPT_2_7B} --grad-path samo --json")
+    assert dense["fits"] and samo["fits"]
+    assert samo["seconds"]["step"] < dense["seconds"]["step"]
+    assert samo["seconds"]["bubble"] == 0 < dense["seconds"]["bubble"]
+
+
+def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
+    text = plan(f"{GPT_2_7B} --paper")
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["dense"] == ["80.16", "53.0", "27.1"]
+    assert rows["SAMO"] == ["20.28", "11.7", "8.6"]
+    assert rows["saved"][0] == "0%" and rows["saved"][-2:] == ["66%", "78%"]
+    assert "unexplained" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--world-size 0", ["--world-size", "'0'"]),
+        ("--world-size 127 --tensor-model-parallel-size 2", ["127", "multiple of 2"]),
+        ("--site moon", ["site", "'moon'", "summit"]),
+        ("--site sumit", ["did you mean summit"]),
+        ("--site ../site/summit", ["site"]),
+        ("--gpu H100", ["gpu", "'H100'", "V100-16GB"]),
+        ("--efficiency 1.5", ["efficiency", "1.5"]),
+        ("--efficiency fast", ["--efficiency", "fast"]),
+        ("--hidden-sice 12", ["--hidden-sice", "--hidden-size"]),
+        (f"{STAGES} 64 --world-size 64", ["pipeline_model_parallel_size 64"]),
+        ("--optimizer-cpu-offload --use-distributed-optimizer", ["optimizer_cpu_offload"]),
+    ],
+)
+def test_wrong_settings_exit_2_and_say_why(
+    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{GPT_2_7B} {flags}".split()) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.count("\n") == 1
+    assert all(word in found.err for word in words), found.err
+
+
+def test_a_file_that_is_not_there_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such.yaml", "--world-size", "1"]) == 2
+    assert "no-such.yaml" in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""The cost model, the machines' facts, and the papers' numbers that these come from."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.parallel.dims import ParallelDims
+from megatron.planning.plan import Plan
+from megatron.planning.seconds import PassSeconds, pipeline_seconds
+from megatron.planning.site import Link, Site, read_site, with_efficiency
+from megatron.planning.state import OFFLOAD_BYTES, state_bytes
+from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+from samo.paper import FIGURE, eq_1, eq_2, eq_4, saved
+from tests.planning.grids import planned
+from tests.test_repo import SITES
+
+SITE = SITES[0].parent
+MODEL = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --mock-data "
+    "--vocab-size 1000 --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 1e-3 "
+    "--bf16"
+)
+
+
+def plan_of(flags: str, world: int, site: str = "perlmutter", gpu: str | None = None) -> Plan:
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+    return Plan.of(
+        config,
+        world=world,
+        path=GRADIENT_PATHS[config.gradient.grad_path],
+        vocabulary=config.data.vocab_size or 50257,
+        cap=bucket_elements(config, config.data_parallel_size(world)),
+        site=read_site(SITE, site, gpu),
+    )
+
+
+# ---- SAMO's equations ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity", [Fraction(1, 4), *FIGURE])
+def test_equations_of_the_samo_paper_agree(sparsity: Fraction) -> None:
+    parameters = 2_651_553_280
+    assert eq_1(parameters, sparsity) == eq_2(parameters, sparsity) == eq_4(parameters, sparsity)
+    assert saved(sparsity) == (24 * sparsity - 6) / 20
+
+
+def test_figure_2() -> None:
+    assert saved(Fraction(1, 4)) == 0
+    assert [round(100 * saved(Fraction(p, 10))) for p in (8, 9)] == [66, 78]
+
+
+# ---- machines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", SITES, ids=lambda file: file.stem)
+def test_every_site_has_its_facts(file: Path) -> None:
+    site = read_site(SITE, file.stem)
+    assert site.peak > site.peak_fp32 > 0 and 0 < site.efficiency < 1
+    assert 0 < site.network_efficiency <= 1
+
+
+def test_kinds_of_gpu_share_what_is_not_said_of_one() -> None:
+    small, large = (read_site(SITE, "perlmutter", gpu) for gpu in (None, "A100-80GB"))
+    assert small.gpu == "A100-40GB" and small.memory < large.memory / 2 * 1.01
+    assert small.peak == large.peak and small.memory_rate < large.memory_rate
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("NIC_GBPS=fast", ["NIC_GBPS=fast", "number above 0"]),
+        ("NIC_GBPS=-1", ["NIC_GBPS=-1"]),
+        ("NIC_GBPS=nan", ["NIC_GBPS=nan"]),
+        ("DEVICE=tpu", ["DEVICE=tpu", "cpu or cuda"]),
+        (": ${NIC_GBPS:=25}", ["has no NIC_GBPS"]),
+    ],
+)
+def test_a_site_file_that_is_wrong_is_named(line: str, words: list[str], tmp_path: Path) -> None:
+    key = line.partition("=")[0].strip(": ${")
+    kept = [
+        each
+        for each in (SITE / "vista.env").read_text().splitlines()
+        if not each.startswith(f"{key.rstrip(':')}=")
+    ]
+    (tmp_path / "mine.env").write_text("\n".join([*kept, line]))
+    with pytest.raises(ConfigError) as error:
+        read_site(tmp_path, "mine")
+    assert all(word in str(error.value) for word in ("site mine", *words)), str(error.value)
+
+
+def test_groups_that_cross_nodes_share_the_nics() -> None:
+    site = read_site(SITE, "perlmutter")
+    whole = site.nics_per_node * site.nic_rate * site.network_efficiency
+    inside, across = ParallelDims(tp=4, dp=2, pp=1), ParallelDims(tp=1, dp=8, pp=1)
+    assert site.link(inside, "tp").rate == site.link_rate
+    assert site.link(across, "dp").rate == whole
+    assert site.link(inside, "dp").rate == pytest.approx(whole / 4)
+    pairs = ParallelDims(tp=2, dp=4, pp=1)
+    assert site.link(pairs, "dp").rate == pytest.approx(whole / 2)
+    stages = ParallelDims(tp=1, dp=2, pp=4)
+    assert site.message(stages) == Link(site.link_latency, site.link_rate)
+    assert site.message(ParallelDims(tp=1, dp=4, pp=2)).rate == site.nic_rate
+
+
+# ---- a step -------------------------------------------------------------------------------------
+
+
+def test_a_dense_step_of_radius_2b_is_what_the_site_was_fitted_to() -> None:
+    """Table 3 of the Radius paper: 888 ms of computation, 965 ms of all-reduce. These two made the
+    site's shares, so this tests arithmetic, not the model."""
+    config = f"--config {SITE.parents[1]}/configs/gpt_2.0b.yaml --overlap-grad-reduce false"
+    seconds = plan_of(config, 64, gpu="A100-80GB").seconds
+    assert seconds.compute == pytest.approx(0.888, rel=0.01)
+    assert seconds.reduce == seconds.exposed == pytest.approx(0.965, rel=0.02)
+
+
+def test_overlap_hides_what_backward_is_long_enough_for() -> None:
+    flags = f"--config {SITE.parents[1]}/configs/gpt_2.0b.yaml"
+    dense, radius = (plan_of(f"{flags} {more}", 64).seconds for more in ("", "--grad-path radius"))
+    assert 0 < dense.exposed < dense.reduce
+    # The first fifth of the run is dense, of the rest two fifths are sent.
+    assert radius.reduce == pytest.approx((0.2 + 0.8 * 0.4) * dense.reduce, rel=0.05)
+    assert radius.exposed < (0.2 + 0.8 * 0.4) * dense.exposed
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("microbatches", [4, 8, 64])
+def test_the_bubble_is_that_of_narayanan(stages: int, microbatches: int) -> None:
+    grid = planned(f"{MODEL} --pipeline-model-parallel-size {stages}", stages, vocabulary=1000)
+    each = PassSeconds(1e-3, 2e-3, 0.0)
+    found = pipeline_seconds(grid, each, Link(0.0, 1e30), microbatches)
+    assert found == pytest.approx((microbatches + stages - 1) * each.total)
+    turns = planned(
+        f"{MODEL} --pipeline-model-parallel-size {stages} "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        stages,
+        vocabulary=1000,
+    )
+    chunks = 8 // stages
+    found = pipeline_seconds(turns, each, Link(0.0, 1e30), microbatches)
+    assert found == pytest.approx((microbatches + (stages - 1) / chunks) * each.total)
+
+
+def test_a_limit_below_the_stages_makes_message_driven_wait() -> None:
+    flags = f"{MODEL} --pipeline-model-parallel-size 4 --pipeline-schedule message-driven"
+    each, link = PassSeconds(1e-3, 2e-3, 0.0), Link(0.0, 1e30)
+    full, two = (
+        pipeline_seconds(planned(f"{flags} {more}", 4, vocabulary=1000), each, link, 64)
+        for more in ("", "--pipeline-limit 2")
+    )
+    assert full == pytest.approx((64 + 3) * each.total)
+    assert two == pytest.approx((4 + 63 * 2) * each.total)
+
+
+def test_recomputation_costs_a_forward() -> None:
+    plain, full = (
+        plan_of(f"{MODEL} {more}", 4).seconds.compute
+        for more in ("", "--recompute-granularity full")
+    )
+    assert 1.2 < full / plain < 4 / 3  # the head is not made again
+
+
+def test_efficiency_can_be_said() -> None:
+    site: Site = with_efficiency(read_site(SITE, "summit"), 0.25)
+    assert site.efficiency == 0.25
+    with pytest.raises(ConfigError):
+        with_efficiency(site, 0.0)
+
+
+def test_an_offloaded_optimizer_leaves_4_phi_and_16_a_bucket_entry() -> None:
+    """AxoNN, 5.2, with 16-bit gradients."""
+    flags = f"{MODEL} --grad-reduce-in-bf16 --optimizer-cpu-offload --offload-bucket-size 4096"
+    grid = planned(flags, 1, vocabulary=1000)
+    rank = grid.rank()
+    found = state_bytes(grid, rank)
+    entries = sum(param.numel for param in rank.params.values())
+    held = sum(bucket.numel for bucket in rank.buckets)
+    assert found.total == 2 * entries + 2 * held + OFFLOAD_BYTES * 4096
+    assert sum(found.host.values()) == 12 * held
+
+
+def test_batch_steps_and_disk_are_those_of_the_run() -> None:
+    flags: Any = f"{MODEL} --save-interval 30 --keep-last 2"
+    plan = plan_of(flags, 4)
+    assert plan.tokens == 64 * 128 and plan.steps == 100 and plan.microbatches == 16
+    assert plan.checkpoint == 12 * plan.parameters and plan.checkpoints == 2
+    assert plan.queue.total > plan.queue.training == pytest.approx(100 * plan.seconds.total)
