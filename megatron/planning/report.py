@@ -182,7 +182,7 @@ def _wrapped(label: str, words: Sequence[str]) -> Iterator[str]:
     line = label
     for word in words:
         if len(line) + len(word) + 1 > WIDTH:
-            yield line
+            yield line.rstrip()
             line = " " * len(label)
         line += word + " "
     yield line.rstrip()

@@ -5,7 +5,7 @@
                                                      '--------' buckets leave, hidden here
 
 Computation is FLOPs at a share of peak; groups are alpha-beta links; the schedule is played by
-`pipeline.timeline`, every stage as slow as the slowest. What a path itself computes, data, saving
+`pipeline.timeline`. What a path itself computes, data, saving
 and evaluation are not in it.
 """
 
@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from megatron.data_parallel.bucket_plan import RankShapes, Sent, StepTraffic
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
 from megatron.model.flops import flops_per_token
-from megatron.pipeline.schedule import interleaved
-from megatron.pipeline.timeline import timeline
+from megatron.pipeline.schedule import Kind, Operation, interleaved
+from megatron.pipeline.timeline import Player, driven, timeline
 from megatron.planning.activations import Activations, microbatches_of
 from megatron.planning.layout import Grid
 from megatron.planning.site import Link, Site
 from megatron.planning.traffic import tensor_traffic
 
-NANO = 1e-9
 ADAM_STREAMS = 28
 """Bytes that AdamW reads and writes for an entry: gradient, and weight and moments twice."""
 OFFLOADED = 24
@@ -69,7 +68,7 @@ def step_seconds(grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> StepSec
     slowest = max(passes, key=lambda each: each.total)
     count = microbatches_of(grid)
     busy = count * slowest.total
-    whole = pipeline_seconds(grid, slowest, site.message(grid.dims), count)
+    whole = pipeline_seconds(grid, passes, site.message(grid.dims), count)
     waits = [_mean_reduce(grid, site, rank, slowest.backward) for rank in ranks]
     reduce, exposed = max(waits, key=lambda wait: wait[1])
     tensor = count * slowest.tensor
@@ -111,29 +110,34 @@ def pass_seconds(grid: Grid, site: Site, stage: int) -> PassSeconds:
     return PassSeconds(ahead + sums, back + left, sums + left)
 
 
-def pipeline_seconds(grid: Grid, each: PassSeconds, link: Link, microbatches: int) -> float:
-    """All microbatches through a pipeline whose stages all take as long as this."""
+def pipeline_seconds(
+    grid: Grid, passes: Sequence[PassSeconds], link: Link, microbatches: int
+) -> float:
+    """All microbatches through a pipeline; `passes`: of each stage."""
     stages, chunks = grid.dims.pp, len(grid.split[0])
     if stages == 1:
-        return microbatches * each.total
-    transfer = link.message(Activations(grid).hidden)
-    parallel = grid.config.parallel
-    if parallel.pipeline_schedule == "message-driven":
-        limit = min(parallel.pipeline_limit or stages, microbatches)
-        through = stages * each.total + 2 * (stages - 1) * transfer
-        # With so many in flight, the first stage waits for an answer before it goes on.
-        return through + (microbatches - 1) * max(each.total, through / limit)
-    # A schedule repeats itself: the rest takes as long for each as the slowest stage.
-    played = min(microbatches, 3 * stages)
-    orders = [interleaved(stage, stages, chunks, played) for stage in range(stages)]
-    found = timeline(
-        orders,
-        chunks=chunks,
-        forward=round(each.forward / chunks / NANO),
-        backward=round(each.backward / chunks / NANO),
-        transfer=round(transfer / NANO),
-    )
-    return float(found.length) * NANO + (microbatches - played) * each.total
+        return microbatches * passes[0].total
+    transfer, parallel = link.message(Activations(grid).hidden), grid.config.parallel
+
+    def seconds(rank: int, operation: Operation) -> float:
+        each = passes[rank]
+        return (each.forward if operation.kind is Kind.FORWARD else each.backward) / chunks
+
+    def played(count: int) -> float:
+        players: Sequence[Player | Sequence[Operation]]
+        if parallel.pipeline_schedule == "message-driven":
+            players = driven(stages, count, parallel.pipeline_limit or stages)
+        else:
+            players = [interleaved(stage, stages, chunks, count) for stage in range(stages)]
+        return float(timeline(players, chunks=chunks, transfer=transfer, factor=seconds).length)
+
+    if microbatches <= 4 * stages:
+        return played(microbatches)
+    # By then every round of as many microbatches as there are stages takes as long as the last. A
+    # few that make no whole round come first, with chunks there are none.
+    odd = microbatches % stages
+    some, more = played(2 * stages + odd), played(3 * stages + odd)
+    return more + (microbatches - odd - 3 * stages) // stages * (more - some)
 
 
 def collective_seconds(sent: Sent, link: Link, ranks: int) -> float:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.data_parallel.bucket_plan import RankShapes, shard_length
+from megatron.data_parallel.interface import ALIGNMENT
 from megatron.data_parallel.path import BYTES
 from megatron.planning.layout import Grid
 
 SCRATCH = {"cpu": 256 * 1024, "cuda": 64 * 1024 * 1024}
 """Entries of the optimizer's scratch at most (`optimizer.bucket_optimizer`)."""
-OFFLOAD_BYTES = 16
-"""Of an entry of the optimizer's bucket on the device: gradient, master weight and moments, fp32
-(AxoNN, 5.2: 4 phi + 16 bsize)."""
+SETS = 2
+"""Of buffers for a piece of the offloaded states, half a bucket each (`optimizer.offload`)."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def state_bytes(grid: Grid, rank: RankShapes) -> StateBytes:
         "gradients": grad * (rank.ranks * sum(shards) if sharded else held),
     }
     states = {"master": 4 * sum(shards), "moments": 4 * moments * sum(shards)}
+    chunk, host = SCRATCH[rank.device], dict[str, int]()
     if config.offload.optimizer_cpu_offload:
-        size = min(config.offload.offload_bucket_size, held)
-        kept |= {"offload buckets": OFFLOAD_BYTES * size}
-        return StateBytes(kept | dict(own.kept), own.passing, states)
-    # The last shard may reach past the bucket's end, but nothing longer than it is updated at once.
-    scratch = {"scratch": 4 * min(SCRATCH[rank.device], max(shards))}
-    return StateBytes(kept | states | dict(own.kept) | scratch, own.passing)
+        chunk = min(chunk, config.offload.offload_bucket_size // SETS // ALIGNMENT * ALIGNMENT)
+        host = states
+        states = {"offload buckets": SETS * 4 * (1 + moments) * min(chunk, max(shards))}
+    scratch = {"scratch": 4 * min(chunk, max(shards))}
+    return StateBytes(kept | states | dict(own.kept) | scratch, own.passing, host)
 
 
 def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron.config import RecomputeConfig
-from megatron.low_memory.activation_checkpoint import recompute_spans
 from megatron.low_memory.checkpoint_interval import (
     activations_kept,
     checkpoint_interval,
     describe_interval,
     factors,
 )
+from megatron.low_memory.spans import recompute_spans
 from megatron.parallel.groups import ProcessGroups
 from tests.config.helpers import read
 from tests.ranks import Ranks, grid

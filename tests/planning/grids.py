@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config import Config, parse
+from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.planning.layout import Grid
@@ -110,9 +111,11 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
     """Bytes of the storages of each kind; each storage is of the first kind that has it."""
     engine, optimizer = trainer.engine, trainer.optimizer
     reducer, layout = engine.reducer, engine.layout
+    offloaded = isinstance(optimizer, OffloadedOptimizer)
+    states = optimizer._sets if offloaded else optimizer.states
     kinds: dict[str, Iterable[torch.Tensor]] = {
-        "master": [state.master for state in optimizer.states],
-        "moments": [moment for state in optimizer.states for moment in state.moments],
+        "master": [state.master for state in states],
+        "moments": [moment for state in states for moment in state.moments],
         "gradients": [bucket.grad for bucket in engine.buckets],
         "parameters": [leaf for info in engine.infos.values() for leaf in info.leaves],
         "scratch": [optimizer._scratch],
@@ -123,6 +126,9 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
         sizes = {at: size for at, size in bytes_of(tensors).items() if at not in known}
         known |= sizes.keys()
         found[kind] = sum(sizes.values())
+    if isinstance(optimizer, OffloadedOptimizer):
+        found["offload buckets"] = found.pop("master") + found.pop("moments")
+        assert found["offload buckets"] + found["scratch"] == optimizer.device_bytes
     index = layout.nbytes if isinstance(layout, CompressedLayout) else 0
     if isinstance(reducer, RadiusReducer):
         own = [each for each in reducer._own if each.index is not None]

@@ -31,6 +31,8 @@ CASES = {
     "in turns": (2, f"{PP} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
     "zero fp32": (2, "--use-distributed-optimizer"),
     "samo kept": (2, f"{SAMO} --bf16 {TP} --samo-keep-embeddings"),
+    "offloaded": (2, f"{SAMO} --bf16 --optimizer-cpu-offload --offload-bucket-size 512 "
+                  "--ddp-bucket-size none"),
     "samo zero": (2, f"{SAMO} --use-distributed-optimizer --bf16"),
     "radius in place": (2, f"--grad-path radius {RADIUS} --radius-residual in-place"),
     "both": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --bf16"),
