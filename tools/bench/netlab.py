@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,8 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.errors import ConfigError
+
 SCRIPT = Path(__file__).with_name("netlab.sh")
 NO_LIMIT = "none"
+QUIET = ("OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR")
+"""Of each rank's environment. gloo's sockets have no names in a network namespace, and torch warns
+about each."""
 HEADERS = 66
 """Bytes of Ethernet (14), IP (20) and TCP (32, with timestamps) before the payload of a packet."""
 
@@ -31,20 +37,40 @@ class Network:
     def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
         """The command line that runs `program` of this Python once for each rank, one thread each.
         `folder` is where `netlab.sh` leaves its logs."""
-        # gloo's sockets have no names in a network namespace; torch warns about each.
-        quiet = ["OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR"]
         if self.rate == NO_LIMIT:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             torchrun += ["--nproc-per-node", str(self.ranks)]
-            return ["env", *quiet, "GLOO_SOCKET_IFNAME=lo", *torchrun, *program]
-        options = ["--ranks", str(self.ranks), "--rate", self.rate, "--delay", self.delay]
-        here = ["env", *quiet, sys.executable, *program]
-        return [str(SCRIPT), *options, "--out", str(folder), "--", *here]
+            return ["env", *QUIET, "GLOO_SOCKET_IFNAME=lo", *torchrun, *program]
+        here = ["env", *QUIET, sys.executable, *program]
+        return [str(SCRIPT), *self._options, "--out", str(folder), "--", *here]
+
+    def mpi_command(self, program: Sequence[str], *, folder: Path) -> list[str]:
+        """As `command`, with ranks that mpiexec starts and that can talk over MPI, each in its own
+        namespace where links are shaped. Raises `ConfigError` where there is no mpiexec."""
+        mpiexec = find_mpiexec()
+        here = ["env", *QUIET, sys.executable, *program]
+        if self.rate == NO_LIMIT:
+            return ["env", "GLOO_SOCKET_IFNAME=lo", mpiexec, "-n", str(self.ranks), *here]
+        options = [*self._options, "--out", str(folder), "--mpiexec", mpiexec]
+        return [str(SCRIPT), *options, "--", *here]
+
+    @property
+    def _options(self) -> list[str]:
+        return ["--ranks", str(self.ranks), "--rate", self.rate, "--delay", self.delay]
 
     @property
     def interface(self) -> str | None:
         """The interface whose counters are this rank's own; None where ranks share one."""
         return None if self.rate == NO_LIMIT else "net0"
+
+
+def find_mpiexec() -> str:
+    """The mpiexec beside this Python, as the mpi extra brings it, or the first on the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError("mpiexec: not found; run: pip install 'sparsetron[mpi]'")
+    return found
 
 
 def run(command: Sequence[str]) -> int:

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Runs one rank in each of N network namespaces, joined by links of a given rate and delay.
-#   tools/bench/netlab.sh [--ranks N] [--rate RATE] [--delay DELAY] [--out FOLDER] [--] COMMAND...
+#   tools/bench/netlab.sh [--ranks N] [--rate RATE] [--delay DELAY] [--out FOLDER] [--mpiexec PATH]
+#                         [--] COMMAND...
 # Needs root and iproute2 (ip, tc). The namespaces share one bridge; each rank's link is shaped in
 # both directions, as an Ethernet cable to a switch is.
 #   --ranks N      namespaces, a rank in each                       (2)
 #   --rate RATE    of each link, as tc writes it; none: no limit    (800mbit)
 #   --delay DELAY  of each link, one way: a packet from rank to rank crosses two links    (0ms)
 #   --out FOLDER   output of ranks 1.. (rank-R.log) and counters.json    (a new temporary folder)
+#   --mpiexec PATH    MPICH's mpiexec starts the ranks; messages over UCX and TCP, none by memory
 # COMMAND finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 # GLOO_SOCKET_IFNAME set as torchrun would; rank 0 keeps stdout and stderr. When a rank fails, the
 # others are ended, and its exit code is the tool's (2: namespaces or shaping are not to be had).
+# Under mpiexec ranks learn their number from MPI, and all of them keep stdout and stderr.
 # counters.json has what each rank's interface had sent before and after; its payload is bytes less
 # 66 (Ethernet 14, IP 20, TCP 32) for each counted packet.
 set -euo pipefail
@@ -20,14 +23,14 @@ refuse() {
   exit 2
 }
 
-ranks=2 rate=800mbit delay=0ms out=
+ranks=2 rate=800mbit delay=0ms out='' mpiexec=''
 while (($#)); do
   case $1 in
   -h | --help)
     sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
     exit 0
     ;;
-  --ranks | --rate | --delay | --out)
+  --ranks | --rate | --delay | --out | --mpiexec)
     (($# > 1)) || refuse "$1: needs a value"
     printf -v "${1#--}" '%s' "$2"
     shift 2
@@ -48,6 +51,7 @@ fi
   refuse "--rate $rate: must be a number and bit, kbit, mbit or gbit, or none"
 [[ $delay =~ ^${number}(us|ms|s)$ ]] || refuse "--delay $delay: must be a number and us, ms or s"
 (($#)) || refuse "no command given; see --help"
+[[ -z $mpiexec || -x $mpiexec ]] || refuse "--mpiexec $mpiexec: no such program"
 ((EUID == 0)) || refuse "needs root, who alone may make network namespaces; run it with sudo"
 for tool in ip tc; do
   command -v "$tool" >/dev/null || refuse "$tool: not found; install iproute2"
@@ -171,6 +175,14 @@ launch() { # RANK COMMAND...
     LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$@"
 }
 
+launch_all() { # COMMAND...: by mpiexec, whose processes are outside; a rank enters its namespace
+  # MPICH would use shared memory, which no link slows down; UCX is told where its TCP goes.
+  # shellcheck disable=SC2016 # PMI_RANK is known in there
+  exec env MPIR_CVAR_NOLOCAL=1 UCX_TLS=tcp,self UCX_NET_DEVICES=net0 \
+    MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 GLOO_SOCKET_IFNAME=net0 "$mpiexec" -n "$ranks" \
+    bash -c 'exec ip netns exec "$0-$PMI_RANK" "$@"' "$me" "$@"
+}
+
 remove_stale
 build
 if [[ -z $out ]]; then
@@ -180,21 +192,29 @@ fi
 mkdir -p "$out"
 before=$(counters)
 declare -A rank_of=()
-launch 0 "$@" </dev/null &
+if [[ -n $mpiexec ]]; then
+  launch_all "$@" </dev/null &
+else
+  for ((rank = 1; rank < ranks; rank++)); do
+    launch "$rank" "$@" </dev/null >"$out/rank-$rank.log" 2>&1 &
+    rank_of[$!]=$rank
+  done
+  launch 0 "$@" </dev/null &
+fi
 rank_of[$!]=0
-for ((rank = 1; rank < ranks; rank++)); do
-  launch "$rank" "$@" </dev/null >"$out/rank-$rank.log" 2>&1 &
-  rank_of[$!]=$rank
-done
 
 code=0
-for ((left = ranks; left; left--)); do
+for ((left = ${#rank_of[@]}; left; left--)); do
   result=0
   wait -n -p finished "${!rank_of[@]}" || result=$?
   rank=${rank_of[$finished]}
   unset "rank_of[$finished]"
   ((result)) || continue
   code=$result
+  if [[ -n $mpiexec ]]; then
+    say "a rank failed: mpiexec ended with exit code $code"
+    break
+  fi
   say "rank $rank failed with exit code $code; output of the ranks is in $out"
   ((rank == 0)) || tail -n 5 "$out/rank-$rank.log" >&2
   break
