@@ -325,8 +325,8 @@ class RunState:
     def _announce_changes(self, saved: Checkpoint) -> None:
         was = saved.state.get("schedule", {})
         for key, value in schedule(self.config).items():
-            if was.get(key) != value:
-                self.metrics.say(f"{key}: {was.get(key)} in the checkpoint, {value} from here on")
+            if key in was and was[key] != value:
+                self.metrics.say(f"{key}: {was[key]} in the checkpoint, {value} from here on")
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
         self._tensors.take(saved, moments=not fresh_moments)

@@ -15,20 +15,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config import Config, parse  # noqa: E402
-from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
-from megatron.errors import CheckpointError, ConfigError, DataError, SparsetronError  # noqa: E402
-from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.data.tokenizer import Tokenizer
-    from megatron.model.gpt import GPT
+from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
+from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,14 +49,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws; sample i uses seed + i")
     add("--num-samples", type=int, default=1, help="continuations to print")
     add("--checkpoint-step", type=int, default=None, help="step to load (default: the newest)")
-    named = parser.add_argument_group("tokenizer, where neither the run nor its data names it")
-    add = named.add_argument
-    add(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
-    )
-    add("--tokenizer-model", metavar="PATH", help="file or name of its model")
-    add("--vocab-file", metavar="PATH", help="of GPT2BPETokenizer")
-    add("--merge-file", metavar="PATH", help="of GPT2BPETokenizer")
+    add_tokenizer_flags(parser)
     return parser.parse_args(arguments)
 
 
@@ -80,25 +64,19 @@ def _check(options: argparse.Namespace) -> None:
     for flag, value, good, rule in rules:
         if not good:
             raise ConfigError(f"{flag}: {value}; must be {rule}")
-    if options.tokenizer_type is None:
-        for name in ("tokenizer_model", "vocab_file", "merge_file"):
-            if getattr(options, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag}: given without --tokenizer-type; give both")
-    if not (options.run / "config.yaml").is_file():
-        raise ConfigError(f"{options.run}: no config.yaml there; give the folder of a run")
+    check_tokenizer_flags(options)
 
 
 def _samples(options: argparse.Namespace) -> list[str]:
     """The prompt with each of its continuations."""
-    config = parse(["--config", str(options.run / "config.yaml")], paths=GRADIENT_PATHS)
-    tokenizer = _tokenizer(config, options)
+    saved = find_model(options.run, step=options.checkpoint_step)
+    tokenizer = saved.tokenizer(options)
 
     import torch
 
     from megatron.model.generation import Sampling, generate
 
-    model = _load_model(config, options.run, options.checkpoint_step)
+    model = saved.load()
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod]
     if max(prompt) >= model.vocab_size:
         raise DataError(
@@ -118,76 +96,6 @@ def _samples(options: argparse.Namespace) -> list[str]:
         )
         texts.append(options.prompt + tokenizer.decode(list(tokens)))
     return texts
-
-
-def _tokenizer(config: Config, options: argparse.Namespace) -> Tokenizer:
-    """The one the flags name, else the run, else the one that made its data."""
-    from megatron.data.sidecar import read_sidecar
-    from megatron.data.tokenizer import build_tokenizer, tokenizer_from_sidecar
-    from megatron.data.vocabulary import data_prefixes
-
-    data = config.data if options.tokenizer_type is None else options
-    if data.tokenizer_type is not None:
-        return build_tokenizer(
-            data.tokenizer_type,
-            vocab_file=data.vocab_file,
-            merge_file=data.merge_file,
-            model=data.tokenizer_model,
-            vocab_size=config.data.vocab_size,
-        )
-    prefixes = data_prefixes(config.data)
-    for prefix in prefixes:
-        if (described := read_sidecar(prefix)) is not None:
-            return tokenizer_from_sidecar(described, folder=Path(prefix).parent)
-    where = "mock data has none"
-    if prefixes:
-        where = f"no {prefixes[0]}.json"
-        where += "" if Path(prefixes[0]).is_absolute() else f" (looked from {Path.cwd()})"
-    raise DataError(
-        f"tokenizer: not named by the run, and {where}; give --tokenizer-type and its files"
-    )
-
-
-def _load_model(config: Config, run: Path, step: int | None) -> GPT:
-    """The whole model in evaluation mode, with the weights of a checkpoint."""
-    import torch
-
-    from megatron.checkpoint.locate import find_checkpoint
-    from megatron.checkpoint.store import Checkpoint
-    from megatron.model.gpt import GPT
-
-    found = find_checkpoint(run, step=step, say=lambda text: print(text, file=sys.stderr))
-    if found is None:
-        raise CheckpointError(f"{run}: no checkpoint was committed there; train it first")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with Checkpoint.open(found, verify=False) as saved:
-        table = "param/embedding.word_embeddings.weight"
-        model = GPT(
-            config.model,
-            vocab_size=saved.shape(table)[0],
-            seed=config.training.seed,
-            dtype=_dtype(config, device),
-            device=device,
-        )
-        values = {}
-        for info in model.parameter_infos():
-            name = f"param/{info.name}"
-            if saved.shape(name) != tuple(info.logical_shape):
-                raise CheckpointError(
-                    f"{found}: {name}: shape {saved.shape(name)}, config.yaml says "
-                    f"{info.logical_shape}; the two are not of one run"
-                )
-            values[info.name] = saved.read(name)
-    model.load_values(values)
-    return model.eval()
-
-
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of training, but fp32 for fp16 on a CPU, which multiplies that at a crawl."""
-    import torch
-
-    name = config.precision.param_dtype
-    return torch.float32 if name == "float16" and device.type == "cpu" else getattr(torch, name)
 
 
 if __name__ == "__main__":

@@ -67,26 +67,36 @@ def to_gpt2(values: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str, 
     """
     result: dict[str, torch.Tensor] = {}
     for name, tensor in values.items():
-        if name == "output_layer.weight":
-            result[_HEAD] = tensor
-            continue
-        theirs = _OUTER_BACK.get(name) or _inner_name(
-            name, r"layers\.(\d+)\.(.+)\.(\w+)", "h", _INNER_BACK
-        )
-        if theirs is None:
-            raise CheckpointError(f"{name}: GPT-2 has no such tensor; it cannot hold this model")
-        if ".query_key_value." in name:
-            if tensor.ndim == 2 and tensor.shape[0] != 3 * tensor.shape[1]:
-                raise CheckpointError(
-                    f"{name}: shape {tuple(tensor.shape)}; GPT-2 has three rows for each column, "
-                    "no query groups and no other head size"
-                )
-            tensor = _interleave(tensor, num_heads, 3)
-        if name.startswith("layers.") and tensor.ndim == 2:
-            tensor = tensor.t()
-        result[f"transformer.{theirs}"] = tensor.contiguous()
+        theirs = gpt2_name(name)
+        result[theirs] = gpt2_tensor(name, tensor, num_heads=num_heads)
     result.setdefault(_HEAD, result["transformer.wte.weight"])
     return result
+
+
+def gpt2_name(name: str) -> str:
+    """Name in a GPT2LMHeadModel of the tensor with a logical name. Raises `CheckpointError`."""
+    if name == "output_layer.weight":
+        return _HEAD
+    theirs = _OUTER_BACK.get(name) or _inner_name(
+        name, r"layers\.(\d+)\.(.+)\.(\w+)", "h", _INNER_BACK
+    )
+    if theirs is None:
+        raise CheckpointError(f"{name}: GPT-2 has no such tensor; it cannot hold this model")
+    return f"transformer.{theirs}"
+
+
+def gpt2_tensor(name: str, tensor: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    """The tensor with a logical name in GPT-2's layout, contiguous. Raises `CheckpointError`."""
+    if ".query_key_value." in name:
+        if tensor.ndim == 2 and tensor.shape[0] != 3 * tensor.shape[1]:
+            raise CheckpointError(
+                f"{name}: shape {tuple(tensor.shape)}; GPT-2 has three rows for each column, "
+                "no query groups and no other head size"
+            )
+        tensor = _interleave(tensor, num_heads, 3)
+    if name.startswith("layers.") and tensor.ndim == 2:
+        tensor = tensor.t()
+    return tensor.contiguous()
 
 
 def _inner_name(name: str, pattern: str, prefix: str, names: Mapping[str, str]) -> str | None:

@@ -1,0 +1,222 @@
+"""`config.json` of Hugging Face's GPT-2 and Llama, to and from the model section.
+
+What a format cannot say exactly is refused by field: a model that loads there and computes
+something else would be worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.errors import ConfigError
+
+GPT2, LLAMA = "gpt2", "llama"
+_TITLES = {GPT2: "GPT-2", LLAMA: "Llama"}
+_GELU = {"tanh": "gelu_new", "erf": "gelu"}
+_GELU_BACK = {
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_fast": "tanh",
+    "gelu": "erf",
+}
+
+
+def choose_format(config: ModelConfig) -> str:
+    """`GPT2` where that format holds the model, else `LLAMA`. Raises `ConfigError` naming each
+    field that stands in the way of either."""
+    problems = {GPT2: _not_gpt2(config), LLAMA: _not_llama(config)}
+    for name, found in problems.items():
+        if not found:
+            return name
+    told = "; ".join(f"{_TITLES[name]}'s needs {', '.join(p)}" for name, p in problems.items())
+    raise ConfigError(f"no format of Hugging Face's holds this model exactly: {told}")
+
+
+def _not_gpt2(config: ModelConfig) -> list[str]:
+    return _unlike(
+        config,
+        position_embedding_type="learned_absolute",
+        normalization="LayerNorm",
+        swiglu=False,
+        disable_bias_linear=False,
+        query_groups=config.num_attention_heads,
+        head_dim=config.hidden_size / config.num_attention_heads,
+    )
+
+
+def _not_llama(config: ModelConfig) -> list[str]:
+    return _unlike(
+        config,
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=True,
+    )
+
+
+_FIELDS = {"query_groups": "num_query_groups", "head_dim": "kv_channels"}
+
+
+def _unlike(config: ModelConfig, **wanted: Any) -> list[str]:
+    return [
+        f"{_FIELDS.get(name, name)}: {value:g} (is {getattr(config, name)})"
+        if isinstance(value, float)
+        else f"{_FIELDS.get(name, name)}: {value} (is {getattr(config, name)})"
+        for name, value in wanted.items()
+        if getattr(config, name) != value
+    ]
+
+
+def to_hf_config(
+    config: ModelConfig, format: str, *, vocab_size: int, eod: int | None, dtype: str
+) -> dict[str, Any]:
+    """`config.json` of a model that `choose_format` put into `format`."""
+    common = {
+        "model_type": format,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_method_std,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if format == LLAMA:
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.ffn_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.query_groups,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": config.positions,
+            "rms_norm_eps": config.norm_epsilon,
+            "rope_theta": float(config.rotary_base),
+            "rope_scaling": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": config.attention_dropout,
+        }
+    return common | {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_positions": config.positions,
+        "n_ctx": config.positions,
+        "n_inner": config.ffn_size,
+        "activation_function": _GELU[config.gelu],
+        "layer_norm_epsilon": config.norm_epsilon,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }
+
+
+def from_hf_config(values: Mapping[str, Any], *, seq_length: int | None) -> ModelConfig:
+    """The model section for a `config.json`; `seq_length` None stands for all positions.
+
+    Raises `ConfigError` naming the key that our model has no form of.
+    """
+    kind = values.get("model_type")
+    if kind not in _TITLES:
+        known = ", ".join(_TITLES)
+        raise ConfigError(f"config.json: model_type: {kind!r}; only {known} can be imported")
+    made = _from_llama(values) if kind == LLAMA else _from_gpt2(values)
+    positions = made["max_position_embeddings"]
+    if seq_length is not None and not 1 <= seq_length <= positions:
+        raise ConfigError(f"--seq-length: {seq_length}; the model has positions 1 to {positions}")
+    made["seq_length"] = seq_length or positions
+    made["init_method_std"] = _number(values, "initializer_range", 0.02)
+    if made["hidden_size"] % made["num_attention_heads"] and not made["kv_channels"]:
+        raise ConfigError(
+            f"config.json: {made['num_attention_heads']} heads do not divide a width of "
+            f"{made['hidden_size']}"
+        )
+    return ModelConfig(**made)
+
+
+def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
+    _require(values, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    _require(values, add_cross_attention=False)
+    activation = values.get("activation_function", "gelu_new")
+    if activation not in _GELU_BACK:
+        known = ", ".join(_GELU_BACK)
+        raise ConfigError(f"config.json: activation_function: {activation!r}; known are {known}")
+    width, heads = _whole(values, "n_embd", 768), _whole(values, "n_head", 12)
+    return {
+        "num_layers": _whole(values, "n_layer", 12),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "kv_channels": width // heads if width % heads == 0 else None,
+        "max_position_embeddings": _whole(values, "n_positions", 1024),
+        "ffn_hidden_size": _whole(values, "n_inner", 4 * width),
+        "gelu": _GELU_BACK[activation],
+        "norm_epsilon": _number(values, "layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not values.get("tie_word_embeddings", True),
+        "attention_dropout": _number(values, "attn_pdrop", 0.1),
+        "hidden_dropout": _number(values, "resid_pdrop", 0.1),
+    }
+
+
+def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
+    _require(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"config.json: rope_type: {kind!r}; only plain rotary can be imported")
+    base = rope.get("rope_theta", values.get("rope_theta", 10000.0))
+    if not isinstance(base, int | float) or base != int(base):
+        raise ConfigError(f"config.json: rope_theta: {base!r}; must be a whole number here")
+    width, heads = _whole(values, "hidden_size", 4096), _whole(values, "num_attention_heads", 32)
+    groups = _whole(values, "num_key_value_heads", heads)
+    return {
+        "num_layers": _whole(values, "num_hidden_layers", 32),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "kv_channels": _whole(values, "head_dim", width // heads),
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else 1,
+        "position_embedding_type": "rope",
+        "rotary_base": int(base),
+        "normalization": "RMSNorm",
+        "norm_epsilon": _number(values, "rms_norm_eps", 1e-6),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "ffn_hidden_size": _whole(values, "intermediate_size", 11008),
+        "max_position_embeddings": _whole(values, "max_position_embeddings", 2048),
+        "untie_embeddings_and_output_weights": not values.get("tie_word_embeddings", False),
+        "attention_dropout": _number(values, "attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+    }
+
+
+def _require(values: Mapping[str, Any], **wanted: Any) -> None:
+    for key, value in wanted.items():
+        if values.get(key, value) != value:
+            raise ConfigError(
+                f"config.json: {key}: {values[key]!r}; our model computes with {value!r} only"
+            )
+
+
+def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {key}: {value!r}; must be a whole number of at least 1")
+    return value
+
+
+def _number(values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key, default)
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"config.json: {key}: {value!r}; must be a number of at least 0")
+    return float(value)

@@ -1,0 +1,31 @@
+"""Run folders for the tests of tools, made by hand in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.store import save_checkpoint
+from megatron.config import parse, to_yaml
+from megatron.model.gpt import GPT
+from pretrain_gpt import GRADIENT_PATHS
+from tests.model.models import sharpen
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
+    "--micro-batch-size 1 --train-iters 1 --mock-data"
+)
+
+
+def make_model_run(folder: Path, flags: str, *, vocab_size: int) -> GPT:
+    """A run folder with one checkpoint; the model that is in it, of weights that matter."""
+    torch.set_num_threads(1)
+    config = parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS).resolve(1)
+    model = GPT(config.model, vocab_size=vocab_size, seed=3, dtype=torch.float32, device="cpu")
+    sharpen(model).eval()
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    weights = {f"param/{name}": value.clone() for name, value in model.logical_values().items()}
+    save_checkpoint(folder / "checkpoints", step=1, tensors=weights, state={})
+    return model

@@ -1,0 +1,200 @@
+"""Export to and import from Hugging Face's formats: the same numbers there, the same bytes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.store import Checkpoint
+from megatron.parallel.groups import ProcessGroups
+from tests.ranks import Ranks, grid
+from tests.tools.runs import make_model_run
+from tests.training.harness import TINY, train
+from tools import export_hf, import_hf
+from tools.run_model import find_model
+
+VOCAB = 101
+FORMS = {
+    "gpt2": "",
+    "another shape": "--gelu erf --max-position-embeddings 24 --ffn-hidden-size 40 "
+    "--norm-epsilon 1e-3",
+    "untied": "--untie-embeddings-and-output-weights",
+    "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm --rotary-base 500 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention "
+    "--num-query-groups 2 --kv-channels 6 --ffn-hidden-size 48",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_compute_the_same_and_the_way_back_changes_no_bit(
+    form: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="optional package")
+    run, there, back, again = (tmp_path / name for name in ("run", "there", "back", "again"))
+    ours = make_model_run(run, f"--vocab-size {VOCAB} {FORMS[form]}", vocab_size=VOCAB)
+    assert export_hf.main([str(run), str(there)]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(there, local_files_only=True).eval()
+    tokens = torch.randint(0, VOCAB, (3, 16))
+    with torch.no_grad():
+        logits = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens)[..., :VOCAB], logits, atol=1e-5, rtol=1e-5)
+    assert import_hf.main([str(there), str(back), "--seq-length", "16"]) == 0
+    found = find_model(back).load().logical_values()
+    assert found.keys() == ours.logical_values().keys()
+    assert all(torch.equal(found[name], v) for name, v in ours.logical_values().items())
+    assert export_hf.main([str(back), str(again)]) == 0
+    for file in ("config.json", "model.safetensors"):
+        assert (again / file).read_bytes() == (there / file).read_bytes()
+
+
+def make_bpe(folder: Path) -> tuple[Path, Path]:
+    """A byte-level BPE of a few merges: its two files."""
+    tokenizers = pytest.importorskip("tokenizers", reason="optional package")
+    bpe: Any = tokenizers.ByteLevelBPETokenizer()
+    text = ["the cat sat on the mat and the dog sat on the log"] * 9
+    bpe.train_from_iterator(text, vocab_size=280, special_tokens=["<|endoftext|>"])
+    folder.mkdir()
+    bpe.save_model(str(folder))
+    return folder / "vocab.json", folder / "merges.txt"
+
+
+def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="optional package")
+    vocab, merges = make_bpe(tmp_path / "bpe")
+    flags = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}"
+    make_model_run(tmp_path / "run", flags, vocab_size=len(json.loads(vocab.read_text())))
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "there", local_files_only=True)
+    ours = find_model(tmp_path / "run").tokenizer()
+    text = "the cat sat,  on that log\n\tand élan 7"
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.eos_token_id == ours.eod
+    values = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert values["eos_token_id"] == ours.eod
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    assert find_model(tmp_path / "back").tokenizer().fingerprint() == ours.fingerprint()
+
+
+def train_cut(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    """Train with every layer cut over all ranks."""
+    return train(grid(groups, tp=groups.world.size), flags, run_dir)
+
+
+def test_a_pruned_checkpoint_of_a_grid_is_exported_with_zeros(ranks: Ranks, tmp_path: Path) -> None:
+    flags = (
+        f"{TINY} --train-iters 2 --grad-path samo --samo-sparsity 0.5 --eval-iters 0 "
+        "--tensor-model-parallel-size 2"
+    )
+    ranks.run(2, train_cut, flags, tmp_path / "run")
+    step = find_checkpoint(tmp_path / "run", say=print)
+    assert step is not None
+    assert export_hf.main([str(step), str(tmp_path / "there"), "--dtype", "bfloat16"]) == 0
+    assert export_hf.main([str(step), str(tmp_path / "fp32")]) == 0
+    from safetensors.torch import load_file
+
+    from megatron.model.huggingface import from_gpt2
+
+    state = load_file(tmp_path / "fp32" / "model.safetensors")
+    values = from_gpt2(state, num_heads=4)
+    pruned = 0
+    with Checkpoint.open(step) as saved:
+        for name, value in values.items():
+            assert torch.equal(value, saved.read(f"param/{name}")), name
+            if (mask := saved.mask(f"param/{name}")) is not None:
+                assert not value[~saved.read(mask)].any()
+                pruned += 1
+    assert pruned == 10  # two layers of four matrices, and the tables
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert config["vocab_size"] == 96 == len(values["embedding.word_embeddings.weight"])
+    narrow = load_file(tmp_path / "there" / "model.safetensors")
+    assert all(torch.equal(state[name].bfloat16(), value) for name, value in narrow.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_starts_from_an_import_on_any_grid(
+    world: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    ours = make_model_run(tmp_path / "run", f"--vocab-size {VOCAB}", vocab_size=VOCAB)
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    flags = (
+        f"--config {tmp_path}/back/model.yaml --load {tmp_path}/back --finetune --mock-data "
+        f"--lr 1e-9 --weight-decay 0 --train-iters 1 --micro-batch-size 2 --eval-iters 0 "
+        f"--tensor-model-parallel-size {world}"
+    )
+    found = ranks.run(world, train_cut, flags, tmp_path / "new")
+    kept = found[0]["params"]["embedding.position_embeddings.weight"]
+    wanted = ours.logical_values()["embedding.position_embeddings.weight"]
+    torch.testing.assert_close(kept, wanted, atol=1e-7, rtol=0)
+    assert found[0]["outcome"] == (0, None)
+
+
+def test_what_no_format_holds_is_refused_by_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_run(tmp_path / "run", "--vocab-size 50 --swiglu --kv-channels 4", vocab_size=50)
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not (tmp_path / "there").exists()
+    for words in ("swiglu: False (is True)", "kv_channels: 8 (is 4)", "normalization: RMSNorm"):
+        assert words in error
+    assert export_hf.main([str(tmp_path / "nothing"), str(tmp_path / "there")]) == 2
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "run")]) == 2
+    assert "name a folder that is new" in capsys.readouterr().err
+
+
+def broken(folder: Path, **changes: Any) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"model_type": "bert"}, 2, "model_type: 'bert'"),
+        ({"activation_function": "relu"}, 2, "activation_function: 'relu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, 2, "scale_attn_by_inverse_layer_idx: True"),
+        ({"n_embd": "32"}, 2, "n_embd: '32'"),
+        ({"n_layer": 3}, 4, "layers.2.attention.dense.bias: missing"),
+        ({"n_positions": 17}, 4, "position_embeddings.weight"),
+        ({"n_head": 5}, 2, "5 heads do not divide"),
+    ],
+)
+def test_an_import_that_does_not_fit_is_one_line(
+    changes: dict[str, Any],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_model_run(tmp_path / "run", f"--vocab-size {VOCAB}", vocab_size=VOCAB)
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    broken(tmp_path / "there", **changes)
+    capsys.readouterr()
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == code
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not (tmp_path / "back").exists()
+
+
+def test_weights_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_run(tmp_path / "run", f"--vocab-size {VOCAB}", vocab_size=VOCAB)
+    there = tmp_path / "there"
+    assert export_hf.main([str(tmp_path / "run"), str(there)]) == 0
+    weights = there / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert import_hf.main([str(there), str(tmp_path / "back")]) == 4
+    assert "model.safetensors" in capsys.readouterr().err
+    weights.unlink()
+    (there / "pytorch_model.bin").write_bytes(b"\x80")
+    assert import_hf.main([str(there), str(tmp_path / "back")]) == 4
+    assert "is a pickle and is not opened" in capsys.readouterr().err
+    shutil.rmtree(there)
+    assert import_hf.main([str(there), str(tmp_path / "back")]) == 2

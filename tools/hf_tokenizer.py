@@ -1,0 +1,98 @@
+"""The tokenizer of a run as files that transformers' AutoTokenizer reads, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.data.bpe_files import END_OF_TEXT
+from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megatron.data.tokenizer import Tokenizer
+    from tools.run_model import SavedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """Contents by file name; none where `why_none` says. `eod`: id that ends a document, if
+    known."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    eod: int | None = None
+    why_none: str = ""
+
+
+def tokenizer_files(described: SavedModel, options: argparse.Namespace) -> TokenizerFiles:
+    """The files of the tokenizer that the flags, the run or its data name. A run that names none
+    is no mistake; files that are damaged are, and those that flags name and that are missing."""
+    try:
+        tokenizer = described.tokenizer(options)
+    except (DataError, ConfigError) as error:
+        if options.tokenizer_type is not None:
+            raise
+        return TokenizerFiles(why_none=str(error))
+    return _files(tokenizer, positions=described.model.positions)
+
+
+def _files(tokenizer: Tokenizer, *, positions: int) -> TokenizerFiles:
+    described = tokenizer.describe()
+    places = described["files"]
+    assert isinstance(places, Mapping)
+    kind = described["type"]
+    if kind == "GPT2BPETokenizer":
+        return TokenizerFiles(
+            files={
+                "vocab.json": Path(places["vocab_file"]).read_bytes(),
+                "merges.txt": Path(places["merge_file"]).read_bytes(),
+                "tokenizer_config.json": _config("GPT2Tokenizer", END_OF_TEXT, positions),
+            },
+            eod=tokenizer.eod,
+        )
+    place = _json_file(str(places.get("model", "")))
+    if kind == "HuggingFaceTokenizer" and place is not None:
+        mark = tokenizer.decode([tokenizer.eod])
+        return TokenizerFiles(
+            files={
+                "tokenizer.json": place.read_bytes(),
+                "tokenizer_config.json": _config("PreTrainedTokenizerFast", mark, positions),
+            },
+            eod=tokenizer.eod,
+        )
+    why = f"{kind} has none that transformers read"
+    return TokenizerFiles(eod=tokenizer.eod, why_none=why)
+
+
+def _json_file(model: str) -> Path | None:
+    path = Path(model)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    return path if path.is_file() else None
+
+
+def _config(kind: str, mark: str, positions: int) -> bytes:
+    values = {
+        "tokenizer_class": kind,
+        "model_max_length": positions,
+        "bos_token": mark,
+        "eos_token": mark,
+        "unk_token": mark,
+        "clean_up_tokenization_spaces": False,
+    }
+    if kind == "GPT2Tokenizer":
+        values |= {"add_prefix_space": False, "add_bos_token": False}
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """Tokenizer type of a model folder of Hugging Face's, and its files by our flags' fields;
+    None where there is none that we read."""
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocab.is_file() and merges.is_file():
+        return "GPT2BPETokenizer", {"vocab_file": vocab.name, "merge_file": merges.name}
+    if (folder / "tokenizer.json").is_file():
+        return "HuggingFaceTokenizer", {"tokenizer_model": "tokenizer.json"}
+    return None

@@ -1,0 +1,257 @@
+"""Turn a GPT-2 or Llama folder of Hugging Face's into a checkpoint to start from.
+
+    python tools/import_hf.py HF_FOLDER OUT [--seq-length N]
+    python pretrain_gpt.py --config OUT/model.yaml --load OUT --finetune --run-dir NEW \\
+        --data-path PREFIX --lr 1e-5 --train-iters 1000 --micro-batch-size 4
+
+OUT gets a checkpoint of step 0, model.yaml with the shape of the network and its tokenizer, and the
+tokenizer's files. Any grid loads it; tools/generate.py and tools/evaluate.py take it for a run.
+Weights are kept in fp32, which holds 16-bit ones exactly. Only safetensors are read; pickles are
+not.
+
+Exit code 2 for wrong usage and for a network that we have no form of, 3 for a damaged tokenizer
+file, 4 for missing or damaged weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.checkpoint.locate import CHECKPOINTS  # noqa: E402
+from megatron.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
+from megatron.data.local_file import read_json_object  # noqa: E402
+from megatron.data.vocabulary import Vocabulary  # noqa: E402
+from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
+from megatron.model.huggingface_config import LLAMA, from_hf_config  # noqa: E402
+from tools.hf_tokenizer import files_of_folder  # noqa: E402
+from tools.run_model import PARAM  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_YAML = "model.yaml"
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = _arguments(arguments)
+    try:
+        bring_in(options.source, options.output, seq_length=options.seq_length)
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ConfigError.exit_code
+    return 0
+
+
+def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
+    """Make OUT and print how to train from it."""
+    from megatron.checkpoint.store import save_checkpoint
+    from megatron.run_identity import identity
+
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"{source}: no config.json there; give a folder of Hugging Face's")
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"{output}: exists; name a folder that is new")
+    values = read_json_object(source / "config.json")
+    model = from_hf_config(values, seq_length=seq_length)
+    weights = _weights(source, values, model)
+    table = weights["embedding.word_embeddings.weight"]
+    _check(weights, model)
+    output.mkdir(parents=True, exist_ok=True)
+    data, vocabulary = _bring_tokenizer(source, output, vocab_size=table.shape[0])
+    # What a run must share with the checkpoint is its network; the rest is the run's own.
+    config = Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1))
+    known = identity(config.resolve(1), vocabulary)
+    kept = {k: v for k, v in known.items() if k.startswith(("model.", "data.tokenizer"))}
+    kept |= {f"data.{name}": v for name, v in dataclasses.asdict(data).items() if v is not None}
+    path = save_checkpoint(
+        output / CHECKPOINTS,
+        step=0,
+        tensors={f"{PARAM}{name}": tensor for name, tensor in weights.items()},
+        state={"identity": json.loads(json.dumps(kept)), "imported": True},
+    )
+    (output / MODEL_YAML).write_text(_model_yaml(config.resolve(1)), encoding="utf-8")
+    print(f"{path}: {len(weights)} tensors, vocabulary {vocabulary.size}")
+    print(
+        f"train from it:\n  python pretrain_gpt.py --config {output / MODEL_YAML} --load {output} "
+        "--finetune --run-dir NEW --data-path PREFIX --lr 1e-5 --train-iters N --micro-batch-size B"
+    )
+
+
+def _weights(
+    source: Path, values: Mapping[str, Any], model: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """All weights in fp32 by logical name."""
+    from megatron.model.huggingface import from_gpt2
+    from megatron.model.huggingface_llama import from_llama
+
+    with ExitStack() as stack:
+        state = _State(source, stack, leave_out=(_HEAD,) if model.tied else ())
+        if values["model_type"] == LLAMA:
+            found = from_llama(state, model)
+        else:
+            found = from_gpt2(state, num_heads=model.num_attention_heads)
+            if not model.tied:
+                found["output_layer.weight"] = state[_HEAD]
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+class _State(Mapping[str, "torch.Tensor"]):
+    """Tensors by their names in the file, or in the files of an index, each read when it is asked
+    for. `leave_out`: what the library does not read either, where config.json ties it."""
+
+    def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._source, self._error = source, SafetensorError
+        self._files: dict[str, Any] = {}
+        for name in _weight_files(source):
+            with self._failing(name):
+                file = stack.enter_context(safe_open(str(source / name), framework="pt"))
+            self._files |= {key: file for key in file.keys() if key not in leave_out}  # noqa: SIM118
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        file = self._files[key]
+        with self._failing(key):
+            return file.get_tensor(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._error, OSError) as error:
+            raise CheckpointError(f"{self._source / what}: cannot be read: {error}") from error
+
+
+def _weight_files(source: Path) -> list[str]:
+    if (source / _INDEX).is_file():
+        names = read_json_object(source / _INDEX).get("weight_map", {})
+        return sorted({Path(str(name)).name for name in names.values()})
+    if (source / _ONE).is_file():
+        return [_ONE]
+    pickled = (source / "pytorch_model.bin").exists()
+    more = "; pytorch_model.bin is a pickle and is not opened: save it again as safetensors"
+    raise CheckpointError(f"{source}: no {_ONE} there{more if pickled else ''}")
+
+
+def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
+    """Raise `CheckpointError` where weights and config.json are not of one model."""
+    import torch
+
+    from megatron.model.gpt import GPT
+
+    table = weights["embedding.word_embeddings.weight"]
+    small = dataclasses.replace(model, num_layers=1)
+    like = GPT(small, vocab_size=1, seed=0, dtype=torch.float32, device="meta")
+    shapes = {info.name: tuple(info.logical_shape) for info in like.parameter_infos()}
+    wanted = {n: s for n, s in shapes.items() if not n.startswith("layers.")}
+    for number in range(model.num_layers):
+        inner = {n: s for n, s in shapes.items() if n.startswith("layers.")}
+        wanted |= {n.replace("layers.0.", f"layers.{number}.", 1): s for n, s in inner.items()}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in wanted:
+            wanted[name] = (table.shape[0], model.hidden_size)
+    for name in sorted(wanted.keys() | weights.keys()):
+        found = tuple(weights[name].shape) if name in weights else "missing"
+        if name not in wanted or found != wanted[name]:
+            raise CheckpointError(
+                f"{name}: {found}, config.json makes it {wanted.get(name, 'absent')}; the two are "
+                "not of one model"
+            )
+
+
+def _bring_tokenizer(
+    source: Path, output: Path, *, vocab_size: int
+) -> tuple[DataConfig, Vocabulary]:
+    """Copy the tokenizer's files and say how they are named; a vocabulary of another size than the
+    table's is the model's own affair and is told."""
+    from megatron.data.tokenizer import build_tokenizer
+
+    without = DataConfig(vocab_size=vocab_size), Vocabulary(size=vocab_size)
+    found = files_of_folder(source)
+    if found is None:
+        return without
+    kind, names = found
+    folder = (output / "tokenizer").resolve()
+    folder.mkdir(exist_ok=True)
+    for name in (*names.values(), "tokenizer_config.json"):
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
+    places = {field: str(folder / name) for field, name in names.items()}
+    tokenizer = build_tokenizer(
+        kind,
+        vocab_file=places.get("vocab_file"),
+        merge_file=places.get("merge_file"),
+        model=places.get("tokenizer_model"),
+    )
+    if tokenizer.vocab_size != vocab_size:
+        print(
+            f"the tokenizer has {tokenizer.vocab_size} entries, the model {vocab_size}: it is in "
+            f"{folder}, and {MODEL_YAML} names the number alone",
+            file=sys.stderr,
+        )
+        return without
+    vocabulary = Vocabulary(
+        size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint()
+    )
+    return DataConfig(tokenizer_type=kind, **places), vocabulary  # type: ignore[arg-type]
+
+
+def _model_yaml(config: Config) -> str:
+    """The sections of a configuration file that the import decides: the model, the tokenizer."""
+    kept, section = ["# The network and its tokenizer, for --config.\n"], ""
+    for line in to_yaml(config).splitlines(keepends=True):
+        if line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            section = line.strip().rstrip(":")
+        key, _, value = line.strip().partition(": ")
+        data = section == "data" and (
+            not value or (key.startswith(("tokenizer", "vocab", "merge")) and value != "null")
+        )
+        if section == "model" or data:
+            kept.append(line)
+    return "".join(kept)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="import_hf.py",
+        description="Turn a GPT-2 or Llama folder of Hugging Face's into a checkpoint.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="HF_FOLDER", help="config.json and safetensors")
+    add("output", type=Path, metavar="OUT", help="folder to make")
+    add(
+        "--seq-length",
+        type=int,
+        default=None,
+        metavar="N",
+        help="tokens in a sample of the training to come (default: all positions)",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The trained model of a run, for the tools that use one: its shape, weights and tokenizer.
+
+Any grid's checkpoint will do. The shape is that of config.yaml in the run folder, or, for a step
+folder alone, what the checkpoint itself remembers of its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint
+from megatron.checkpoint.verify import read_manifest
+from megatron.config import DataConfig, ModelConfig, parse
+from megatron.data.tokenizer import TOKENIZER_TYPES
+from megatron.errors import CheckpointError, ConfigError, DataError
+from pretrain_gpt import GRADIENT_PATHS
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.checkpoint.store import Checkpoint
+    from megatron.data.tokenizer import Tokenizer
+    from megatron.model.gpt import GPT
+
+PARAM = "param/"
+WORD_TABLE = f"{PARAM}embedding.word_embeddings.weight"
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A step folder that verifies, and what is to be known of its model before it is read."""
+
+    step: Path
+    model: ModelConfig
+    data: DataConfig
+    seed: int
+    param_dtype: str
+
+    def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
+        """The one that `options` name (`add_tokenizer_flags`), else the run, else the one that made
+        its data. Raises `DataError` where nobody says."""
+        return _tokenizer(self.data, options)
+
+    def load(self) -> GPT:
+        """The whole model in evaluation mode, on the GPU if there is one. Raises
+        `CheckpointError` where weights do not have the shapes that the configuration gives."""
+        return _load(self)
+
+
+def find_model(place: Path, *, step: int | None = None) -> SavedModel:
+    """The model in a run folder, its `checkpoints`, or one step folder: that of `step`, by default
+    the newest that verifies.
+
+    Raises `ConfigError` where nothing there says what the model is, `CheckpointError` for a missing
+    or damaged checkpoint.
+    """
+    run = _run_folder(place)
+    if run is None and not place.exists():
+        raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
+    described = (
+        None if run is None else parse(["--config", str(run / CONFIG)], paths=GRADIENT_PATHS)
+    )
+    found = find_checkpoint(place, step=step, say=lambda text: print(text, file=sys.stderr))
+    if found is None:
+        if described is None:
+            raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
+        raise CheckpointError(f"{place}: no checkpoint was committed there; train it first")
+    if described is not None:
+        return SavedModel(
+            step=found,
+            model=described.model,
+            data=described.data,
+            seed=described.training.seed,
+            param_dtype=described.precision.param_dtype,
+        )
+    identity = read_manifest(found).state.get("identity", {})
+    model = _section(ModelConfig, "model", identity)
+    if model is None:
+        raise ConfigError(
+            f"{found}: neither it nor a {CONFIG} above it says what the model is; give the folder "
+            "of a run"
+        )
+    return SavedModel(
+        step=found,
+        model=model,
+        data=_section(DataConfig, "data", identity) or DataConfig(),
+        seed=0,
+        param_dtype="float32",
+    )
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Let the user name the tokenizer."""
+    named = parser.add_argument_group("tokenizer, where neither the run nor its data names it")
+    add = named.add_argument
+    add(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
+    )
+    add("--tokenizer-model", metavar="PATH", help="file or name of its model")
+    add("--vocab-file", metavar="PATH", help="of GPT2BPETokenizer")
+    add("--merge-file", metavar="PATH", help="of GPT2BPETokenizer")
+
+
+def check_tokenizer_flags(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for files of a tokenizer that is not named."""
+    if options.tokenizer_type is not None:
+        return
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: given without --tokenizer-type; give both")
+
+
+def _run_folder(place: Path) -> Path | None:
+    """The folder with the configuration that a path belongs to."""
+    folders = [place, place.parent] if place.name == CHECKPOINTS else [place]
+    if place.parent.name == CHECKPOINTS:
+        folders.append(place.parent.parent)
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
+    """A section from what a checkpoint remembers of its run; None where that is not all of it."""
+    fields = {key.removeprefix(f"{name}."): v for key, v in identity.items()}
+    known = {key: value for key, value in fields.items() if key in kind.__dataclass_fields__}
+    try:
+        return kind(**known)
+    except TypeError:
+        return None
+
+
+def _tokenizer(data: DataConfig, options: argparse.Namespace | None) -> Tokenizer:
+    from megatron.data.sidecar import read_sidecar
+    from megatron.data.tokenizer import build_tokenizer, tokenizer_from_sidecar
+    from megatron.data.vocabulary import data_prefixes
+
+    named = data if options is None or options.tokenizer_type is None else options
+    if named.tokenizer_type is not None:
+        return build_tokenizer(
+            named.tokenizer_type,
+            vocab_file=named.vocab_file,
+            merge_file=named.merge_file,
+            model=named.tokenizer_model,
+            vocab_size=data.vocab_size,
+        )
+    sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    prefixes = data_prefixes(data) if any(sources) else []
+    for prefix in prefixes:
+        if (described := read_sidecar(prefix)) is not None:
+            return tokenizer_from_sidecar(described, folder=Path(prefix).parent)
+    where = "mock data has none" if data.mock_data else "no data is named"
+    if prefixes:
+        where = f"no {prefixes[0]}.json"
+        where += "" if Path(prefixes[0]).is_absolute() else f" (looked from {Path.cwd()})"
+    raise DataError(
+        f"tokenizer: not named by the run, and {where}; give --tokenizer-type and its files"
+    )
+
+
+def _load(described: SavedModel) -> GPT:
+    import torch
+
+    from megatron.checkpoint.store import Checkpoint
+    from megatron.model.gpt import GPT
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with Checkpoint.open(described.step, verify=False) as saved:
+        model = GPT(
+            described.model,
+            vocab_size=saved.shape(WORD_TABLE)[0],
+            seed=described.seed,
+            dtype=_dtype(described.param_dtype, device),
+            device=device,
+        )
+        values = {}
+        for info in model.parameter_infos():
+            check_shape(saved, info.name, tuple(info.logical_shape))
+            values[info.name] = saved.read(f"{PARAM}{info.name}")
+    model.load_values(values)
+    return model.eval()
+
+
+def check_shape(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` where a weight of the checkpoint is not of this shape."""
+    if saved.shape(f"{PARAM}{name}") != shape:
+        raise CheckpointError(
+            f"{saved.path}: {PARAM}{name}: shape {saved.shape(f'{PARAM}{name}')}, config.yaml says "
+            f"{shape}; the two are not of one run"
+        )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of training, but fp32 for fp16 on a CPU, which multiplies that at a crawl."""
+    import torch
+
+    return torch.float32 if name == "float16" and device.type == "cpu" else getattr(torch, name)
