@@ -1,0 +1,180 @@
+"""`tools/evaluate.py`: figures against ones made by hand, and lines that will not do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.gpt import GPT
+from megatron.model.likelihood import Continuation, likelihoods
+from tests.model.models import VOCAB, sharpen, small_model
+from tests.tools.runs import make_model_run
+from tools.evaluate import main
+
+EOD = 256
+
+
+def lines(path: Path, documents: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_model_run(tmp_path / "run", "--tokenizer-type ByteTokenizer", vocab_size=257)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> GPT:
+    """The same weights again, as the run has them."""
+    return make_model_run(tmp_path / "same", "--tokenizer-type ByteTokenizer", vocab_size=257)
+
+
+def by_hand(model: GPT, context: list[int], ending: str) -> tuple[float, bool]:
+    """Log-likelihood of an ending token by token, each with a pass of its own over its window."""
+    tokens, total, greedy = list(context), 0.0, True
+    room = 16 + 1 - len(ending.encode())
+    start = max(0, len(tokens) - room)
+    with torch.no_grad():
+        for token in ending.encode():
+            logits = model(torch.tensor([tokens[start:]]))[0, -1, :257].double()
+            total += float(logits.log_softmax(0)[token])
+            greedy = greedy and int(logits.argmax()) == token
+            tokens.append(token)
+    return total, greedy
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_last_word(
+    run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [("the cat", " sat"), ("a", " b"), ("many words before this\n", "last"), ("", "x")]
+    documents = [{"text": c + w + " \n"} for c, w in texts[:2]]
+    documents += [{"context": "many words before this\n", "continuation": "last"}]
+    documents += [{"context": "", "continuation": "x"}]
+    found = [by_hand(model, list(c.encode()) or [EOD], w) for c, w in texts]
+    file = lines(tmp_path / "words.jsonl", documents)
+    for batch in (1, 3):
+        scored = figures(capsys, run, "--task", "lambada", file, "--batch-size", batch)
+        assert scored["examples"] == 4 and scored["cut on the left"] == 1
+        assert scored["accuracy"] == sum(greedy for _, greedy in found) / 4
+        mean = sum(log for log, _ in found) / 4
+        assert scored["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-5)
+    packed = tmp_path / "words.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    first = figures(capsys, run, "--task", "lambada", packed, "--limit", 1)
+    assert first["perplexity"] == pytest.approx(math.exp(-found[0][0]), rel=1e-5)
+
+
+def test_a_word_that_the_model_would_say_counts(
+    run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def likeliest(context: str) -> int:
+        return int(model(torch.tensor([list(context.encode())]))[0, -1, :257].argmax())
+
+    printable = [c for c in map(chr, range(97, 123)) if 32 < likeliest(f"go {c}\n") < 127]
+    context = f"go {printable[0]}\n"
+    documents = [{"context": context, "continuation": chr(likeliest(context))}]
+    file = lines(tmp_path / "likely.jsonl", documents)
+    assert figures(capsys, run, "--task", "lambada", file)["accuracy"] == 1
+
+
+def test_multiple_choice(
+    run: Path, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = ["ab", "long words", "zz z"]
+    plain = [by_hand(model, list(b"Say:"), f" {choice}")[0] for choice in choices]
+    shares = [log / len(choice) for log, choice in zip(plain, choices, strict=True)]
+    best, best_share = plain.index(max(plain)), shares.index(max(shares))
+    assert best != best_share  # a long ending is unlikely as a whole
+    documents = [
+        {"context": "Say: ", "choices": choices, "answer": best},
+        {"context": "Say:", "choices": choices, "answer": best_share},
+        {"context": "Say:", "choices": choices, "answer": best_share},
+    ]
+    file = lines(tmp_path / "choices.jsonl", documents)
+    scored = figures(capsys, run, "--task", "multiple-choice", file)
+    assert scored["accuracy"] == pytest.approx(1 / 3)
+    assert scored["length-normalised accuracy"] == pytest.approx(2 / 3)
+
+
+def test_batches_and_lengths_change_nothing() -> None:
+    model = sharpen(small_model()).eval()
+    generator = torch.Generator().manual_seed(1)
+    asked = []
+    for number in range(11):
+        ids = torch.randint(0, VOCAB, (3 + number,), generator=generator).tolist()
+        cut = 1 + number % 3
+        asked.append(Continuation(context=tuple(ids[:-cut]), tokens=tuple(ids[-cut:])))
+    alone = [likelihoods(model, [one], batch_size=1)[0] for one in asked]
+    together = likelihoods(model, asked, batch_size=4)
+    for one, other in zip(alone, together, strict=True):
+        assert one.log == pytest.approx(other.log, abs=1e-4) and one.greedy == other.greedy
+    long = Continuation(context=tuple(range(20)), tokens=(1, 2))
+    assert long.cut(16) == Continuation(context=tuple(range(5, 20)), tokens=(1, 2))
+    assert long.cut(40) == long
+
+
+@pytest.mark.parametrize(
+    ("task", "document", "words"),
+    [
+        ("lambada", {"text": "one"}, "two or more words"),
+        ("lambada", {"text": 3}, "text: must be a text"),
+        ("lambada", {"context": "a", "continuation": " "}, "continuation: must be a text"),
+        ("lambada", {"context": "a", "continuation": "b" * 17}, "18 tokens are to be predicted"),
+        ("lambada", [1], "must be a JSON object"),
+        ("multiple-choice", {"context": "a", "choices": ["b"], "answer": 0}, "choices"),
+        ("multiple-choice", {"context": "a", "choices": ["b", ""], "answer": 0}, "not empty"),
+        ("multiple-choice", {"context": "a", "choices": ["b", "c"], "answer": 2}, "from 0 to 1"),
+    ],
+)
+def test_lines_that_will_not_do_are_named(
+    run: Path,
+    tmp_path: Path,
+    task: str,
+    document: dict[str, Any],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = lines(tmp_path / "bad.jsonl", [document])
+    assert main([str(run), "--task", task, str(file)]) == 3
+    error = capsys.readouterr().err
+    assert words in error and "bad.jsonl:1" in error and error.count("\n") == 1
+
+
+def test_mistakes_have_their_exit_code(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines(tmp_path / "one.jsonl", [{"text": "go on"}])
+    assert main([str(tmp_path), "--task", "lambada", str(file)]) == 2
+    assert main([str(run), "--task", "lambada", str(file), "--batch-size", "0"]) == 2
+    assert main([str(run), "--task", "lambada", str(tmp_path / "none")]) == 3
+    named = [str(run), "--task", "lambada", str(file), "--checkpoint-step", "9"]
+    assert main(named) == 4
+    assert capsys.readouterr().err.count("\n") == 4
+    file.write_text("")
+    assert main([str(run), "--task", "lambada", str(file)]) == 3
+    file.write_text("{")
+    assert main([str(run), "--task", "lambada", str(file)]) == 3
+    assert "one.jsonl:1: not JSON" in capsys.readouterr().err
+
+
+def test_the_real_task_is_read(
+    run: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = shared_data / "eval" / "lambada_openai.jsonl"
+    if not file.is_file():
+        pytest.skip("no evaluation data beside the repository")
+    scored = figures(capsys, run, "--task", "lambada", file, "--limit", 40)
+    assert scored["examples"] == scored["cut on the left"] == 40
