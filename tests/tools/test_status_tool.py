@@ -1,0 +1,152 @@
+"""`tools/status.py` on run folders in every state, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import save_checkpoint
+from megatron.guards.heartbeat import FOLDER, Heartbeat
+from megatron.run_lock import LOCK, RunLock
+from megatron.status import Status, write_status
+from tools.status import MEANINGS, main
+
+GONE = 2**22 - 3  # no process has it: beyond what this kernel hands out, or long gone
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: {}\n")
+    for step in (2, 4):
+        save_checkpoint(
+            folder / "checkpoints", step=step, tensors={"param/x": torch.ones(3)}, state={}
+        )
+    (folder / "metrics.jsonl").write_text('{"iteration": 4, "lm_loss": 1.0}\n{"iteration": 5,')
+    return folder
+
+
+def told(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main([str(run), "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def same_command(run: Path) -> str:
+    return f"CONFIG='{run}/config.yaml' RUN_DIR='{run}' RANKS_PER_NODE=1 scripts/launch.sh"
+
+
+def test_a_run_that_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run, Status(state="running", attempt="a"))
+    lock = RunLock.take(run, job={}, say=print)
+    assert lock is not None
+    beat = Heartbeat(run / FOLDER, rank=1, attempt="a")
+    beat.at("forward", 7)
+    try:
+        found = told(run, capsys)
+    finally:
+        beat.close()
+        lock.release()
+    assert found["state"] == "running" and found["last_step"] == 7
+    assert found["checkpoint_step"] == 4 and 0 <= found["heartbeat_age"] < 60
+    assert found["next_command"] == f"tail -f '{run}/log.txt'"
+
+
+def test_a_run_whose_processes_are_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run, Status(state="running", attempt="a", pid=GONE))
+    beat = Heartbeat(run / FOLDER, rank=0, attempt="a")
+    beat.at("reduce", 6)
+    found = told(run, capsys)
+    assert found["state"] == "lost"
+    assert "rank 0 had come the least far: step 6, reduce" in found["why"]
+    assert found["last_step"] == 6 and found["next_command"] == same_command(run)
+    assert json.loads((run / "status.json").read_text())["state"] == "running"  # only looked at
+
+
+def test_a_run_on_another_host_is_lost_once_it_is_silent(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(run, Status(state="running", attempt="a", host="elsewhere", pid=1))
+    (run / LOCK).write_text("{}")
+    assert told(run, capsys)["state"] == "running"
+    os.utime(run / LOCK, (time.time() - 500, time.time() - 500))
+    found = told(run, capsys)
+    assert found["state"] == "lost" and found["heartbeat_age"] > 400
+    assert "nothing was heard of it for more than 120 s" in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("status", "why", "following"),
+    [
+        (Status(state="done", exit_code=0, iteration=9), "", "python tools/report.py"),
+        (Status(state="left", left="exit-interval", exit_code=0), "exit-interval", "launch.sh"),
+        (Status(state="left", left="SIGUSR1", exit_code=75), "SIGUSR1", "launch.sh"),
+        (
+            Status(state="failed", exit_code=4, reason="no space\nat all"),
+            "rank 0: no space at all",
+            "verify_checkpoint.py",
+        ),
+        (
+            Status(state="failed", exit_code=6, reason="gone", rank=3, iteration=8, phase="save"),
+            "rank 3, step 8, save: gone",
+            "launch.sh",
+        ),
+        (Status(state="failed", exit_code=5, reason="NaN", next_command="do this"), "NaN", "do th"),
+    ],
+    ids=lambda value: value.state if isinstance(value, Status) else "",
+)
+def test_a_run_that_ended(
+    run: Path, status: Status, why: str, following: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(run, status)
+    found = told(run, capsys)
+    assert found["state"] == status.state and why in found["why"]
+    assert following in found["next_command"]
+    assert found["meaning"] == MEANINGS[status.exit_code or 0]
+    assert found["last_step"] == (status.iteration or 4)
+    assert main([str(run)]) == 0
+    words = capsys.readouterr().out
+    assert f"exit code  {status.exit_code}: " in words and "step_00000004" in words
+
+
+def test_damaged_checkpoints_are_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run, Status(state="left", left="STOP", exit_code=75))
+    file = run / "checkpoints" / "step_00000004" / "rank_00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert told(run, capsys)["checkpoint_step"] == 4
+    found = told(run, capsys, "--verify")
+    assert found["checkpoint_step"] == 2 and "SHA-256" in found["damaged"][0]
+    file.write_bytes(data[:-1])
+    assert told(run, capsys)["checkpoint_step"] == 2
+
+
+def test_odd_folders(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("give the folder of a run") == 2
+    (run / "status.json").write_bytes(b"\xff")
+    found = told(run, capsys)
+    assert found["state"] == "unknown" and found["checkpoint_step"] == 4
+
+
+def test_it_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    write_status(run, Status(state="done", exit_code=0))
+    tool = Path(__file__).resolve().parents[2] / "tools" / "status.py"
+    program = (
+        "import runpy, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(tool), str(run)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "state      done" in done.stdout

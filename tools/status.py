@@ -1,0 +1,244 @@
+"""Say how a run stands: running, done or why it stopped, how far it came, and what to type next.
+
+    python tools/status.py RUN [--json] [--verify]
+
+Looks at status.json, the lock, the heartbeats and the checkpoints of the run folder, changes none
+of them and needs neither torch nor numpy, so it runs on a login node. A run that status.json still
+calls running is so only while somebody holds its folder. Of a checkpoint names, sizes and headers
+are checked, and with --verify every byte.
+
+Exit code 0 where there is something to tell, 2 for a folder that is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.checkpoint.locate import checkpoints_folder, list_steps  # noqa: E402
+from megatron.checkpoint.manifest import Manifest  # noqa: E402
+from megatron.checkpoint.verify import verify_folder  # noqa: E402
+from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
+from megatron.guards.heartbeat import FOLDER, Sighting, is_gone, sightings  # noqa: E402
+from megatron.metrics.files import JSONL, parse_line  # noqa: E402
+from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, check_free  # noqa: E402
+from megatron.status import STATUS, Status, read_status  # noqa: E402
+
+CONFIG, LOG = "config.yaml", "log.txt"
+MEANINGS = {
+    0: "as asked",
+    1: "an error that nobody foresaw; its traceback is in status.json",
+    2: "the configuration is wrong",
+    3: "the data are wrong",
+    4: "a checkpoint cannot be written or read",
+    5: "the numbers went wrong",
+    6: "another rank failed, or a collective did",
+    75: "saved, and wants to be started again",
+    130: "ended at once by a second Ctrl-C",
+}
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """What is known of a run. `state`: running, done, left, failed; lost (it says that it runs, but
+    nobody does); unknown (no status.json that can be read). Ages are in seconds."""
+
+    run: str
+    state: str
+    why: str = ""
+    exit_code: int | None = None
+    meaning: str = ""
+    last_step: int | None = None
+    checkpoint: str = ""
+    checkpoint_step: int | None = None
+    damaged: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    heartbeat_age: float | None = None
+    host: str = ""
+    job: str = ""
+    told: str = ""
+    """When status.json was written."""
+    next_command: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="status.py", description="Say how a run stands.", allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--run-dir)")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of lines")
+    parser.add_argument("--verify", action="store_true", help="hash the newest checkpoint")
+    options = parser.parse_args(arguments)
+    try:
+        found = look(options.run, verify=options.verify)
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename or options.run}: {error.strerror}", file=sys.stderr)
+        return ConfigError.exit_code
+    print(json.dumps(asdict(found)) if options.json else in_words(found))
+    return 0
+
+
+def look(run: Path, *, verify: bool = False) -> Standing:
+    """How a run stands. Raises `ConfigError` for a folder that is no run."""
+    if not any((run / name).exists() for name in (STATUS, JSONL, CONFIG)):
+        raise ConfigError(f"{run}: no {STATUS} there; give the folder of a run (--run-dir)")
+    status = read_status(run)
+    found = Standing(run=str(run), state="unknown" if status is None else status.state)
+    manifest = _newest_good(run, found, verify=verify)
+    seen = _seen(run, status)
+    found.heartbeat_age = _age(run, seen)
+    if status is None:
+        found.why = f"{STATUS} is missing or cannot be read"
+    else:
+        _tell(run, found, status, seen)
+    steps = [one.step for one in seen] + [_last_recorded(run), found.checkpoint_step or 0]
+    if status is not None and status.iteration is not None:
+        found.last_step = status.iteration
+    else:
+        found.last_step = max(steps)
+    found.ranks = len(seen) or (manifest.world.get("size") if manifest is not None else None)
+    if not found.next_command:
+        found.next_command = _next_command(run, found)
+    return found
+
+
+def _tell(run: Path, found: Standing, status: Status, seen: Sequence[Sighting]) -> None:
+    found.exit_code, found.why = status.exit_code, status.reason or status.left
+    found.meaning = "" if status.exit_code is None else MEANINGS.get(status.exit_code, "")
+    found.host, found.job, found.told = status.host, status.job_id, status.time
+    found.next_command = status.next_command
+    if status.state == "failed" and status.reason:
+        where = f", step {status.iteration}" if status.iteration is not None else ""
+        phase = f", {status.phase}" if status.phase else ""
+        found.why = f"rank {status.rank}{where}{phase}: {' '.join(status.reason.split())}"
+    if status.state == "running" and (gone := _why_lost(run, status, seen, found.heartbeat_age)):
+        found.state, found.why = "lost", gone
+
+
+def _why_lost(run: Path, status: Status, seen: Sequence[Sighting], age: float | None) -> str | None:
+    """Why a run that says it is running is not; None where it is."""
+    try:
+        check_free(run)
+    except RunFolderInUse:
+        return None
+    here = status.host == socket.gethostname()
+    if here and not is_gone(_as_sighting(status)) and (run / LOCK).exists():
+        return None
+    if not here and age is not None and age < STALE_SECONDS:
+        return None
+    why = "every process ended without a word: killed, or left early"
+    if not here:
+        why = f"nothing was heard of it for more than {STALE_SECONDS:g} s"
+    if seen:
+        last = min(seen, key=lambda one: (one.phase == "receive", one.beats))
+        why += f"; rank {last.rank} had come the least far: {last}"
+    return why
+
+
+def _as_sighting(status: Status) -> Sighting:
+    return Sighting(
+        rank=0, pid=status.pid, host=status.host, beats=0, step=0, phase="start", since=0, alive=0
+    )
+
+
+def _seen(run: Path, status: Status | None) -> list[Sighting]:
+    """Where the ranks of the latest start last were; a run of one rank keeps no such files."""
+    names = [path.name.removeprefix("rank_") for path in (run / FOLDER).glob("rank_*")]
+    ranks = sorted(int(name) for name in names if name.isdigit())
+    return sightings(run / FOLDER, attempt=status.attempt if status else "", ranks=ranks)
+
+
+def _age(run: Path, seen: Sequence[Sighting]) -> float | None:
+    """Seconds since a rank was last seen to live, by its heartbeat or by the lock it touches."""
+    stamps = [one.alive for one in seen]
+    lock = run / LOCK
+    if lock.exists():
+        stamps.append(lock.stat().st_mtime)
+    return round(max(0.0, time.time() - max(stamps)), 1) if stamps else None
+
+
+def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None:
+    folder = checkpoints_folder(run)
+    if folder == run:
+        return None
+    listing = list_steps(folder)
+    found.damaged = [path.name for path in listing.damaged]
+    for step in listing.committed:
+        try:
+            manifest = verify_folder(step.path, hashes=verify)
+        except CheckpointError as error:
+            found.damaged.append(f"{step.path.name} ({error})")
+            continue
+        found.checkpoint, found.checkpoint_step = str(step.path), manifest.step
+        return manifest
+    return None
+
+
+def _last_recorded(run: Path) -> int:
+    """The last step of metrics.jsonl, 0 where it has none."""
+    try:
+        with open(run / JSONL, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    found = (parse_line(line) for line in lines)
+    return max((int(values["iteration"] or 0) for values in found if values), default=0)
+
+
+def _next_command(run: Path, found: Standing) -> str:
+    """What to type. A folder that holds its configuration goes on by that alone."""
+    if found.state == "running":
+        return shlex.join(["tail", "-f", str(run / LOG)])
+    if found.state == "done":
+        return shlex.join(["python", "tools/report.py", str(run)])
+    if found.exit_code == CheckpointError.exit_code:
+        return shlex.join(["python", "tools/verify_checkpoint.py", str(run)])
+    if not (run / CONFIG).is_file():
+        return "the command that started it"
+    variables = {"CONFIG": str(run / CONFIG), "RUN_DIR": str(run)}
+    if found.ranks is not None:
+        variables["RANKS_PER_NODE"] = str(found.ranks)
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*words, "scripts/launch.sh"])
+
+
+def in_words(found: Standing) -> str:
+    """The lines for people."""
+    rows = [("run", found.run), ("state", found.state)]
+    rows += [("why", found.why)] * bool(found.why)
+    if found.exit_code is not None:
+        rows.append(("exit code", f"{found.exit_code}: {found.meaning}".rstrip(": ")))
+    rows.append(("last step", str(found.last_step)))
+    good = found.checkpoint or "none"
+    rows.append(("checkpoint", good))
+    rows += [("damaged", text) for text in found.damaged]
+    if found.heartbeat_age is not None:
+        rows.append(("heartbeat", f"{found.heartbeat_age:g} s ago"))
+    where = found.host + (f", job {found.job}" if found.job else "")
+    rows += [("where", where)] * bool(where) + [("told", found.told)] * bool(found.told)
+    if found.ranks is not None:
+        rows.append(("ranks", str(found.ranks)))
+    after = {2: " (once that is mended)", 3: " (once that is mended)", 5: " (with a lower --lr)"}
+    rows.append(("next", found.next_command + after.get(found.exit_code or 0, "")))
+    return "\n".join(f"{name:<11}{text}" for name, text in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
