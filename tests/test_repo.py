@@ -17,7 +17,12 @@ import yaml
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
 SITES = sorted((REPO / "scripts" / "site").glob("*.env"))
-SCRIPTS = [*sorted((REPO / "scripts").glob("*.sh")), REPO / ".ci" / "run", *SITES]
+SCRIPTS = [
+    *sorted((REPO / "scripts").glob("*.sh")),
+    *sorted((REPO / "tools").glob("*.sh")),
+    REPO / ".ci" / "run",
+    *SITES,
+]
 CODE = [
     file
     for top in ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")

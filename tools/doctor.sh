@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Check a machine before a job is given to it: versions, disk, clock, network, and every collective.
+#   tools/doctor.sh [RUN_DIR]          (runs/doctor; checked is the disk that it lies on)
+# LAUNCHER, NODES, RANKS_PER_NODE, SITE and PYTHON are those of scripts/launch.sh, which starts the
+# ranks as it would for training; without a GPU and without RANKS_PER_NODE there are two.
+# Prints what it finds, of the environment only the names listed below. Each problem is a line
+# "PROBLEM what: why"; the exit code is 0 without one, else that of the first: 2 for what is
+# installed, set or mounted wrongly, 6 where ranks do not find each other or a collective fails.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in
+  -h | --help)
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+  -*)
+    printf 'doctor.sh: %s: unknown; give a run folder or nothing\n' "$1" >&2
+    exit 2
+    ;;
+esac
+if (($# > 1)); then
+  printf 'doctor.sh: one run folder at a time, not %d\n' "$#" >&2
+  exit 2
+fi
+run_dir=${1:-runs/doctor}
+while [[ $run_dir == ?*/ ]]; do run_dir=${run_dir%/}; done
+
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  for folder in "$repo/.venv" "${VIRTUAL_ENV:-}"; do
+    if [[ -n $folder && -x $folder/bin/python ]]; then PYTHON=$folder/bin/python; fi
+  done
+fi
+if ! command -v "$PYTHON" >/dev/null; then
+  printf 'PROBLEM versions: PYTHON=%s: not found\n' "$PYTHON"
+  exit 2
+fi
+export PYTHON
+
+# By full name alone: a pattern such as SLURM_* would let tokens through.
+shown=(SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_NNODES SLURM_NTASKS SLURM_PROCID
+  SLURM_CPUS_PER_TASK SLURM_RESTART_COUNT OMP_NUM_THREADS CUDA_VISIBLE_DEVICES MASTER_ADDR
+  MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_DEBUG NCCL_NET FI_PROVIDER
+  TORCH_NCCL_ASYNC_ERROR_HANDLING LAUNCHER NODES RANKS_PER_NODE SITE)
+for name in "${shown[@]}"; do
+  [[ -z ${!name:-} ]] || printf 'environment  %s=%q\n' "$name" "${!name}"
+done
+
+code=0
+"$PYTHON" "$repo/tools/doctor_host.py" "$run_dir" --nodes "${NODES:-1}" || code=$?
+# Ranks cannot start without what they are made of.
+if ((code == 2)) && ! "$PYTHON" -c 'import torch' 2>/dev/null; then exit 2; fi
+
+if [[ -z ${RANKS_PER_NODE:-} ]] && ! { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then
+  RANKS_PER_NODE=2
+fi
+export RANKS_PER_NODE=${RANKS_PER_NODE:-}
+# In a folder of their own: what is told there of their end is not that of a run.
+own=$run_dir/doctor.$$
+said=$(mktemp)
+clean() {
+  rm -rf "$said" "$own"
+  # The run folder too, if it was made for this.
+  rmdir "$run_dir" 2>/dev/null || true
+}
+trap clean EXIT
+ranks=0
+env -u CONFIG -u GRAD_PATH PROGRAM="$repo/tools/doctor_ranks.py" RUN_DIR="$own" \
+  "$repo/scripts/launch.sh" 2>"$said" || ranks=$?
+if ((ranks)); then
+  cause=$(grep '^launch.sh: ' "$said" | tail -n 1 || true)
+  [[ -n $cause ]] || cause=$(tail -n 1 "$said")
+  printf 'PROBLEM ranks: %s\n' "${cause#launch.sh: }"
+  ((code)) || code=$ranks
+fi
+((code)) || printf 'no problem found\n'
+exit "$code"

@@ -1,0 +1,145 @@
+"""One rank of `tools/doctor.sh`: who is here, and an all-reduce over every group of small grids.
+
+Started by scripts/launch.sh in place of pretrain_gpt.py. The first cause of a failure goes to
+status.json of its run folder, as that of a run does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.config import parse  # noqa: E402
+from megatron.errors import PeerError, SparsetronError  # noqa: E402
+from megatron.parallel.dims import ParallelDims  # noqa: E402
+from megatron.runtime import Launch, Runtime, detect_launch, start, stop  # noqa: E402
+from megatron.status import Status, write_status  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.parallel.groups import Group
+
+TIMEOUT_MINUTES = 1
+FLAGS = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
+    f"--train-iters 1 --lr 1 --mock-data --distributed-timeout-minutes {TIMEOUT_MINUTES}"
+)
+ENTRIES = 4 * 2**20
+"""fp32 numbers of the message whose time is taken."""
+ROUNDS = 5
+CLOCK_SECONDS = 5.0
+"""More apart than this, two clocks make logs hard to read together."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="doctor_ranks.py", allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = parser.parse_args(arguments).run_dir
+    place, rank = ["finding out how it was started"], 0
+    try:
+        launch = detect_launch()
+        rank = launch.rank
+        place[0] = "joining the ranks"
+        runtime = start(launch, parse(FLAGS.split(), paths=GRADIENT_PATHS))
+        check(launch, runtime, place)
+        stop()
+    except (SparsetronError, RuntimeError, ValueError) as error:
+        code = error.exit_code if isinstance(error, SparsetronError) else PeerError.exit_code
+        reason = f"{place[0]}: {str(error).splitlines()[0]}"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_status(run_dir, Status(state="failed", exit_code=code, reason=reason, rank=rank))
+        print(reason, file=sys.stderr)
+        return code
+    return 0
+
+
+def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
+    """Every check that needs the others; `place` says which one is under way."""
+    import torch
+
+    from megatron.parallel.groups import ProcessGroups
+
+    sums = 0
+    for dims in grids(launch.world_size):
+        place[0] = f"making the groups of {dims}"
+        timeout = timedelta(minutes=TIMEOUT_MINUTES)
+        groups = ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
+        if not sums:
+            place[0] = "telling each other where they are"
+            _tell_ranks(launch, runtime, groups.world.gather_text)
+        for name in ("world", "tp", "dp", "pp", "embedding"):
+            group = getattr(groups, name)
+            place[0] = f"all-reduce over {name} of {dims}"
+            value = torch.full((8,), group.rank + 1.0, device=runtime.device)
+            group.all_reduce(value, torch.distributed.ReduceOp.SUM)
+            wanted = group.size * (group.size + 1) / 2
+            if not bool((value == wanted).all()):
+                raise PeerError(f"the sum is {value[0].item():g}, must be {wanted:g}")
+            sums += group.size > 1
+    if launch.world_size > 1:
+        place[0] = "measuring the bandwidth"
+        text = _bandwidth(groups.world, runtime)
+        if launch.rank == 0:
+            print(f"collectives  {sums} all-reduces over {runtime.backend} are right; {text}")
+    elif launch.rank == 0:
+        print("collectives  one rank: none to check; set RANKS_PER_NODE")
+
+
+def grids(world: int) -> Iterator[ParallelDims]:
+    """Grids that have every kind of group that so many ranks can form."""
+    yield ParallelDims(tp=1, dp=world, pp=1)
+    if world % 2 == 0:
+        yield ParallelDims(tp=2, dp=world // 2, pp=1)
+        yield ParallelDims(tp=1, dp=world // 2, pp=2)
+
+
+def _tell_ranks(launch: Launch, runtime: Runtime, gather_text: Callable[[str], list[str]]) -> None:
+    gather_text("")  # so that all look at their clocks together
+    mine = [socket.gethostname(), str(runtime.device), time.time()]
+    everyone = [json.loads(text) for text in gather_text(json.dumps(mine))]
+    if launch.rank:
+        return
+    hosts = {host: [d for h, d, _ in everyone if h == host] for host, _, _ in everyone}
+    print(f"ranks        {len(everyone)}, started by {launch.launcher}, on {len(hosts)} host(s)")
+    for host, devices in hosts.items():
+        print(f"ranks        {host}: {', '.join(devices)}")
+    clocks = [clock for _, _, clock in everyone]
+    apart = max(clocks) - min(clocks)
+    text = f"those of all ranks are within {apart:.2f} s"
+    print(f"clock        {text}" + (" (set them by NTP)" if apart > CLOCK_SECONDS else ""))
+
+
+def _bandwidth(world: Group, runtime: Runtime) -> str:
+    """Seconds of an all-reduce, and what each rank sends in one by the ring model."""
+    import torch
+
+    tensor = torch.zeros(ENTRIES, device=runtime.device)
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        world.barrier()
+        began = time.perf_counter()
+        world.all_reduce(tensor, torch.distributed.ReduceOp.SUM)
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds[1:])
+    sent = 2 * (world.size - 1) / world.size * tensor.nbytes
+    return (
+        f"{tensor.nbytes >> 20} MiB in {1000 * median:.1f} ms, "
+        f"{sent / median / 1e9:.2f} GB/s sent by a rank"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
