@@ -58,12 +58,9 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:-}
 # In a folder of their own: what is told there of their end is not that of a run.
 own=$run_dir/doctor.$$
 said=$(mktemp)
-clean() {
-  rm -rf "$said" "$own"
-  # The run folder too, if it was made for this.
-  rmdir "$run_dir" 2>/dev/null || true
-}
-trap clean EXIT
+made=false
+[[ -d $run_dir ]] || made=true
+trap 'rm -rf "$said" "$own"; if $made; then rmdir "$run_dir" 2>/dev/null || true; fi' EXIT
 ranks=0
 env -u CONFIG -u GRAD_PATH PROGRAM="$repo/tools/doctor_ranks.py" RUN_DIR="$own" \
   "$repo/scripts/launch.sh" 2>"$said" || ranks=$?
