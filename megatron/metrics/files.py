@@ -39,6 +39,9 @@ COLUMNS = (
 )
 """Keys of a step's line, in order. `time` is when the step ended, in seconds since 1970."""
 
+PHASE = "seconds/"
+"""What the keys of timers begin with (`--timing-log-level`)."""
+
 MAX_LINE_BYTES = 1 << 20
 
 Value = float | int | bool | str | None
@@ -92,9 +95,10 @@ class AppendFile:
         self._size = os.fstat(self._descriptor).st_size
 
 
-def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
+def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str, Value]:
     """The line of a step as a dictionary: `COLUMNS`, then what went along other axes of the grid,
-    and what the gradient path tells of it."""
+    what the gradient path tells of it, and where timers were read, the seconds a step of each: the
+    slowest rank's mean over the `steps` since they were read before."""
     values = (
         record.iteration,
         record.lm_loss,
@@ -115,7 +119,9 @@ def step_values(record: StepRecord, *, time: float) -> dict[str, Value]:
         record.params_norm,
         round(time, 3),
     )
-    return {**dict(zip(COLUMNS, values, strict=True)), **record.axis_bytes, **record.path}
+    seconds = {f"{PHASE}{name}": max(s) / steps for name, s in record.timers.items() if s}
+    columns = dict(zip(COLUMNS, values, strict=True))
+    return {**columns, **record.axis_bytes, **record.path, **seconds}
 
 
 def json_line(values: dict[str, Value]) -> str:

@@ -87,6 +87,7 @@ class Metrics:
         self._pending: list[TimedRecord] = []
         self._pending_seconds = 0.0
         self._interval: list[StepRecord] = []
+        self._timed_steps: dict[int, int] = {}
         self._first: TimedRecord | None = None
         self._stopwatch = Stopwatch()
         self._samples = 0
@@ -117,6 +118,8 @@ class Metrics:
         self._pending.append(timed)
         self._interval.append(record)
         self._stopwatch.add(record)
+        if record.timers:
+            self._timed_steps[record.iteration] = len(self._interval)
         self._pending_seconds += record.step_seconds
         self._samples = record.consumed_samples
         if self._progress is not None:
@@ -175,7 +178,11 @@ class Metrics:
         records, self._pending, self._pending_seconds = self._pending, [], 0.0
         if not records:
             return
-        lines = [step_values(record, time=when) for when, record in records]
+        steps = self._timed_steps
+        lines = [
+            step_values(record, time=when, steps=steps.pop(record.iteration, 1))
+            for when, record in records
+        ]
         self._append(self._jsonl, "".join(map(json_line, lines)))
         header = CSV_HEADER if self._csv.is_empty else ""
         self._append(self._csv, header + "".join(map(csv_line, lines)))

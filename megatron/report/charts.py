@@ -29,6 +29,7 @@ def run_charts(run: Run) -> list[str]:
         _plain(run, "Learning rate", "lr"),
         _smoothed(run, "Gradient norm", "grad_norm", log=_is_wild(run, "grad_norm")),
         _smoothed(run, "Tokens per second", "tokens_per_second", tick_format=counted),
+        _step_time_chart(run),
         _smoothed(run, "Bytes sent per step, one rank", "bytes_sent", tick_format=traffic),
         _memory_chart(run),
         _skipped_chart(run),
@@ -77,9 +78,21 @@ def comparison_charts(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
         after = longest[len(longest) // 5 - 1]
         shortened = [s.after(after) for s in series]
         charts.append(chart(f"Loss after iteration {after:,}", shortened))
+    charts.append(_speed_chart(runs, labels))
     if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
         charts.append(_sent_chart(runs, labels))
     return charts
+
+
+def _speed_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """The time of a step of each run."""
+    series = []
+    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        values = [1000 * seconds for seconds in run.steps["step_seconds"]]
+        smoothed = smooth(values, smoothing_window(len(values)))
+        color = PALETTE[i % len(PALETTE)]
+        series.append(Series(label=label, x=run.iterations, y=smoothed, color=color, width=2))
+    return chart("Step time (ms)", series, from_zero=True)
 
 
 def _sent_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -150,7 +163,26 @@ def _path_chart(name: str, points: Sequence[tuple[int, float]]) -> str:
     xs, ys = [i for i, _ in points], [value for _, value in points]
     few = len(points) <= 100
     series = [Series(label="", x=xs, y=ys, color=TEAL, width=2, markers=few)]
+    if name.startswith("bytes_"):
+        axis = name.removeprefix("bytes_").upper()
+        title = f"Bytes sent per step along {axis}, one rank"
+        return chart(title, series, from_zero=True, tick_format=traffic)
     return chart(name.replace("_", " ").capitalize(), series, from_zero=True)
+
+
+def _step_time_chart(run: Run) -> str:
+    """Milliseconds of a step, and of as many of its phases as there are colours, the longest."""
+    values = [1000 * seconds for seconds in run.steps["step_seconds"]]
+    smoothed = smooth(values, smoothing_window(len(values)))
+    series = [Series(label="step", x=run.iterations, y=smoothed, color=PALETTE[0], width=2)]
+    longest = sorted(run.phases, key=lambda name: -max(v for _, v in run.phases[name]))
+    for name, color in zip(longest, PALETTE[1:], strict=False):
+        xs, ys = zip(*run.phases[name], strict=True)
+        few = len(xs) <= 100
+        scaled = [1000 * seconds for seconds in ys]
+        series.append(Series(label=name, x=xs, y=scaled, color=color, width=2, markers=few))
+    title = "Step time by phase (ms, slowest rank)" if run.phases else "Step time (ms)"
+    return chart(title, series, from_zero=True)
 
 
 def _waiting_chart(run: Run) -> str:

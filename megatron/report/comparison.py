@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from megatron.metrics.line import timestamp
-from megatron.metrics.units import duration
+from megatron.metrics.units import byte_size, duration, memory_size
 from megatron.report.charts import comparison_charts, difference_chart
 from megatron.report.page import comparison_page
 from megatron.report.picture import write_picture
@@ -103,10 +104,16 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[str, ...]]:
-    rows = [("run", "steps", "final loss", "validation loss", "time", "against the first")]
+    rows = [
+        ("run", "steps", "final loss", "validation loss", "time", "median step")
+        + ("sent", "peak memory", "restarts", "against the first")
+    ]
     for run, label in zip(runs, labels, strict=True):
         seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
         valid = run.evaluations["valid"]
+        steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
+        sent = math.fsum(v for v in run.steps["bytes_sent"] if math.isfinite(v))
+        peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
         rows.append(
             (
                 label,
@@ -114,6 +121,10 @@ def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[str, ...]]:
                 f"{run.last('lm_loss'):.6f}",
                 f"{valid[-1][1]:.6f}" if valid else "-",
                 duration(seconds),
+                f"{1000 * median(steps):.1f} ms" if steps else "-",
+                byte_size(sent),
+                memory_size(max(peaks)) if peaks else "-",
+                str(run.restarts),
                 "" if run is runs[0] else compare(runs[0], run).describe(),
             )
         )

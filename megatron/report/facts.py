@@ -6,6 +6,7 @@ import math
 from statistics import median
 
 from megatron.metrics.units import (
+    byte_size,
     duration,
     flop_rate,
     memory_size,
@@ -31,6 +32,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
     tokens = math.fsum(v for v in run.steps["tokens"] if math.isfinite(v))
     seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
+    sent = math.fsum(v for v in run.steps["bytes_sent"] if math.isfinite(v))
     figures = [("training loss", _loss(last), f"iteration {run.iterations[-1]:,}" if count else "")]
     for kind, name in (("valid", "validation"), ("test", "test")):
         if run.evaluations[kind]:
@@ -40,6 +42,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("tokens", scaled(tokens).strip(), f"{count:,} steps"),
         ("training time", duration(seconds), "without evaluations"),
         ("tokens/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
+        ("sent", byte_size(sent), "one rank, of gradients"),
         ("peak memory", memory_size(max(peaks)) if peaks else "-", "one rank"),
     ]
     return figures
@@ -67,6 +70,7 @@ def run_table(run: Run) -> list[tuple[str, str]]:
     skipped = sum(1 for value in run.steps["skipped"] if value > 0)
     rows += [
         ("restarts", str(run.restarts) if run.restarts else "none that redid steps"),
+        ("went on from step", ", ".join(f"{step:,}" for step in run.loaded) or "none"),
         ("skipped steps", f"{skipped:,}"),
         ("checkpoints", _checkpoints(run.checkpoints)),
     ]
@@ -94,6 +98,21 @@ def _throughput(means: object) -> list[tuple[str, str]]:
         rate = flop_rate(known["flops_per_second"])
         rows.append(("one rank", f"{rate}{peak} (AxoNN, Eq. 3: counts 4 passes)"))
     return rows
+
+
+def phase_table(run: Run) -> list[tuple[str, str, str]]:
+    """Rows (phase, milliseconds, share of the step): the median of what was read of each timer."""
+    steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
+    whole = median(steps) if steps else 0.0
+    found = {"step": whole} if whole > 0 else {}
+    waits = [v for v in run.steps["wait_seconds"] if math.isfinite(v)]
+    found |= {"waiting for gradients": median(waits)} if waits else {}
+    for name, points in run.phases.items():
+        if seconds := [v for _, v in points if math.isfinite(v)]:
+            found[name] = median(seconds)
+    if whole <= 0:
+        return []
+    return [(name, f"{1000 * s:.2f}", f"{100 * s / whole:.1f} %") for name, s in found.items()]
 
 
 def config_table(run: Run) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron.report.charts import run_charts
-from megatron.report.facts import config_table, evaluation_table, run_table, tiles
+from megatron.report.facts import config_table, evaluation_table, phase_table, run_table, tiles
 from megatron.report.runs import Run
 
 _STYLE = """
@@ -58,6 +58,11 @@ def run_page(run: Run, *, written: str) -> str:
         '<div class="tables">',
         _table("Run", run_table(run)),
         _table("Configuration", config_table(run)),
+        _table(
+            "Step time by phase",
+            phase_table(run),
+            head=("phase, slowest rank", "ms, median", "of the step"),
+        ),
         _table(
             "Evaluations",
             evaluation_table(run),

@@ -13,13 +13,15 @@ from typing import Any
 import yaml
 
 from megatron.errors import ConfigError
-from megatron.metrics.files import COLUMNS, JSONL, lines_of, parse_line
+from megatron.metrics.console import LOG
+from megatron.metrics.files import COLUMNS, JSONL, PHASE, lines_of, parse_line
 from megatron.status import Status, read_status
 
 ENVIRONMENT = "environment.json"
 SAMPLE = "sample.txt"
 MAX_TEXT = 200_000
 
+_LOADED = re.compile(rb"loaded checkpoint .* of step (\d+)\s*$")
 _CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
 
 
@@ -44,6 +46,10 @@ class Run:
     status: Status | None
     path: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Numbers of the gradient path's own: for each name the steps that have one, and its value."""
+    phases: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Seconds a step of each timer, where they were read."""
+    loaded: list[int] = field(default_factory=list)
+    """Steps of the checkpoints that it went on from, in order."""
     checkpoints: list[str] = field(default_factory=list)
     sample: str = ""
 
@@ -65,16 +71,23 @@ def read_run(run_dir: str | Path) -> Run:
         raise ConfigError(f"{folder}: holds no {JSONL}; give the folder of a run (--run-dir)")
     steps, evaluations, unreadable = _read_metrics(folder / JSONL)
     iterations = sorted(steps)
+    others = {
+        key: [(i, _number(steps[i][key])) for i in iterations if key in steps[i]]
+        for key in sorted({key for step in steps.values() for key in step} - {*COLUMNS})
+    }
     config_text = _text(folder / "config.yaml")
     return Run(
         folder=folder,
         iterations=iterations,
         steps={key: [_number(steps[i].get(key)) for i in iterations] for key in COLUMNS},
         evaluations={kind: sorted(losses.items()) for kind, losses in evaluations.items()},
-        path={
-            key: [(i, _number(steps[i][key])) for i in iterations if key in steps[i]]
-            for key in sorted({key for step in steps.values() for key in step} - {*COLUMNS})
+        path={key: points for key, points in others.items() if not key.startswith(PHASE)},
+        phases={
+            key.removeprefix(PHASE): points
+            for key, points in others.items()
+            if key.startswith(PHASE)
         },
+        loaded=_loaded(folder / LOG),
         unreadable_lines=unreadable,
         restarts=len(list(folder.glob(f"{JSONL}.cut-*"))),
         config_text=config_text,
@@ -104,6 +117,14 @@ def _read_metrics(
             if f"{kind}_loss" in values:
                 losses[iteration] = _number(values[f"{kind}_loss"])
     return steps, evaluations, unreadable
+
+
+def _loaded(log: Path) -> list[int]:
+    try:
+        found = (_LOADED.search(line) for line in lines_of(log))
+        return [int(match[1]) for match in found if match]
+    except OSError:
+        return []
 
 
 def _number(value: object) -> float:

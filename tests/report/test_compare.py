@@ -62,7 +62,7 @@ def test_tool_writes_and_judges(
     output = tmp_path / "new" / "folder"
     assert main([str(first), str(other), "--assert-equal", "--output", str(output)]) == 1
     page = (output / "comparison.html").read_text()
-    assert "first differing step 2" in page and page.count("<svg") == 2
+    assert "first differing step 2" in page and page.count("<svg") == 3
     assert (first / "report.html").is_file() and (other / "report.html").is_file()
 
 

@@ -65,6 +65,7 @@ def test_report_holds_all_series_and_figures(tmp_path: Path) -> None:
         "Learning rate",
         "Gradient norm",
         "Tokens per second",
+        "Step time (ms)",
         "Bytes sent per step, one rank",
         "Peak memory, one rank (GiB)",
         "Skipped steps so far",
@@ -145,6 +146,28 @@ def test_what_a_gradient_path_tells_is_drawn_where_it_tells_it(tmp_path: Path) -
     assert run.path == {"index_kept": [(1, 0.8), (3, 0.8)]}
     titles = [c.attrib["aria-label"] for c in _svgs(write_report(tmp_path / "run").read_text())]
     assert "Index kept" in titles
+
+
+def test_step_time_is_told_by_phase_where_timers_were_read(tmp_path: Path) -> None:
+    metrics, _ = make_metrics(tmp_path / "run", log_interval=2, train_iters=5, timing_log_level=1)
+    for i in range(1, 6):
+        timers = {"forward-backward": [0.4, 0.6], "optimizer": [0.2, 0.1]} if i % 2 == 0 else {}
+        metrics.step(record(i, train_iters=5, timers=timers, axis_bytes={"bytes_tp": 2048}))
+    metrics.say("loaded checkpoint a/b/step_00000003 of step 3")
+    metrics.close()
+    run = read_run(tmp_path / "run")
+    # Two steps since they were read before; of the slower rank.
+    assert run.phases == {
+        "forward-backward": [(2, 0.3), (4, 0.3)],
+        "optimizer": [(2, 0.1), (4, 0.1)],
+    }
+    assert run.loaded == [3] and list(run.path) == ["bytes_tp"]
+    page = write_report(tmp_path / "run").read_text()
+    titles = [c.attrib["aria-label"] for c in _svgs(page)]
+    assert "Step time by phase (ms, slowest rank)" in titles
+    assert "Bytes sent per step along TP, one rank" in titles
+    assert "<td>forward-backward</td><td>300.00</td><td>60.0 %</td>" in page
+    assert "<td>went on from step</td><td>3</td>" in page
 
 
 def test_a_comparison_shows_what_each_run_sent_only_where_that_differs(tmp_path: Path) -> None:
