@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         for name, value in found.items():
-            print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+            shown = f"{value:.6g}" if isinstance(value, float) else value
+            print(f"{name.replace('_', ' ')}: {shown}")
     return 0
 
 
@@ -95,7 +96,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         "task": options.task,
         "checkpoint": str(saved.step),
         "examples": len(examples),
-        "cut on the left": sum(a.context != w.context for a, w in zip(asked, wholes, strict=True)),
+        "cut_on_the_left": sum(a.context != w.context for a, w in zip(asked, wholes, strict=True)),
         **task.figures(examples, scores),
     }
 
@@ -207,7 +208,7 @@ def _of_choices(
         normalized += shares.index(max(shares)) == example.answer
     return {
         "accuracy": plain / len(examples),
-        "length-normalised accuracy": normalized / len(examples),
+        "length_normalised_accuracy": normalized / len(examples),
     }
 
 

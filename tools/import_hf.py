@@ -20,12 +20,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.checkpoint.files import FILES, remove_folder  # noqa: E402
 from megatron.checkpoint.locate import CHECKPOINTS  # noqa: E402
 from megatron.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
@@ -58,10 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
-    """Make OUT and print how to train from it."""
-    from megatron.checkpoint.store import save_checkpoint
-    from megatron.run_identity import identity
-
+    """Make OUT, as a whole or not at all, and print how to train from it."""
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json there; give a folder of Hugging Face's")
     if output.exists() and any(output.iterdir()):
@@ -69,13 +67,27 @@ def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
     values = read_json_object(source / "config.json")
     model = from_hf_config(values, seq_length=seq_length)
     weights = _weights(source, values, model)
-    table = weights["embedding.word_embeddings.weight"]
     _check(weights, model)
     output.mkdir(parents=True, exist_ok=True)
-    data, vocabulary = _bring_tokenizer(source, output, vocab_size=table.shape[0])
+    try:
+        _write(source, output, model, weights)
+    except BaseException:
+        with suppress(OSError):
+            remove_folder(FILES, output)
+        raise
+
+
+def _write(
+    source: Path, output: Path, model: ModelConfig, weights: Mapping[str, torch.Tensor]
+) -> None:
+    from megatron.checkpoint.store import save_checkpoint
+    from megatron.run_identity import identity
+
+    vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
+    data, vocabulary = _bring_tokenizer(source, output, vocab_size=vocab_size)
     # What a run must share with the checkpoint is its network; the rest is the run's own.
-    config = Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1))
-    known = identity(config.resolve(1), vocabulary)
+    config = Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1)).resolve(1)
+    known = identity(config, vocabulary)
     kept = {k: v for k, v in known.items() if k.startswith(("model.", "data.tokenizer"))}
     kept |= {f"data.{name}": v for name, v in dataclasses.asdict(data).items() if v is not None}
     path = save_checkpoint(
@@ -84,7 +96,7 @@ def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
         tensors={f"{PARAM}{name}": tensor for name, tensor in weights.items()},
         state={"identity": json.loads(json.dumps(kept)), "imported": True},
     )
-    (output / MODEL_YAML).write_text(_model_yaml(config.resolve(1)), encoding="utf-8")
+    (output / MODEL_YAML).write_text(_model_yaml(config), encoding="utf-8")
     print(f"{path}: {len(weights)} tensors, vocabulary {vocabulary.size}")
     print(
         f"train from it:\n  python pretrain_gpt.py --config {output / MODEL_YAML} --load {output} "

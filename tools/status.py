@@ -137,7 +137,7 @@ def _why_lost(run: Path, status: Status, seen: Sequence[Sighting], age: float | 
     except RunFolderInUse:
         return None
     here = status.host == socket.gethostname()
-    if here and not is_gone(_as_sighting(status)) and (run / LOCK).exists():
+    if here and not is_gone(_as_sighting(status)):
         return None
     if not here and age is not None and age < STALE_SECONDS:
         return None

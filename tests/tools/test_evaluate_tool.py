@@ -67,7 +67,7 @@ def test_the_last_word(
     file = lines(tmp_path / "words.jsonl", documents)
     for batch in (1, 3):
         scored = figures(capsys, run, "--task", "lambada", file, "--batch-size", batch)
-        assert scored["examples"] == 4 and scored["cut on the left"] == 1
+        assert scored["examples"] == 4 and scored["cut_on_the_left"] == 1
         assert scored["accuracy"] == sum(greedy for _, greedy in found) / 4
         mean = sum(log for log, _ in found) / 4
         assert scored["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-5)
@@ -106,7 +106,7 @@ def test_multiple_choice(
     file = lines(tmp_path / "choices.jsonl", documents)
     scored = figures(capsys, run, "--task", "multiple-choice", file)
     assert scored["accuracy"] == pytest.approx(1 / 3)
-    assert scored["length-normalised accuracy"] == pytest.approx(2 / 3)
+    assert scored["length_normalised_accuracy"] == pytest.approx(2 / 3)
 
 
 def test_batches_and_lengths_change_nothing() -> None:
@@ -177,4 +177,4 @@ def test_the_real_task_is_read(
     if not file.is_file():
         pytest.skip("no evaluation data beside the repository")
     scored = figures(capsys, run, "--task", "lambada", file, "--limit", 40)
-    assert scored["examples"] == scored["cut on the left"] == 40
+    assert scored["examples"] == scored["cut_on_the_left"] == 40

@@ -79,6 +79,9 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     assert values["eos_token_id"] == ours.eod
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == 0
     assert find_model(tmp_path / "back").tokenizer().fingerprint() == ours.fingerprint()
+    (tmp_path / "there" / "merges.txt").write_text("damaged")
+    assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
+    assert not (tmp_path / "not").exists()
 
 
 def train_cut(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
@@ -196,5 +199,6 @@ def test_weights_that_cannot_be_read_are_named(
     (there / "pytorch_model.bin").write_bytes(b"\x80")
     assert import_hf.main([str(there), str(tmp_path / "back")]) == 4
     assert "is a pickle and is not opened" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
     shutil.rmtree(there)
     assert import_hf.main([str(there), str(tmp_path / "back")]) == 2
