@@ -18,8 +18,8 @@ from tests.ranks import Ranks
 
 DENSE = PathCase("dense")
 SAMO = PathCase("samo", RANDOM)
-FP32 = {"dtype": torch.float32, "grad_dtype": torch.float32}
-FP16 = {"dtype": torch.float16, "grad_dtype": torch.float16}
+FP32: dict[str, Any] = {"dtype": torch.float32, "grad_dtype": torch.float32}
+FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
 
 
 def on_rank_both(

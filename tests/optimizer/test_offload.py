@@ -39,10 +39,10 @@ DENSE = PathCase("dense")
 REWIRED = PathCase("samo", RANDOM | DSR)
 TICKET = PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 1})
 """Pruned after its fifth update."""
-BF16 = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
-BF16_WIDE = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
-FP16 = {"dtype": torch.float16, "grad_dtype": torch.float16}
-FP16_WIDE = {"dtype": torch.float16, "grad_dtype": torch.float32}
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+BF16_WIDE: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
+FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
+FP16_WIDE: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float32}
 ADAM, MOMENTUM = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)
 SCALE = 64.0
 
