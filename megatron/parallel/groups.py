@@ -61,12 +61,13 @@ class Group:
     """The ranks of one collective and this rank's place among them.
 
     `handle` is None for a group of one. Groups that share connections share `calls`; what is sent
-    adds to `traffic`.
+    adds to `traffic`. `timeout`: of its collectives (None = torch's own).
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
@@ -156,9 +157,9 @@ class Group:
         CPU tensors only. Every rank of the world calls this once, in step."""
         if self.handle is None:
             return self
-        handle = dist.new_group(list(self.ranks), backend="gloo")
+        handle = dist.new_group(list(self.ranks), self.timeout, backend="gloo")
         assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-        return Group(self.ranks, self.rank, handle)
+        return Group(self.ranks, self.rank, handle, self.timeout)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here (on CPU tensors, so that it blocks)."""
@@ -303,7 +304,7 @@ def _join(
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
             calls = everybody if whole else Calls(f"{name} of {ranks[0]}")
-            mine = Group(ranks, ranks.index(rank), handle, calls, traffic)
+            mine = Group(ranks, ranks.index(rank), handle, timeout, calls, traffic)
     return mine
 
 
@@ -324,7 +325,7 @@ def _edges(
                     way = "out" if rank == sender else "in"
                     calls = Calls(f"{kind} {sender}>{receiver}")
                     found[f"{kind}_{way}"] = Group(
-                        (sender, receiver), int(way == "in"), handle, calls, pp.traffic
+                        (sender, receiver), int(way == "in"), handle, timeout, calls, pp.traffic
                     )
     return Edges(**found)
 
