@@ -102,7 +102,7 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
             print(to_yaml(config) if launch.rank == 0 else "", end="")
             return EXIT_DONE
         if needs_mpi(config):
-            require_mpi(launch)
+            require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
         failures.run_dir = run_dir = name_run_dir(config)
         if launch.world_size == launch.local_world_size:
             check_free(run_dir)

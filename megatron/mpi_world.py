@@ -7,9 +7,11 @@ of a core's time: waiting is asking again and again, with pauses.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ START_RIGHT = (
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two questions, at first and at most."""
 _ADDRESS_BYTES = 300
+_START_SECONDS, _LEAVE_SECONDS = 600.0, 60.0
 
 
 def poll(done: Callable[[], bool], *, seconds: float) -> bool:
@@ -41,9 +44,9 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
     return True
 
 
-def require_mpi(launch: Launch) -> None:
+def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
     """Refuse a start that MPI is needed for and that brought the ranks none, which all of them find
-    alike; starts it otherwise. Needs no torch."""
+    alike; starts it otherwise, within `seconds`. Needs no torch."""
     if launch.launcher in ("none", "torchrun"):
         how = "torchrun" if launch.launcher == "torchrun" else "no launcher"
         raise ConfigError(
@@ -51,14 +54,36 @@ def require_mpi(launch: Launch) -> None:
             f"MPI; start with mpiexec -n {max(2, launch.world_size)} (LAUNCHER=mpiexec) or "
             "srun --mpi=pmi2"
         )
-    world = open_mpi().COMM_WORLD
+    world = open_mpi(seconds=seconds).COMM_WORLD
     if world.Get_size() != launch.world_size:
         check_world(launch, rank=world.Get_rank(), size=world.Get_size())
 
 
-def open_mpi(*, instead_of: str = "") -> ModuleType:
-    """mpi4py's module, which starts MPI when it is first imported. `instead_of`: other things that
-    would do. Raises `ConfigError` where it is not installed or lets one thread alone call it."""
+@contextmanager
+def _ends_within(seconds: float) -> Iterator[None]:
+    """End this process, with its stack on stderr and exit code 1, where MPI does not return: it
+    waits for a rank that is gone with the interpreter's lock, so that no thread of Python's could.
+    Nothing else may be watched like this meanwhile."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> ModuleType:
+    """mpi4py's module, which starts MPI when it is first imported and may take `seconds` for that.
+    `instead_of`: other things that would do. Raises `ConfigError` where it is not installed or
+    lets one thread alone call it."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None:
+        with _ends_within(seconds):
+            MPI = _import_mpi(instead_of)
+    check_threads(MPI.Query_thread(), MPI.THREAD_SERIALIZED, MPI.Get_library_version())
+    return MPI
+
+
+def _import_mpi(instead_of: str) -> ModuleType:
     try:
         import mpi4py
 
@@ -73,7 +98,6 @@ def open_mpi(*, instead_of: str = "") -> ModuleType:
             f"mpi4py: finds no MPI library ({said}); load your system's, or run: "
             "pip install 'sparsetron[mpi]'"
         ) from None
-    check_threads(MPI.Query_thread(), MPI.THREAD_SERIALIZED, MPI.Get_library_version())
     return MPI
 
 
@@ -102,7 +126,8 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
     over MPI's world. Raises `ConfigError` where that is not the launcher's, `PeerError` where the
     place is not heard of in time."""
     needs_place = not (launch.master_addr and launch.master_port)
-    MPI = open_mpi(instead_of=" (or MASTER_ADDR and MASTER_PORT)" if needs_place else "")
+    instead_of = " (or MASTER_ADDR and MASTER_PORT)" if needs_place else ""
+    MPI = open_mpi(instead_of=instead_of, seconds=seconds)
     world = MPI.COMM_WORLD
     check_world(launch, rank=world.Get_rank(), size=world.Get_size())
     if not needs_place:
@@ -123,7 +148,8 @@ def leave_mpi() -> None:
     failed must not, since it would wait for peers that are gone."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+        with _ends_within(_LEAVE_SECONDS):
+            MPI.Finalize()
 
 
 def has_cuda(mpi: ModuleType | None = None) -> bool:

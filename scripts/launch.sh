@@ -131,6 +131,11 @@ case $LAUNCHER in
     [[ -x $mpiexec ]] || mpiexec=mpiexec
     $dry_run || command -v "$mpiexec" >/dev/null ||
       refuse "LAUNCHER=mpiexec: mpiexec not found; run: pip install 'sparsetron[mpi]'"
+    # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
+    # leave by themselves, with a word.
+    if [[ $("$mpiexec" --version 2>/dev/null || true) == HYDRA* ]]; then
+      mpiexec_flags=(-disable-auto-cleanup "${mpiexec_flags[@]}")
+    fi
     command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "$PYTHON" "${program[@]}")
     ;;
   sbatch)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,8 @@ import torch
 
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.course import WAIT
-from tests.pipeline.grids import train_by_hand
+from tests.faults.starting import SCRIPT, environment, losses
+from tests.pipeline.grids import SMALL, train_by_hand
 from tests.ranks import Ranks
 from tests.training.harness import metrics_of
 
@@ -21,8 +27,8 @@ UNTIED = "--untie-embeddings-and-output-weights"
 RADIUS = "--radius-density 0.4 --radius-interval 2 --radius-start-iter 0"
 PRUNED = "--samo-sparsity 0.5 --samo-pruning random"
 CLIP = 0.1
-OVERFLOWS = 2**24
-"""A scale with which gradients overflow once: they do not with half of it."""
+OVERFLOWS = 2**19
+"""A scale with which gradients overflow: they do not with a quarter of it."""
 CASES = {
     # Stages, ranks of each, what both schedules are given, limits (0: the default).
     "pp2-dp2": (2, 1, WET, (0, 3)),
@@ -39,6 +45,10 @@ CASES = {
 }
 """All of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
 WORLD = 4
+RUN = (
+    f"{WET} --train-iters 6 --optimizer adam --lr 3e-3 --bf16 --eval-iters 0 "
+    f"--grad-path radius {RADIUS}"
+)
 
 
 def flags_of(limit: int) -> str:
@@ -92,5 +102,45 @@ def test_every_bit_is_that_of_1f1b(mpi_ranks: Ranks, tmp_path: Path, case: str) 
 def test_a_scale_that_overflows_skips_the_same_steps(mpi_ranks: Ranks, tmp_path: Path) -> None:
     flags = f"{WET} --fp16 --initial-loss-scale {OVERFLOWS} --hysteresis 1"
     found = compare(mpi_ranks, (2, 1, flags, (3,)), tmp_path)
-    assert all(each["skipped"] == [True, False, False] for each in found)
+    assert [each["skipped"] for each in found] == [[True, True, False]] * WORLD
     assert len({repr(each["norms"]) for each in found}) == 1
+
+
+def launched(run_dir: Path, flags: str, *, over: str) -> dict[int, float]:
+    """The losses of a whole run that `mpiexec` or `torchrun` starts."""
+    found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    starts = {
+        "mpiexec": [found or "mpiexec", "-n", str(WORLD), sys.executable],
+        "torchrun": [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(WORLD),
+        ],
+    }  # fmt: skip
+    command = [*starts[over], SCRIPT, *flags.split(), "--run-dir", str(run_dir)]
+    done = subprocess.run(
+        command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return losses(run_dir)
+
+
+def written(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of each file of tensors in the run's last checkpoint."""
+    files = sorted((run_dir / "checkpoints" / "step_00000006").glob("**/*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_runs_go_on_bit_by_bit_under_either_schedule(mpi_ranks: Ranks, tmp_path: Path) -> None:
+    """Started by mpiexec, left after 3 of 6 steps, taken up by it and by torchrun."""
+    flags = f"{SMALL} {RUN} --pipeline-model-parallel-size 2"
+    driven, half = f"{flags} {SCHEDULE}", tmp_path / "half"
+    whole = launched(tmp_path / "whole", driven, over="mpiexec")
+    assert len(whole) == 6 and "message-driven" in (tmp_path / "whole" / "log.txt").read_text()
+    first = launched(half, f"{driven} --exit-interval 3", over="mpiexec")
+    assert first == {step: whole[step] for step in (1, 2, 3)}
+    shutil.copytree(half, tmp_path / "1f1b")
+    assert launched(half, driven, over="mpiexec") == whole
+    assert launched(tmp_path / "1f1b", flags, over="torchrun") == whole
+    assert len(written(half)) == WORLD
+    assert written(half) == written(tmp_path / "whole") == written(tmp_path / "1f1b")

@@ -1,0 +1,148 @@
+"""Ranks that mpiexec started and whose stages decide by messages: one that fails is named, though
+MPI itself would wait for it for ever, and a step that one cannot apply none applies."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.guards.faults import arm, parse_faults
+from megatron.guards.heartbeat import FOLDER, sightings
+from megatron.parallel.groups import ProcessGroups
+from tests.faults import starting
+from tests.faults.starting import FLAGS, TIMEOUT, Ended, Started, environment, losses
+from tests.faults.test_grid_ranks import check_recovery, saved
+from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, Row, pick
+from tests.ranks import Ranks, grid
+from tests.training.harness import make_trainer, metrics_of
+
+STEPS = 8
+WORLD = 4
+GRID = (
+    "--num-layers 2 --pipeline-model-parallel-size 2 --pipeline-schedule message-driven "
+    "--micro-batch-size 1 --grad-path radius --radius-density 0.3 --radius-interval 3 "
+    f"--radius-start-iter 2 --train-iters {STEPS} --distributed-timeout-minutes 0.5"
+)
+"""Two stages of two data-parallel ranks, four microbatches. Checkpoints are of steps 4 and 8."""
+MATRIX = [
+    pick("kill", "1:6:reduce"),
+    pick("kill", "0:6:receive"),
+    pick("kill", "3:4:save"),
+    pick("raise", "0:5:forward"),
+    pick("exit0", "3:6:optimizer"),
+    pick("oom", "2:2:backward"),
+    pick("stop", "1:5:forward"),
+    pick("hang", "0:3:forward"),
+    pick("hang", "3:6:backward"),
+]
+LIMIT = 300.0
+
+
+@pytest.fixture(scope="module")
+def unbroken(mpi_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the run that no fault struck."""
+    run_dir = tmp_path_factory.mktemp("unbroken")
+    assert mpi_ranks.run(WORLD, on_rank, run_dir, "") == [(STEPS, STEPS)] * WORLD
+    return losses(run_dir)
+
+
+def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int]:
+    """The same run without processes of its own: steps tried, and steps applied."""
+    trainer = make_trainer(grid(groups, pp=2), f"{FLAGS} {GRID}", run_dir)
+    if faults:
+        arm(trainer, parse_faults(faults))
+    trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    groups.world.barrier()
+    trainer.pipeline.transport.close()
+    return trainer.progress.iteration, trainer.optimizer.applied
+
+
+def launch(run_dir: Path, *, fault: str | None = None, flags: str = GRID) -> Started:
+    return starting.start_launcher(WORLD, run_dir, flags, fault=fault, LAUNCHER="mpiexec")
+
+
+def check(row: Row, ended: Ended) -> float:
+    """The promises of a row under a launcher; seconds from the fault to the end of all."""
+    assert ended.codes == [row.code], ended.all_stderr
+    status = ended.status
+    assert (status["rank"], status["iteration"], status["phase"]) == (
+        row.rank, row.step, row.phase,
+    ), status  # fmt: skip
+    assert all(word in status["reason"] for word in row.words), status
+    told = f"rank {row.rank}, step {row.step}, {row.phase}: {status['reason']}"
+    assert ended.all_stderr.count(told) == 1, ended.all_stderr
+    folder = ended.run_dir / FOLDER
+    left = sightings(folder, attempt=status["attempt"], ranks=range(WORLD))
+    assert len(left) == WORLD and starting.alive([seen.pid for seen in left]) == []
+    seconds = ended.seconds_after_fault()
+    assert seconds < row.seconds + LAUNCHER_SECONDS, f"{seconds:.1f} s after {row.fault}"
+    return seconds
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_when_started_again(
+    tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
+) -> None:
+    """Its peers poll for its messages; mpiexec leaves it to them to end."""
+    row = pick("kill", "2:6:backward")
+    record_property("seconds", check(row, launch(tmp_path, fault=row.fault).finish(LIMIT)))
+    check_recovery(launch(tmp_path).finish(LIMIT), unbroken)
+
+
+def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
+    mpi_ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
+) -> None:
+    """Wherever it came from, the state after it is the same."""
+    run = launch(tmp_path / "3", fault="nan:3:5:backward").finish(LIMIT)
+    assert run.codes == [0], run.all_stderr
+    assert "nan strikes" in run.all_stderr
+    assert mpi_ranks.run(WORLD, on_rank, tmp_path / "0", "inf:0:5:backward") == [(8, 7)] * WORLD
+    found, progress = saved(tmp_path / "3")
+    other, other_progress = saved(tmp_path / "0")
+    assert progress == other_progress and found.keys() == other.keys()
+    assert progress["consumed_samples"] - progress["applied_samples"] == 8
+    assert [name for name in found if not torch.equal(found[name], other[name])] == []
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    assert metrics_of(tmp_path / "3", "skipped") == [False] * 4 + [True] + [False] * 3
+    through = losses(tmp_path / "3")
+    assert through == losses(tmp_path / "0") and len(through) == STEPS
+    assert [through[step] for step in range(1, 6)] == [unbroken[step] for step in range(1, 6)]
+    assert through[7] != unbroken[7]
+
+
+def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
+    mpi_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Inside the library, where the others wait with the interpreter's lock."""
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}")
+    come = (
+        f"exec {sys.executable} -c 'from megatron.mpi_world import open_mpi; open_mpi(seconds=2)'"
+    )
+    command = [mpiexec or "mpiexec", "-n", "2", "sh", "-c", f'[ "$PMI_RANK" = 1 ] || {come}']
+    began = time.monotonic()
+    ended = Started(tmp_path, [starting._popen(command, environment())]).finish()
+    assert ended.codes == [1] and "in open_mpi" in ended.all_stderr, ended.all_stderr
+    assert 2 < time.monotonic() - began < 50
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
+def test_matrix(
+    row: Row,
+    tmp_path: Path,
+    unbroken: dict[int, float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}, over MPI")
+    ended = launch(tmp_path, fault=row.fault, flags=f"{GRID} {TIMEOUT}").finish(LIMIT)
+    record_property("seconds", check(row, ended))
+    record_property("detected", 1)
+    check_recovery(launch(tmp_path).finish(LIMIT), unbroken)
+    record_property("recovered", 1)
