@@ -1,59 +1,78 @@
 #!/usr/bin/env bash
-# The one launcher: starts pretrain_gpt.py on as many ranks as asked for, here or in an allocation.
-#   scripts/launch.sh [--dry-run] [-- FLAGS OF pretrain_gpt.py]
-# --dry-run checks the flags, prints the job script on stdout and starts nothing.
-#   LAUNCHER        local, torchrun, srun, mpiexec    (torchrun for more than one rank, else local)
+# The one launcher: starts pretrain_gpt.py on as many ranks as asked for, here or in an allocation,
+# or submits a Slurm job that does and goes back to the queue until the run is done.
+#   scripts/launch.sh [--dry-run] [FLAGS OF sbatch] [-- FLAGS OF pretrain_gpt.py]
+# --dry-run checks the flags, prints the job script on stdout and starts nothing; with sbatch it
+# also asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
+# alone, are written --name=value: --account=..., --partition=..., --exclude=..., --dependency=...
+#   LAUNCHER        local, torchrun, srun, mpiexec, sbatch   (torchrun for several ranks, else local)
 #   NODES           machines                                                                    (1)
 #   RANKS_PER_NODE  processes on each                                              (GPUs seen, or 1)
 #   CONFIG          YAML file; may be left out where flags say it all
 #   GRAD_PATH       how gradients travel                                     (as the YAML file says)
 #   RUN_DIR         run folder                                          (runs/<name of CONFIG>)
-#   TIME            limit of a Slurm step                                                     (none)
+#   TIME            limit of a Slurm job or step, in Slurm's notation              (none; of a job: 60)
 #   SITE            settings of this machine, scripts/site/$SITE.env                         (local)
 #   PYTHON          interpreter             (active virtual environment, or .venv, or python3)
 #   RENDEZVOUS      host:port of one node: torchrun with NODES > 1, started once on each node
+#   CPUS_PER_TASK   cores of each rank, for Slurm                                            (site's)
+#   MPIEXEC         program that LAUNCHER=mpiexec calls              (that of PYTHON, or mpiexec)
+# For sbatch also: JOB_NAME (last part of RUN_DIR), STEP_LAUNCHER (srun; or mpiexec), MAX_RESTARTS
+# and LOST_STARTS (see job.sh), SAVE_SECONDS (longest step and a save, by which Slurm's warning comes
+# 60 + 2 x SAVE_SECONDS before the limit; 120, but at most a quarter of the limit).
+# In a Slurm allocation the run is asked to save and leave that long before it ends.
 # Exits with the run's own code (README, exit codes), which torchrun and srun would lose.
 set -euo pipefail
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-say() { printf 'launch.sh: %s\n' "$*" >&2; }
-refuse() {
-  say "$@"
-  exit 2
-}
-require_count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || refuse "$1=$2: must be a whole number, 1 or more"; }
+# shellcheck source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# shellcheck source=slurm.sh
+source "$repo/scripts/slurm.sh"
 
 dry_run=false
+asked_of_sbatch=()
 while (($#)); do
   case $1 in
     --dry-run) dry_run=true ;;
     -h | --help)
-      sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+      show_help "${BASH_SOURCE[0]}"
       exit 0
       ;;
     --)
       shift
       break
       ;;
-    *) refuse "$1: unknown; flags of pretrain_gpt.py come after --" ;;
+    *)
+      require_sbatch_flag "$1"
+      asked_of_sbatch+=("$1")
+      ;;
   esac
   shift
 done
 flags=("$@")
 
-# The site may set defaults of everything below, and these two.
+# The site may set defaults of everything above, and these.
+sbatch_flags=()
 srun_flags=()
 mpiexec_flags=()
-site=${SITE:-local}
-[[ $site =~ ^[A-Za-z0-9_-]+$ ]] || refuse "SITE=$site: letters, digits, _ and - only"
-site_file=$repo/scripts/site/$site.env
+modules=()
+SITE=${SITE:-local}
+[[ $SITE =~ ^[A-Za-z0-9_-]+$ ]] || refuse "SITE=$SITE: letters, digits, _ and - only"
+site_file=$repo/scripts/site/$SITE.env
 if [[ ! -f $site_file ]]; then
   known=("$repo"/scripts/site/*.env)
   known=("${known[@]##*/}")
-  refuse "SITE=$site: no scripts/site/$site.env; there are: ${known[*]%.env}"
+  refuse "SITE=$SITE: no scripts/site/$SITE.env; there are: ${known[*]%.env}"
 fi
+asked_launcher=${LAUNCHER:-}
 # shellcheck source=site/local.env
 source "$site_file"
+# A machine's way to submit is no way to start what was submitted.
+if [[ -z $asked_launcher && ${LAUNCHER:-} == sbatch && -n ${SLURM_JOB_ID:-} ]]; then LAUNCHER=srun; fi
+if ((${#modules[@]})) && declare -F module >/dev/null; then
+  set +u # not everybody's modules are written for it
+  module load "${modules[@]}" >&2
+  set -u
+fi
 
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
@@ -68,8 +87,10 @@ if [[ -z ${RANKS_PER_NODE:-} ]]; then
   ((RANKS_PER_NODE)) || RANKS_PER_NODE=1
 fi
 NODES=${NODES:-1}
-require_count NODES "$NODES"
-require_count RANKS_PER_NODE "$RANKS_PER_NODE"
+for variable in NODES RANKS_PER_NODE CPUS_PER_TASK SAVE_SECONDS LOST_STARTS; do
+  [[ -z ${!variable:-} ]] || require_count "$variable" "${!variable}"
+done
+[[ ${MAX_RESTARTS:-0} =~ ^[0-9]{1,6}$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number"
 world=$((NODES * RANKS_PER_NODE))
 
 if [[ -z ${RUN_DIR:-} ]]; then
@@ -88,61 +109,106 @@ while [[ $RUN_DIR == ?*/ ]]; do RUN_DIR=${RUN_DIR%/}; done
 [[ ${RUN_DIR##*/} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
   refuse "RUN_DIR=$RUN_DIR: the last part may hold letters, digits, . _ - and must not begin with . or -"
 
+default=local
+((world == 1)) || default=torchrun
+LAUNCHER=${LAUNCHER:-$default}
+((${#asked_of_sbatch[@]} == 0)) || [[ $LAUNCHER == sbatch ]] ||
+  refuse "${asked_of_sbatch[0]}: only LAUNCHER=sbatch takes flags here; those of pretrain_gpt.py come after --"
+limit=
+if [[ $LAUNCHER == sbatch ]]; then TIME=${TIME:-60}; fi
+if [[ -n ${TIME:-} ]]; then
+  limit=$(seconds_of "$TIME")
+  [[ -n $limit && $limit != 0 ]] || refuse "TIME=$TIME: must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00"
+fi
+
 program=("${PROGRAM:-$repo/pretrain_gpt.py}")
 [[ -z ${CONFIG:-} ]] || program+=(--config "$CONFIG")
 [[ -z ${GRAD_PATH:-} ]] || program+=(--grad-path "$GRAD_PATH")
 program+=(--run-dir "$RUN_DIR" "${flags[@]}")
 
-default=local
-((world == 1)) || default=torchrun
-LAUNCHER=${LAUNCHER:-$default}
-case $LAUNCHER in
-  local)
-    ((world == 1)) || refuse "LAUNCHER=local: starts one rank, not $world; use torchrun, srun or mpiexec"
-    command=("$PYTHON" "${program[@]}")
-    ;;
-  torchrun)
-    # torchrun kills itself on USR1 unless told to hand it on.
-    command=("$PYTHON" -m torch.distributed.run --max-restarts 0
-      --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-      --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE")
-    if ((NODES == 1)); then
-      # A port of its own; 127.0.0.1 since a machine's own name need not resolve.
-      command+=(--standalone --local-addr 127.0.0.1)
+# Sets `command`, which starts every rank with srun.
+command_of_srun() {
+  local lead
+  $dry_run || command -v srun >/dev/null || refuse "LAUNCHER=srun: srun not found; Slurm is not installed here"
+  # Without the first two, srun waits for the whole run after a rank has died.
+  command=(srun --kill-on-bad-exit=1 --wait=60 --nodes "$NODES" --ntasks "$world"
+    --ntasks-per-node "$RANKS_PER_NODE")
+  # srun does not inherit the allocation's value from Slurm 22.05 on.
+  local cores=${SLURM_CPUS_PER_TASK:-${CPUS_PER_TASK:-}}
+  [[ -z $cores ]] || command+=(--cpus-per-task "$cores")
+  if [[ -n $limit ]]; then
+    command+=(--time "$TIME")
+    # Nobody else tells a step that brings its own allocation.
+    lead=$(lead_seconds "$limit")
+    [[ -n ${SLURM_JOB_ID:-} ]] || command+=(--signal "USR1@$lead")
+  fi
+  [[ -z ${LOG_DIR:-} ]] || command+=(--output "$LOG_DIR/%x-%j-%t.log" --open-mode=append)
+  # Without it every rank would be the only one for MPI.
+  if $needs_mpi && [[ " ${srun_flags[*]}" != *" --mpi"* ]]; then command+=(--mpi=pmi2); fi
+  command+=("${srun_flags[@]}" "$PYTHON" "${program[@]}")
+  # srun itself ends the ranks at once when it is told to end.
+  hand_on() {
+    if [[ $1 == INT ]] && ${interrupted:-false}; then
+      kill -TERM "$2" 2>/dev/null || true
     else
-      [[ ${RENDEZVOUS:-} == ?*:?* ]] ||
-        refuse "LAUNCHER=torchrun NODES=$NODES: set RENDEZVOUS=host:port, alike on every node"
-      command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_DIR##*/}")
+      [[ $1 != INT ]] || interrupted=true
+      kill -USR1 "$2" 2>/dev/null || true
     fi
-    command+=("${program[@]}")
-    ;;
-  srun)
-    $dry_run || command -v srun >/dev/null || refuse "LAUNCHER=srun: srun not found; Slurm is not installed here"
-    # Without the first two, srun waits for the whole run after a rank has died.
-    command=(srun --kill-on-bad-exit=1 --wait=60 --nodes "$NODES" --ntasks "$world"
-      --ntasks-per-node "$RANKS_PER_NODE")
-    # srun does not inherit the allocation's value from Slurm 22.05 on.
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || command+=(--cpus-per-task "$SLURM_CPUS_PER_TASK")
-    [[ -z ${TIME:-} ]] || command+=(--time "$TIME")
-    command+=("${srun_flags[@]}" "$PYTHON" "${program[@]}")
-    ;;
-  mpiexec)
+  }
+}
+
+command_of_torchrun() {
+  # torchrun kills itself on USR1 unless told to hand it on.
+  command=("$PYTHON" -m torch.distributed.run --max-restarts 0
+    --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE")
+  if ((NODES == 1)); then
+    # A port of its own; 127.0.0.1 since a machine's own name need not resolve.
+    command+=(--standalone --local-addr 127.0.0.1)
+  else
+    [[ ${RENDEZVOUS:-} == ?*:?* ]] ||
+      refuse "LAUNCHER=torchrun NODES=$NODES: set RENDEZVOUS=host:port, alike on every node"
+    command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_DIR##*/}")
+  fi
+  command+=("${program[@]}")
+}
+
+command_of_mpiexec() {
+  local mpiexec=${MPIEXEC:-}
+  if [[ -z $mpiexec ]]; then
     mpiexec=$(dirname "$(command -v "$PYTHON")")/mpiexec
     [[ -x $mpiexec ]] || mpiexec=mpiexec
-    $dry_run || command -v "$mpiexec" >/dev/null ||
-      refuse "LAUNCHER=mpiexec: mpiexec not found; run: pip install 'sparsetron[mpi]'"
-    # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
-    # leave by themselves, with a word.
-    if [[ $("$mpiexec" --version 2>/dev/null || true) == HYDRA* ]]; then
-      mpiexec_flags=(-disable-auto-cleanup "${mpiexec_flags[@]}")
-    fi
-    command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "$PYTHON" "${program[@]}")
-    ;;
-  sbatch)
-    refuse "LAUNCHER=sbatch: not supported yet; in an allocation (salloc) use LAUNCHER=srun"
-    ;;
-  *) refuse "LAUNCHER=$LAUNCHER: must be local, torchrun, srun or mpiexec" ;;
+  fi
+  $dry_run || command -v "$mpiexec" >/dev/null ||
+    refuse "LAUNCHER=mpiexec: $mpiexec not found; run: pip install 'sparsetron[mpi]'"
+  # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
+  # leave by themselves, with a word.
+  if [[ $("$mpiexec" --version 2>/dev/null || true) == HYDRA* ]]; then
+    mpiexec_flags=(-disable-auto-cleanup "${mpiexec_flags[@]}")
+  fi
+  command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "$PYTHON" "${program[@]}")
+}
+
+case $LAUNCHER in
+  local) ((world == 1)) || refuse "LAUNCHER=local: starts one rank, not $world; use torchrun, srun or mpiexec" ;;
+  torchrun | srun | mpiexec) ;;
+  sbatch) prepare_job ;;
+  *) refuse "LAUNCHER=$LAUNCHER: must be local, torchrun, srun, mpiexec or sbatch" ;;
 esac
+
+# A wrong setting is told here, once, with its own exit code and before any rank is started.
+resolved=
+if [[ -z ${PROGRAM:-} ]]; then
+  resolved=$(RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run) || exit
+fi
+needs_mpi=false
+[[ $resolved != *'pipeline_schedule: "message-driven"'* &&
+  $resolved != *'pipeline_schedule: message-driven'* ]] || needs_mpi=true
+
+if [[ $LAUNCHER == sbatch ]]; then
+  submit_job "${sbatch_flags[@]}" "${asked_of_sbatch[@]}"
+  exit 0
+fi
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
   cores=$(nproc)
@@ -150,11 +216,19 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then
   OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 fi
 export OMP_NUM_THREADS
-
-# A wrong setting is told here, once, with its own exit code and before any rank is started.
-if [[ -z ${PROGRAM:-} ]]; then
-  RANK=0 WORLD_SIZE=$world LOCAL_RANK=0 "$PYTHON" "${program[@]}" --dry-run >/dev/null || exit
+if [[ $LAUNCHER == srun ]]; then
+  export PYTHONUNBUFFERED=1 # a rank's log shows its last words even if it is killed
+  if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} ]] && ((NODES > 1)); then
+    MASTER_ADDR=$(master_address)
+    if [[ -n $MASTER_ADDR ]]; then export MASTER_ADDR; else unset MASTER_ADDR; fi
+  fi
 fi
+case $LAUNCHER in
+  local) command=("$PYTHON" "${program[@]}") ;;
+  torchrun) command_of_torchrun ;;
+  srun) command_of_srun ;;
+  mpiexec) command_of_mpiexec ;;
+esac
 
 say "$LAUNCHER, $NODES node(s) x $RANKS_PER_NODE rank(s), $OMP_NUM_THREADS thread(s) each, run folder $RUN_DIR"
 printf -v line '%q ' "${command[@]}"
@@ -165,24 +239,16 @@ if $dry_run; then
 fi
 say "${line% }"
 
-# In the background, so that a signal is handed on at once and not when the run is over; as a job
-# of its own (-m), since a plain background process ignores Ctrl-C.
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+  beside() {
+    local whole
+    whole=$(seconds_of "$(ask_queue l)")
+    [[ -z $whole ]] || watch_time_limit "$1" "${LEAVE_SECONDS:-$(lead_seconds "$whole")}"
+  }
+fi
 began=$(mktemp)
 trap 'rm -f "$began"' EXIT
-set -m
-"${command[@]}" </dev/null &
-child=$!
-set +m
-for signal in TERM INT HUP USR1; do
-  # shellcheck disable=SC2064 # both are meant as they are now
-  trap "kill -$signal $child 2>/dev/null || true" "$signal"
-done
-code=0
-wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do
-  code=0
-  wait "$child" || code=$?
-done
+run_to_the_end "${command[@]}"
 
 # torchrun turns every code into 1, srun and mpiexec some into 137: status.json has the true one. A
 # run that never said there how it ended was cut short, whatever code its processes left with.

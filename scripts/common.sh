@@ -1,0 +1,44 @@
+# shellcheck shell=bash disable=SC2034
+# Sourced by launch.sh and job.sh: words for people, and a command that signals reach.
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+refuse() {
+  say "$@"
+  exit 2
+}
+require_count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || refuse "$1=$2: must be a whole number, 1 or more"; }
+
+# The comment at the top of a script, as its help.
+show_help() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "$1"; }
+
+# Runs a command to its end and leaves its exit code in `code`. Signals that come meanwhile go to
+# `hand_on SIGNAL PID`, which a script may define anew; `beside PID`, if defined, runs next to it.
+hand_on() { kill "-$1" "$2" 2>/dev/null || true; }
+run_to_the_end() {
+  local signal companion=
+  # In the background, so that a signal is handed on at once and not when the run is over; as a
+  # job of its own (-m), since a plain background process ignores Ctrl-C.
+  set -m
+  "$@" </dev/null &
+  child=$!
+  if declare -F beside >/dev/null; then
+    beside "$child" </dev/null &
+    companion=$!
+    disown "$companion" # its end is nobody's news
+  fi
+  set +m
+  for signal in TERM INT HUP USR1; do
+    # shellcheck disable=SC2064 # the signal is meant as it is now
+    trap "hand_on $signal $child" "$signal"
+  done
+  code=0
+  wait "$child" || code=$?
+  while kill -0 "$child" 2>/dev/null; do
+    code=0
+    wait "$child" || code=$?
+  done
+  # All of its group, the `sleep` in it too.
+  [[ -z $companion ]] || kill -KILL -- "-$companion" 2>/dev/null || true
+}

@@ -1,0 +1,141 @@
+# shellcheck shell=bash disable=SC2154,SC2153
+# Sourced by launch.sh and job.sh after common.sh: what there is to know of Slurm. What begins with
+# "Of launch.sh" works on that script's variables.
+
+# Seconds of Slurm's notation: minutes, minutes:seconds, h:m:s, days-h, days-h:m, days-h:m:s.
+# Prints nothing for anything else, such as UNLIMITED.
+seconds_of() {
+  local text=$1 days=0 parts
+  [[ $text =~ ^([0-9]{1,5}-)?[0-9]{1,7}(:[0-9]{1,2}){0,2}$ ]] || return 0
+  if [[ $text == *-* ]]; then
+    days=${text%%-*} text=${text#*-}
+    IFS=: read -ra parts <<<"$text:0:0"
+  elif [[ $text == *:*:* ]]; then
+    IFS=: read -ra parts <<<"$text"
+  else
+    IFS=: read -ra parts <<<"0:$text:0"
+  fi
+  echo $((((10#$days * 24 + 10#${parts[0]}) * 60 + 10#${parts[1]}) * 60 + 10#${parts[2]}))
+}
+
+# How long before a limit of so many seconds a run is told to leave: one minute, by which Slurm may
+# be early or late, and twice what its longest step and a save take (SAVE_SECONDS). Where nobody
+# says how long that is, two minutes, and no more than a quarter of the limit altogether.
+lead_seconds() {
+  local limit=$1 lead=$((60 + 2 * ${SAVE_SECONDS:-120}))
+  if [[ -z ${SAVE_SECONDS:-} ]] && ((lead > limit / 4)); then lead=$((limit / 4)); fi
+  echo "$lead"
+}
+
+# A field of this job's line in the queue (squeue's letters: L time left, l limit, T state).
+# Nothing where Slurm does not answer.
+ask_queue() { squeue -h -j "$SLURM_JOB_ID" -o "%$1" 2>/dev/null | head -n 1 || true; }
+
+# Sends USR1 to process $1 once the job's end is $2 seconds away. Slurm is asked again on the way
+# there, since a limit can be moved while the job runs.
+watch_time_limit() {
+  local pid=$1 lead=$2 left nap
+  while left=$(seconds_of "$(ask_queue L)") && [[ -n $left ]]; do
+    if ((left <= lead)); then
+      say "$left s are left of the job: asking the run to save and leave"
+      hand_on USR1 "$pid"
+      return
+    fi
+    nap=$((left - lead))
+    sleep $((nap < 1800 ? nap : 1800))
+    kill -0 "$pid" 2>/dev/null || return
+  done
+}
+
+# Where rank 0 will be, for the others: the first node's name, or its address where nobody can
+# resolve the name. Nothing where Slurm does not say; ranks then find out by themselves.
+master_address() {
+  local first address
+  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1) || return 0
+  if getent hosts "$first" >/dev/null 2>&1; then
+    echo "$first"
+    return
+  fi
+  address=$(scontrol show node "$first" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+  [[ -z $address ]] || say "$first does not resolve here; ranks meet at its address, $address"
+  echo "$address"
+}
+
+# Flags for sbatch or nothing: --name or --name=value, of letters that need no quotes in a header.
+require_sbatch_flag() {
+  [[ $1 =~ ^--[a-z][a-z-]*(=[][A-Za-z0-9_.,:@%+=*/\&\|-]*)?$ ]] ||
+    refuse "$1: not a flag of launch.sh or sbatch; flags of pretrain_gpt.py come after --"
+}
+
+# Values of headers that hold a path: sbatch takes ' for a quote, and \ and % for its own marks.
+require_header_path() {
+  [[ $2 != *[\'\"\\%[:cntrl:]]* ]] ||
+    refuse "$1=$2: a path in a job script may not hold quotes, \\, % or control characters"
+}
+
+# Of launch.sh: sets what a job script is made of besides, and refuses what could do harm in it.
+prepare_job() {
+  JOB_NAME=${JOB_NAME:-${RUN_DIR##*/}}
+  [[ $JOB_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$ ]] ||
+    refuse "JOB_NAME=$JOB_NAME: at most 100 letters, digits, . _ - and not . or - first"
+  STEP_LAUNCHER=${STEP_LAUNCHER:-srun}
+  [[ $STEP_LAUNCHER == srun || $STEP_LAUNCHER == mpiexec ]] ||
+    refuse "STEP_LAUNCHER=$STEP_LAUNCHER: must be srun or mpiexec"
+  LEAVE_SECONDS=$(lead_seconds "$limit")
+  ((LEAVE_SECONDS < limit)) ||
+    refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
+  RUN_DIR=$(realpath -ms -- "$RUN_DIR")
+  LOG_DIR=$RUN_DIR/logs
+  require_header_path RUN_DIR "$RUN_DIR"
+  $dry_run || command -v sbatch >/dev/null || refuse "LAUNCHER=sbatch: sbatch not found; Slurm is not installed here"
+}
+
+# Of launch.sh: the job script, with flags of sbatch. How ranks are started is not in it: that is
+# found out on the nodes, by launch.sh again, at each start of the job.
+print_job_script() {
+  local variable
+  echo '#!/usr/bin/env bash'
+  printf '#SBATCH %s\n' "--job-name=$JOB_NAME" "--nodes=$NODES" \
+    "--ntasks-per-node=$RANKS_PER_NODE" "--time=$TIME" "--signal=B:USR1@$LEAVE_SECONDS" \
+    --requeue --open-mode=append "--output='$LOG_DIR/%x-%j.log'" "--error='$LOG_DIR/%x-%j.log'"
+  [[ -z ${CPUS_PER_TASK:-} ]] || echo "#SBATCH --cpus-per-task=$CPUS_PER_TASK"
+  (($# == 0)) || printf '#SBATCH %s\n' "$@"
+  echo 'set -euo pipefail'
+  printf 'cd %q\n' "$PWD"
+  # launch.sh would otherwise take TIME for the limit of one step of the job.
+  printf 'export LAUNCHER=%q TIME=\n' "$STEP_LAUNCHER"
+  for variable in SITE NODES RANKS_PER_NODE PYTHON CONFIG GRAD_PATH RUN_DIR LOG_DIR PROGRAM \
+    LEAVE_SECONDS MAX_RESTARTS LOST_STARTS OMP_NUM_THREADS; do
+    [[ -z ${!variable:-} ]] || printf 'export %s=%q\n' "$variable" "${!variable}"
+  done
+  printf 'exec %q --' "$repo/scripts/job.sh"
+  ((${#flags[@]} == 0)) || printf ' %q' "${flags[@]}"
+  echo
+}
+
+# Of launch.sh: submits the job, with flags of sbatch, and prints its number; --dry-run prints the
+# script, and what Slurm would say on stderr.
+submit_job() {
+  local script job
+  script=$(print_job_script "$@")
+  say "sbatch, $NODES node(s) x $RANKS_PER_NODE rank(s), run folder $RUN_DIR," \
+    "asked to leave $LEAVE_SECONDS s before the limit"
+  if $dry_run; then
+    printf '%s\n' "$script"
+    if ! command -v sbatch >/dev/null; then
+      say "no sbatch here to ask"
+    elif ! sbatch --test-only <<<"$script" >&2; then
+      # Without Slurm's word the script may still be right.
+      ! scontrol ping >/dev/null 2>&1 || refuse "Slurm would not take this job"
+      say "no Slurm controller answers here"
+    fi
+    return
+  fi
+  (umask 027 && mkdir -p "$LOG_DIR")
+  job=$(sbatch --parsable <<<"$script") || exit
+  job=${job%%;*}
+  say "job $job; the queue: squeue -j $job"
+  say "its log: tail -F $(printf '%q %q' "$LOG_DIR/$JOB_NAME-$job.log" "$RUN_DIR/log.txt")"
+  say "to end it for good: touch $(printf %q "$RUN_DIR/STOP"), which saves first, or scancel $job"
+  echo "$job"
+}
