@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -117,11 +118,13 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
 def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held: ExitStack) -> int:
     """Train with a checked configuration; the exit code of a run that did not fail. What is
     `held` is let go by the caller, once it has told how the run ended."""
+    requests = Requests(run_dir if launch.rank == 0 else None)
+    # A scheduler's warning may come while torch is imported; the others may end a start that waits.
+    requests.install(signal.SIGUSR1)
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     # One name for this start on every rank: what earlier starts left behind is told by it.
     failures.attempt = groups.world.gather_text(secrets.token_hex(6))[0]
-    requests = Requests(run_dir if runtime.is_writer else None)
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:

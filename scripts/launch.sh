@@ -218,7 +218,7 @@ fi
 export OMP_NUM_THREADS
 if [[ $LAUNCHER == srun ]]; then
   export PYTHONUNBUFFERED=1 # a rank's log shows its last words even if it is killed
-  if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} ]] && ((NODES > 1)); then
+  if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} ]] && ((NODES > 1)) && ! $dry_run; then
     MASTER_ADDR=$(master_address)
     if [[ -n $MASTER_ADDR ]]; then export MASTER_ADDR; else unset MASTER_ADDR; fi
   fi

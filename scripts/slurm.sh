@@ -51,7 +51,7 @@ watch_time_limit() {
 # resolve the name. Nothing where Slurm does not say; ranks then find out by themselves.
 master_address() {
   local first address
-  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1) || return 0
+  first=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1) || return 0
   if getent hosts "$first" >/dev/null 2>&1; then
     echo "$first"
     return
@@ -84,6 +84,7 @@ prepare_job() {
   LEAVE_SECONDS=$(lead_seconds "$limit")
   ((LEAVE_SECONDS < limit)) ||
     refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
+  require_header_path RUN_DIR "$RUN_DIR"
   RUN_DIR=$(realpath -ms -- "$RUN_DIR")
   LOG_DIR=$RUN_DIR/logs
   require_header_path RUN_DIR "$RUN_DIR"
@@ -124,9 +125,9 @@ submit_job() {
     printf '%s\n' "$script"
     if ! command -v sbatch >/dev/null; then
       say "no sbatch here to ask"
-    elif ! sbatch --test-only <<<"$script" >&2; then
+    elif ! timeout 60 sbatch --test-only <<<"$script" >&2; then
       # Without Slurm's word the script may still be right.
-      ! scontrol ping >/dev/null 2>&1 || refuse "Slurm would not take this job"
+      ! timeout 10 scontrol ping >/dev/null 2>&1 || refuse "Slurm would not take this job"
       say "no Slurm controller answers here"
     fi
     return

@@ -20,6 +20,7 @@ SITES = sorted((REPO / "scripts" / "site").glob("*.env"))
 SCRIPTS = [
     *sorted((REPO / "scripts").glob("*.sh")),
     *sorted((REPO / "tools").glob("*.sh")),
+    REPO / "tests" / "slurm" / "cluster.sh",
     REPO / ".ci" / "run",
     *SITES,
 ]
@@ -45,7 +46,7 @@ UNSAFE_CALLS = {
 }
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 COLLECTIVES_OF_OBJECTS = re.compile(r"\.(all_gather|gather|broadcast|scatter)_object(_list)?$")
-SHAPES = {  # layers, heads, width: GPT-2, table 1 of the Radius paper, table I of AxoNN's
+SHAPES = {  # layers, heads, width: GPT-2, table 1 of Radius, table I of AxoNN, GPT-3 for SAMO
     "gpt_124m": (12, 12, 768),
     "gpt_355m": (24, 16, 1024),
     "gpt_2.0b": (24, 32, 2560),
@@ -54,6 +55,10 @@ SHAPES = {  # layers, heads, width: GPT-2, table 1 of the Radius paper, table I 
     "gpt_24b": (48, 36, 6336),
     "gpt_50b": (96, 48, 6528),
     "gpt_100b": (96, 60, 9360),
+    "gpt_xl": (24, 16, 2048),
+    "gpt_2.7b": (32, 32, 2560),
+    "gpt_6.7b": (32, 32, 4096),
+    "gpt_13b": (40, 40, 5120),
 }
 GRIDS = {  # nodes, ranks on each: as the papers had them where a configuration asks for stages
     "gpt_124m_axonn": (2, 6),
@@ -104,7 +109,7 @@ def test_each_size_has_a_configuration_and_a_script() -> None:
 @pytest.mark.parametrize("file", SCRIPTS, ids=_id)
 def test_script_parses(file: Path) -> None:
     assert _shell("bash", "-n", file).stderr == ""
-    sourced = file.suffix == ".env" or file.name == "setup_env.sh"
+    sourced = file.suffix == ".env" or file.name in ("setup_env.sh", "common.sh", "slurm.sh")
     assert os.access(file, os.X_OK) != sourced
     if not sourced:
         assert "\nset -euo pipefail\n" in file.read_text(encoding="utf-8")
@@ -241,18 +246,23 @@ def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     assert failed.returncode == 1 and "the cause" not in failed.stderr
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_dry_run_prints_the_job_script_alone(name: str, tmp_path: Path) -> None:
+PATHS = ("dense", "samo", "radius", "samo+radius")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [(name, PATHS[i % 4]) for i, name in enumerate(SHAPES)], ids=list(SHAPES)
+)
+def test_dry_run_prints_the_job_script_alone(name: str, path: str, tmp_path: Path) -> None:
     script = REPO / "scripts" / f"{name}.sh"
     nodes, ranks = GRIDS.get(name, (1, 1))
-    environment = {"NODES": str(nodes), "RANKS_PER_NODE": str(ranks), "GRAD_PATH": "dense"}
+    environment = {"NODES": str(nodes), "RANKS_PER_NODE": str(ranks), "GRAD_PATH": path}
     shown = _shell(script, "--dry-run", "--", "--data-path", "my data", **environment)
     assert shown.returncode == 0, shown.stderr
     job = tmp_path / "job.sh"
     job.write_text(shown.stdout)
     assert shown.stdout.startswith("#!/usr/bin/env bash\n")
     assert _shell("bash", "-n", job).returncode == 0
-    for part in (f"{name}.yaml", "--grad-path dense", f"runs/{name}", r"my\ data"):
+    for part in (f"{name}.yaml", f"--grad-path {path}", f"runs/{name}", r"my\ data"):
         assert part in shown.stdout
     if name in GRIDS:
         assert f"mpiexec -n {nodes * ranks} " in shown.stdout
@@ -268,7 +278,6 @@ def test_dry_run_checks_the_flags() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("LAUNCHER", "sbatch"),
         ("LAUNCHER", "ssh"),
         ("SITE", "../local"),
         ("SITE", "nowhere"),

@@ -58,10 +58,10 @@ class Requests:
         self._noted = Request.NONE
         self._sigterm_at = -SIGTERM_SECONDS
 
-    def install(self) -> None:
-        """Take over the signals, for good: a rank that is failing has to tell why. Main thread
-        only."""
-        for number in _SIGNALS:
+    def install(self, *numbers: signal.Signals) -> None:
+        """Take over these signals, or all, for good: a rank that is failing has to tell why. Main
+        thread only."""
+        for number in numbers or _SIGNALS:
             signal.signal(number, self._note)
 
     def pending(self) -> Request:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A Slurm of two nodes on this machine, whose jobs run for real. As root; Debian's packages are
+# A Slurm of four nodes on this machine, whose jobs run for real. As root; Debian's packages are
 # slurmctld, slurmd, slurm-client and munge.
-#   cluster.sh start FOLDER PORT   controller at PORT, nodes at the two ports after it
+#   cluster.sh start FOLDER PORT   controller at PORT, nodes at the four ports after it
 #   cluster.sh stop FOLDER         ends what start began, and nothing else
 # Everything lies in FOLDER, also the daemons' key; SLURM_CONF=FOLDER/slurm.conf chooses it. Node
 # names are known to Slurm alone, as they are behind some clusters' front ends.
@@ -10,15 +10,16 @@ verb=${1:?start or stop} folder=${2:?a folder}
 PATH=$PATH:/usr/sbin:/sbin
 
 stop() {
-  local name pid
-  for name in slurmd-node0 slurmd-node1 slurmctld munged; do
-    pid=$(cat "$folder/$name.pid" 2>/dev/null) || continue
-    kill "$pid" 2>/dev/null || continue
+  local file pid signal pids=()
+  for file in "$folder"/{slurmd-node{0..3},slurmctld,munged}.pid; do
+    if pid=$(cat "$file" 2>/dev/null); then pids+=("$pid"); fi
+  done
+  for signal in TERM KILL; do
+    kill "-$signal" "${pids[@]}" 2>/dev/null || return 0
     for _ in {1..50}; do
-      kill -0 "$pid" 2>/dev/null || break
+      kill -0 "${pids[@]}" 2>/dev/null || break
       sleep 0.1
     done
-    kill -KILL "$pid" 2>/dev/null || true
   done
 }
 
@@ -58,18 +59,19 @@ JobCompType=jobcomp/none
 ReturnToService=2
 KillWait=10
 MinJobAge=600
-NodeName=node0 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=8 State=UNKNOWN
-NodeName=node1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=8 State=UNKNOWN
-PartitionName=all Nodes=node0,node1 Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=node[0-3] Default=YES MaxTime=INFINITE State=UP
 CONF
+  for node in {0..3}; do
+    echo "NodeName=node$node NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1 + node)) CPUs=16"
+  done >>"$folder/slurm.conf"
   export SLURM_CONF=$folder/slurm.conf
   munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
     --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" \
     --seed-file="$folder/munged.seed" 2>"$folder/munged.err"
   slurmctld -c
-  for node in node0 node1; do slurmd -N "$node"; done
+  for node in {0..3}; do slurmd -N "node$node"; done
   for _ in {1..100}; do
-    if [[ $(sinfo -h -N -o %T 2>/dev/null) == $'idle\nidle' ]]; then return; fi
+    if [[ $(sinfo -h -N -o %T 2>/dev/null) == $'idle\nidle\nidle\nidle' ]]; then return; fi
     sleep 0.2
   done
   echo "cluster.sh: the nodes did not come up; see $folder/*.log" >&2

@@ -1,0 +1,167 @@
+"""A Slurm of the tests' own, and jobs on it that are followed to their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.guards import heartbeat
+
+REPO = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).parent
+OURS = (
+    "LAUNCHER", "NODES", "RANKS_PER_NODE", "CONFIG", "GRAD_PATH", "RUN_DIR", "TIME", "SITE",
+    "CPUS_PER_TASK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM", "SBATCH", "PMI_",
+    "OMPI_", "TORCHELASTIC_", "SPARSETRON_FAULT",
+)  # fmt: skip
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+CANARY = "canary-5e0c1b"
+"""A secret in the environment of every job, which must be found in no file of any run."""
+
+
+@dataclass
+class Job:
+    """A submitted job. Once its run has come to step `at`, `then` is called. The rest is Slurm's
+    last word."""
+
+    run_dir: Path
+    number: str
+    at: int = 0
+    then: Callable[[Job], None] | None = None
+    state: str = "PENDING"
+    reason: str = ""
+    restarts: int = 0
+    exit_code: int = 0
+
+    @property
+    def log(self) -> str:
+        """The job's own log."""
+        return (self.run_dir / "logs" / f"{self.run_dir.name}-{self.number}.log").read_text()
+
+    @property
+    def step(self) -> int:
+        """Where rank 0 is."""
+        path = self.run_dir / heartbeat.FOLDER / "rank_0"
+        if not path.exists() or not path.stat().st_size:
+            return 0
+        return heartbeat._BEAT.unpack_from(path.read_bytes(), heartbeat._BEAT_AT)[1]
+
+
+@dataclass
+class Cluster:
+    """Daemons in `folder`; `jobs` are those submitted so far."""
+
+    folder: Path
+    jobs: list[Job] = field(default_factory=list)
+    hurried: set[str] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Start the daemons; `RuntimeError` with their words if they do not come up."""
+        port = str(free_ports(5))
+        command = [HERE / "cluster.sh", "start", self.folder, port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+
+    def stop(self) -> None:
+        """End jobs and daemons."""
+        self.call("scancel", "--user=root", "--signal=KILL", "--full")
+        self.call("scancel", "--user=root")
+        subprocess.run([HERE / "cluster.sh", "stop", self.folder], timeout=60, check=True)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Of somebody who uses this Slurm, with `more` in it."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+        env |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHON": sys.executable}
+        return env | {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY, **more}
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of Slurm's."""
+        return subprocess.run(
+            command, env=self.environment(), capture_output=True, text=True, timeout=60
+        )
+
+    def launch(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run scripts/launch.sh with LAUNCHER=sbatch."""
+        return subprocess.run(
+            [str(REPO / "scripts" / "launch.sh"), *arguments],
+            env=self.environment(LAUNCHER="sbatch", **more),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=self.folder,
+        )
+
+    def submit(
+        self,
+        run_dir: Path,
+        flags: str,
+        *,
+        sbatch: Sequence[str] = (),
+        at: int = 0,
+        then: Callable[[Job], None] | None = None,
+        **more: str,
+    ) -> Job:
+        """Submit a run; `more` are launch.sh's variables."""
+        answer = self.launch(*sbatch, "--", *flags.split(), RUN_DIR=str(run_dir), **more)
+        assert answer.returncode == 0, answer.stderr
+        job = Job(run_dir, answer.stdout.strip(), at=at, then=then)
+        assert job.number.isdigit(), answer.stdout
+        self.jobs.append(job)
+        return job
+
+    def follow(self, *, limit: float) -> None:
+        """Return once all jobs have ended, or after `limit` seconds."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline and not all(job.state in ENDED for job in self.jobs):
+            self._look()
+            for job in self.jobs:
+                self._tend(job)
+            time.sleep(0.2)
+
+    def _look(self) -> None:
+        table = self.call("scontrol", "--oneliner", "show", "job").stdout
+        rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in table.splitlines()]
+        known = {row["JobId"]: row for row in rows if "JobId" in row}
+        for job in self.jobs:
+            row = known[job.number]
+            job.state, job.reason = row["JobState"], row["Reason"]
+            job.restarts = int(row["Restarts"])
+            job.exit_code = int(row["ExitCode"].partition(":")[0])
+
+    def _tend(self, job: Job) -> None:
+        if job.state == "PENDING" and job.restarts:
+            # Slurm lets a job that comes back wait for two minutes. Two seconds will do: what it
+            # takes for a start in the second in which the last one ended to be refused. The next
+            # start may take an hour, so that it is not warned at once.
+            if job.reason == "BeginTime" and job.number not in self.hurried:
+                update = ("update", f"JobId={job.number}", "StartTime=now+2", "TimeLimit=60")
+                answer = self.call("scontrol", *update)
+                if answer.returncode == 0:
+                    self.hurried.add(job.number)
+        elif job.state == "RUNNING":
+            self.hurried.discard(job.number)
+        if job.state == "RUNNING" and job.then is not None and job.step >= job.at:
+            act, job.then = job.then, None
+            act(job)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the kernel gives away."""
+    for first in range(20000 + os.getpid() % 10000, 32000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
+    raise RuntimeError("no free ports")

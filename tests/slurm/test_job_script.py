@@ -1,0 +1,174 @@
+"""What LAUNCHER=sbatch writes and refuses; most of it needs no Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.harness import CANARY, OURS, REPO, Cluster
+
+LAUNCH = REPO / "scripts" / "launch.sh"
+FLAGS = ("--mock-data", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4")
+SITES = {  # launcher's own defaults of each machine that has Slurm
+    "perlmutter": ("--ntasks-per-node=4", "--cpus-per-task=32", "--constraint=gpu"),
+    "frontier": ("--ntasks-per-node=8", "--cpus-per-task=7"),
+    "vista": ("--ntasks-per-node=1", "--cpus-per-task=72"),
+}
+
+
+def dry(
+    cwd: Path, *arguments: str, flags: tuple[str, ...] = (), **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`launch.sh --dry-run` for a toy model, on a machine whose Slurm does not answer."""
+    silent = cwd / "bin"
+    silent.mkdir(exist_ok=True)
+    for name in ("sbatch", "scontrol"):
+        (silent / name).write_text("#!/bin/sh\nexit 1\n")
+        (silent / name).chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    # With a program of one's own its flags are not tried out, which would take most of the time.
+    env |= {
+        "PYTHON": sys.executable,
+        "LAUNCHER": "sbatch",
+        "PROGRAM": str(REPO / "pretrain_gpt.py"),
+    }
+    env |= {"PATH": f"{silent}:{os.environ['PATH']}"}
+    toy = ("--seq-length", "32", "--vocab-size", "96", "--micro-batch-size", "1", "--lr", "1e-3")
+    command = [str(LAUNCH), "--dry-run", *arguments, "--", *FLAGS, *toy]
+    command += ["--global-batch-size", "64", "--train-iters", "2", *flags]
+    return subprocess.run(
+        command, env=env | more, cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def headers(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+
+
+def test_a_job_script_is_complete_and_alone_on_stdout(tmp_path: Path) -> None:
+    shown = dry(
+        tmp_path, "--account=m1", "--partition=all", NODES="2", RANKS_PER_NODE="4",
+        CPUS_PER_TASK="3", TIME="1-2:30", RUN_DIR="runs/a",
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    log = f"'{tmp_path.resolve()}/runs/a/logs/%x-%j.log'"
+    assert headers(shown.stdout) == [
+        "--job-name=a", "--nodes=2", "--ntasks-per-node=4", "--time=1-2:30",
+        "--signal=B:USR1@300", "--requeue", "--open-mode=append", f"--output={log}",
+        f"--error={log}", "--cpus-per-task=3", "--account=m1", "--partition=all",
+    ]  # fmt: skip
+    assert shown.stdout.startswith("#!/usr/bin/env bash\n#SBATCH ")
+    parsed = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_site_brings_its_ranks_and_cores(site: str, tmp_path: Path) -> None:
+    shown = dry(tmp_path, SITE=site, NODES="2", LAUNCHER="", TIME="60")
+    assert shown.returncode == 0, shown.stderr
+    assert set(SITES[site]) <= set(headers(shown.stdout))
+    # Inside the job the same site starts ranks instead of submitting again.
+    inside = dry(tmp_path, SITE=site, NODES="2", LAUNCHER="", SLURM_JOB_ID="1")
+    assert inside.returncode == 0 and "\nexec srun " in inside.stdout, inside.stderr
+    assert r"--cpu-bind=verbose\,cores" in inside.stdout
+
+
+def test_the_scheduler_of_summit_is_another(tmp_path: Path) -> None:
+    shown = dry(tmp_path, SITE="summit", NODES="2", LAUNCHER="")
+    assert shown.returncode == 0, shown.stderr
+    assert "\nexec jsrun -n 12 --rs_per_host 6 " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("limit", "save", "lead"),
+    [
+        ("1", "", 15),  # a quarter of the limit
+        ("2:00", "", 30),
+        ("30", "", 300),  # 60 + 2 x 120
+        ("0-1", "", 300),
+        ("12:00:00", "600", 1260),
+    ],
+)
+def test_the_warning_leaves_time_to_save(limit: str, save: str, lead: int, tmp_path: Path) -> None:
+    shown = dry(tmp_path, TIME=limit, SAVE_SECONDS=save)
+    assert f"--signal=B:USR1@{lead}" in headers(shown.stdout), shown.stderr
+
+
+def test_hostile_names_stay_names(tmp_path: Path) -> None:
+    hostile = "a b; touch canary; $(touch canary) `touch canary` 'x' \"y\""
+    folder = tmp_path / "$(touch canary) b; touch canary"
+    shown = dry(
+        tmp_path, flags=("--wandb-exp-name", hostile), RUN_DIR=str(folder / "run"), NODES="2",
+        WANDB_API_KEY=CANARY, PROGRAM="",
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert CANARY not in shown.stdout + shown.stderr
+    # What the script hands to job.sh, told by a job.sh that only prints its arguments.
+    script = shown.stdout.replace(str(REPO / "scripts" / "job.sh"), "printf '%s\\0'")
+    script = script.replace("exec printf", "printf")
+    told = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
+    assert told.stdout.split("\0")[-3:-1] == ["--wandb-exp-name", hostile]
+    assert not list(tmp_path.rglob("canary"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RUN_DIR", "a'b/run"),
+        ("RUN_DIR", "a\nb/run"),
+        ("RUN_DIR", "50%/run"),
+        ("JOB_NAME", "a b; rm -rf x"),
+        ("JOB_NAME", "$(id)"),
+        ("JOB_NAME", "-x"),
+        ("JOB_NAME", "x" * 101),
+        ("TIME", "soon"),
+        ("TIME", "1;id"),
+        ("TIME", "0"),
+        ("SAVE_SECONDS", "3600"),
+        ("SAVE_SECONDS", "x[$(id)]"),
+        ("CPUS_PER_TASK", "2; id"),
+        ("MAX_RESTARTS", "-1"),
+        ("STEP_LAUNCHER", "ssh"),
+    ],
+)
+def test_what_a_header_cannot_hold_is_refused(name: str, value: str, tmp_path: Path) -> None:
+    refused = dry(tmp_path, flags=(), **{name: value})
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{name}={value}" in refused.stderr
+
+
+@pytest.mark.parametrize("flag", ["--comment=a b", "--wrap=$(id)", "-p", "account=x", "--x='y"])
+def test_flags_for_sbatch_are_plain(flag: str, tmp_path: Path) -> None:
+    refused = dry(tmp_path, flag)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert flag in refused.stderr
+    assert "only LAUNCHER=sbatch" in dry(tmp_path, "--account=x", LAUNCHER="local").stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"), [((), False), (("--pipeline-schedule", "message-driven"), True)]
+)
+def test_srun_brings_mpi_where_the_pipeline_needs_it(
+    more: tuple[str, ...], wanted: bool, tmp_path: Path
+) -> None:
+    pipeline = ("--pipeline-model-parallel-size", "2", *more)
+    shown = dry(
+        tmp_path, LAUNCHER="srun", NODES="2", RANKS_PER_NODE="1", flags=pipeline, PROGRAM=""
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert ("--mpi=pmi2" in shown.stdout) == wanted
+    assert "--kill-on-bad-exit=1 --wait=60" in shown.stdout
+
+
+def test_slurm_is_asked_whether_it_would_take_the_job(cluster: Cluster) -> None:
+    flags = ("--", "--mock-data", "--vocab-size", "96", "--global-batch-size", "160")
+    config = str(REPO / "configs" / "gpt_tiny.yaml")
+    for nodes, code, words in (("4", 0, "to start at"), ("5", 2, "Slurm would not take this job")):
+        shown = cluster.launch("--dry-run", *flags, CONFIG=config, NODES=nodes)
+        assert shown.returncode == code, shown.stderr
+        assert words in shown.stderr and f"#SBATCH --nodes={nodes}\n" in shown.stdout

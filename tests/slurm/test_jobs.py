@@ -1,0 +1,157 @@
+"""Runs of several ranks as Slurm jobs: signalled, requeued, resumed, cancelled, failing."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.verify import read_manifest
+from tests.ranks import Ranks
+from tests.slurm.harness import CANARY, HERE, REPO, Cluster, Job
+from tests.training.harness import TINY, metrics_of, train
+
+RADIUS = "--radius-start-iter 2 --radius-interval 2"
+PATHS = {
+    "dense": "",
+    "samo": "--samo-sparsity 0.5",
+    "radius": RADIUS,
+    "samo+radius": f"--samo-sparsity 0.5 {RADIUS}",
+    "topk": "--topk-density 0.1",
+    "powersgd": "--powersgd-rank 2",
+}
+FLAGS = {name: f"{TINY} --grad-path {name} {more}" for name, more in PATHS.items()}
+SAVING = f"{FLAGS['dense']} --save-interval 2"
+LAST = {name: 8 for name in PATHS} | {"dense": 80}
+FLAGS["dense"] += f" --train-iters {LAST['dense']}"  # the last one counts
+PIPELINE = f"{TINY} --pipeline-model-parallel-size 2"
+LAUNCHERS = {"by-srun": "srun"} | ({"by-mpiexec": "mpiexec"} if find_spec("mpi4py") else {})
+SLOWLY = "slow:0:3+:data"
+"""So that a run is still there when what is to happen to it happens."""
+
+
+def status_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Every job of this file, all at once, after all have ended."""
+    folder = tmp_path_factory.mktemp("runs $(touch canary); `touch canary`")
+    common = {"PROGRAM": str(HERE / "program.py"), "RANKS_PER_NODE": "1", "NODES": "2"}
+    common |= {"LOST_STARTS": "5", "TIME": "10", "FIRST_FAULT": SLOWLY}
+
+    def call(*command: str) -> None:
+        done = cluster.call(*command)
+        assert done.returncode == 0, done.stderr
+
+    def warn(job: Job) -> None:
+        # To the job script alone, as Slurm's own warning comes.
+        call("scancel", "--batch", "--signal=USR1", job.number)
+
+    def submit(name: str, flags: str, **more: Any) -> Job:
+        more = {**common, **more}
+        return cluster.submit(folder / name.replace("+", "-"), flags, **more)
+
+    pair, other = ("--nodelist=node[0-1]",), ("--nodelist=node[2-3]",)
+    # The first is told by its limit, 210 of 240 seconds before it, which gives slow machines time
+    # to obey; the others by us as soon as they have something to lose.
+    limited = {"TIME": "4", "SAVE_SECONDS": "75"}
+    found = {"dense": submit("dense", FLAGS["dense"], sbatch=pair, **limited)}
+    for name in [name for name in PATHS if name not in found]:
+        found[name] = submit(name, FLAGS[name], sbatch=pair, at=3, then=warn)
+    found["node"] = submit(
+        "node",
+        SAVING,
+        sbatch=other,
+        at=4,
+        then=lambda job: call("scontrol", "update", "NodeName=node3", "State=DOWN", "Reason=test"),
+    )
+    found["cancelled"] = submit(
+        "cancelled", SAVING, sbatch=pair, at=4, then=lambda job: call("scancel", job.number)
+    )
+    found["failing"] = submit("failing", SAVING, sbatch=pair, FIRST_FAULT="raise:1:4:forward")
+    for name, launcher in LAUNCHERS.items():
+        # By itself, so that launch.sh sees its flags and brings what the schedule needs.
+        plain = {"PROGRAM": "", "FIRST_FAULT": "", "STEP_LAUNCHER": launcher}
+        found[name] = submit(name, PIPELINE, sbatch=pair, **plain)
+    cluster.follow(limit=240)
+    return found
+
+
+def unbroken(ranks: Ranks, flags: str, folder: Path) -> list[float]:
+    """Losses of the same run on two ranks that nobody interrupts."""
+    ranks.run(2, train, flags, folder)
+    return metrics_of(folder)
+
+
+def assert_resumed(job: Job, wanted: list[float]) -> None:
+    """It came back once, where it had left, and computed what it would have without."""
+    assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 1), job.log
+    assert status_of(job.run_dir)["state"] == "done"
+    assert metrics_of(job.run_dir) == wanted
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_warned_job_ends_as_one_that_was_never_stopped(
+    path: str, jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
+) -> None:
+    job = jobs[path]
+    assert_resumed(job, unbroken(ranks, FLAGS[path], tmp_path))
+    assert "exit code 75 at step" in job.log and "requeued" in job.log
+    first = min((job.run_dir / "checkpoints").glob("step_*"))
+    assert 1 <= read_manifest(first).step < LAST[path]
+    if path == "dense":
+        assert "are left of the job: asking the run" in job.log or "job.sh: USR1:" in job.log
+
+
+def test_a_job_whose_node_went_down_is_taken_up_from_its_last_save(
+    jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
+) -> None:
+    assert_resumed(jobs["node"], unbroken(ranks, SAVING, tmp_path))
+    assert "node2 does not resolve here" in jobs["node"].log
+
+
+def test_a_cancelled_job_keeps_what_it_saved_and_does_not_come_back(jobs: dict[str, Job]) -> None:
+    job = jobs["cancelled"]
+    assert (job.state, job.restarts) == ("CANCELLED", 0), job.log
+    newest = find_checkpoint(job.run_dir / "checkpoints", say=print)
+    assert newest is not None and read_manifest(newest).step >= 4
+    assert status_of(job.run_dir)["state"] in ("left", "failed")
+
+
+def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, Job]) -> None:
+    job = jobs["failing"]
+    status = status_of(job.run_dir)
+    assert (status["state"], status["rank"], status["job_id"]) == ("failed", 1, job.number)
+    assert (job.state, job.restarts) == ("FAILED", 0), job.log
+    assert job.exit_code == status["exit_code"]
+    assert f"rank 1: {status['reason']}" in job.log
+    assert f"not requeued: exit code {job.exit_code} is no reason" in job.log
+
+
+def test_srun_and_mpiexec_inside_a_job_give_one_curve(jobs: dict[str, Job]) -> None:
+    for name in LAUNCHERS:
+        job = jobs[name]
+        assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 0), job.log
+        assert len(metrics_of(job.run_dir)) == 8
+        assert metrics_of(job.run_dir) == metrics_of(jobs["by-srun"].run_dir)
+
+
+def test_each_rank_has_a_log_and_none_tells_a_secret(jobs: dict[str, Job]) -> None:
+    for name, job in jobs.items():
+        for rank in range(2 if name != "by-mpiexec" else 0):
+            assert (job.run_dir / "logs" / f"{job.run_dir.name}-{job.number}-{rank}.log").is_file()
+        assert "OMP_NUM_THREADS=1" in job.log
+        files = [path for path in job.run_dir.rglob("*") if path.is_file()]
+        assert not [path for path in files if CANARY.encode() in path.read_bytes()]
+
+
+def test_names_were_never_run(jobs: dict[str, Job], cluster: Cluster) -> None:
+    folder = jobs["dense"].run_dir.parent
+    assert not [*folder.rglob("canary"), *folder.parent.glob("canary")]
+    assert not [*cluster.folder.glob("canary"), *REPO.glob("canary")]

@@ -1,0 +1,69 @@
+"""Which jobs go back to the queue, decided by a real Slurm's jobs that only say how they ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.slurm.harness import HERE, Cluster, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What each start does (see stub.py), and how the job must end: its code, after so many
+    restarts, with these words in its log."""
+
+    plan: str
+    code: int
+    restarts: int
+    words: str = ""
+    more: tuple[tuple[str, str], ...] = ()
+
+
+CASES = {
+    "advances": Case(
+        plan="75+:SIGUSR1,6+,75+:exit-duration,0",
+        code=0,
+        restarts=3,
+        words="exit code 6 at step 20, from step 10: requeued",
+    ),
+    "stuck": Case(
+        plan="75+,6,6", code=6, restarts=2, words="2 start(s) in a row brought nothing newer"
+    ),
+    "never-began": Case(plan="6", code=6, restarts=1, words="the checkpoint of step 0"),
+    "limited": Case(
+        plan="75+", code=75, restarts=1, words="MAX_RESTARTS", more=(("MAX_RESTARTS", "1"),)
+    ),
+    "told-to-stop": Case(plan="75+:STOP", code=75, restarts=0, words="told to stop (STOP)"),
+    **{
+        f"code-{code}": Case(plan=f"{code}+", code=code, restarts=0, words="no reason")
+        for code in (1, 2, 3, 4, 5)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """A job for each case, after all have ended."""
+    folder = tmp_path_factory.mktemp("stubs")
+    found = {}
+    for name, case in CASES.items():
+        more: dict[str, Any] = dict(case.more)
+        program = str(HERE / "stub.py")
+        found[name] = cluster.submit(folder / name, f"--plan {case.plan}", PROGRAM=program, **more)
+    cluster.follow(limit=120)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_job_is_requeued_while_it_advances_and_only_then(name: str, jobs: dict[str, Job]) -> None:
+    case, job = CASES[name], jobs[name]
+    state = "FAILED" if case.code else "COMPLETED"
+    assert (job.state, job.exit_code, job.restarts) == (state, case.code, case.restarts), job.log
+    assert case.words in job.log
+    starts = (job.run_dir / "logs" / f"starts-{job.number}").read_text().split()
+    assert len(starts) == case.restarts + 1
+    # One log for all starts, in which each begins anew.
+    assert job.log.count("(restarted ") == len(starts)
