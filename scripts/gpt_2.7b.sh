@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# GPT-3 2.7B of the SAMO paper, which had 64 to 512 GPUs, RANKS_PER_NODE=6 (SITE=summit); on 16 GB it needs
+# a pipeline (--pipeline-model-parallel-size), whose depth the paper does not tell.
+#   GRAD_PATH=samo scripts/gpt_2.7b.sh [--dry-run] [-- --data-path PREFIX FLAGS]
+# Other variables: see launch.sh.
+set -euo pipefail
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export CONFIG=${CONFIG:-$repo/configs/gpt_2.7b.yaml}
+export GRAD_PATH=${GRAD_PATH:-dense} NODES=${NODES:-1} TIME=${TIME:-24:00:00}
+exec "$repo/scripts/launch.sh" "$@"
