@@ -216,7 +216,7 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then
   OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 fi
 export OMP_NUM_THREADS
-if [[ $LAUNCHER == srun ]]; then
+if [[ $LAUNCHER == srun || $LAUNCHER == mpiexec ]]; then
   export PYTHONUNBUFFERED=1 # a rank's log shows its last words even if it is killed
   if [[ -n ${SLURM_JOB_ID:-} && -z ${MASTER_ADDR:-} ]] && ((NODES > 1)) && ! $dry_run; then
     MASTER_ADDR=$(master_address)

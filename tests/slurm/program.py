@@ -18,5 +18,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if "FIRST_FAULT" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
         os.environ["SPARSETRON_FAULT"] = os.environ["FIRST_FAULT"]
+    sys.modules["matplotlib"] = None  # type: ignore[assignment] # takes seconds, for a picture
     sys.path.insert(0, str(REPO))
     runpy.run_path(str(REPO / "pretrain_gpt.py"), run_name="__main__")

@@ -53,7 +53,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         more: dict[str, Any] = dict(case.more)
         program = str(HERE / "stub.py")
         found[name] = cluster.submit(folder / name, f"--plan {case.plan}", PROGRAM=program, **more)
-    cluster.follow(limit=120)
+    cluster.follow(limit=300)
     return found
 
 
