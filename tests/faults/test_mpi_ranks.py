@@ -3,6 +3,8 @@ MPI itself would wait for it for ever, and a step that one cannot apply none app
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
 import time
@@ -121,11 +123,10 @@ def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
     mpi_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Inside the library, where the others wait with the interpreter's lock."""
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}")
-    come = (
-        f"exec {sys.executable} -c 'from megatron.mpi_world import open_mpi; open_mpi(seconds=2)'"
-    )
-    command = [mpiexec or "mpiexec", "-n", "2", "sh", "-c", f'[ "$PMI_RANK" = 1 ] || {come}']
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    code = "from megatron.mpi_world import open_mpi; open_mpi(seconds=2)"
+    script = f"[ $PMI_RANK = 1 ] || exec {shlex.quote(sys.executable)} -c '{code}'"
+    command = [mpiexec or "mpiexec", "-n", "2", "sh", "-c", script]
     began = time.monotonic()
     ended = Started(tmp_path, [starting._popen(command, environment())]).finish()
     assert ended.codes == [1] and "in open_mpi" in ended.all_stderr, ended.all_stderr
