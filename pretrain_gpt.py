@@ -159,6 +159,8 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
             if runtime.is_writer:
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
                 write_pictures(run_dir, metrics)
+            # Trackers may take long; once all are through, ranks leave together.
+            metrics.close()
             groups.world.barrier()
             trainer.pipeline.transport.close()
         except BaseException as error:

@@ -29,7 +29,7 @@ START_RIGHT = (
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two questions, at first and at most."""
 _ADDRESS_BYTES = 300
-_START_SECONDS, _LEAVE_SECONDS = 600.0, 60.0
+_START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
 
 def poll(done: Callable[[], bool], *, seconds: float) -> bool:
@@ -77,7 +77,7 @@ def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> Module
     lets one thread alone call it."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None:
-        with _ends_within(seconds):
+        with _ends_within(min(seconds, _START_SECONDS)):
             MPI = _import_mpi(instead_of)
     check_threads(MPI.Query_thread(), MPI.THREAD_SERIALIZED, MPI.Get_library_version())
     return MPI

@@ -55,6 +55,7 @@ def data_files(config: Config) -> dict[str, Any]:
 def schedule(config: Config) -> dict[str, Any]:
     """Settings that a resumed run may change, with effect from here on."""
     found = {f"optimizer.{k}": v for k, v in dataclasses.asdict(config.optimizer).items()}
+    found["precision.predivide_loss"] = config.precision.predivide_loss
     found["training.train_iters"] = config.training.train_iters
     found["training.train_samples"] = config.training.train_samples
     return found

@@ -23,7 +23,7 @@ if [[ ${LINT:-1} != 0 ]]; then
   check ruff check .
   check ruff format --check .
   check pyright --pythonpath "$venv/bin/python"
-  check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env .ci/run
+  check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
 fi
 # Two files at a time: many tests wait for a process, or use one core.
 check python -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"

@@ -29,8 +29,8 @@ class ParallelConfig:
     )
     pipeline_schedule: Literal["1f1b", "message-driven"] = option(
         default="1f1b",
-        help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whichever "
-        "message came first, over MPI (AxoNN).",
+        help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whatever its "
+        "messages allow, gradients before activations, over MPI (AxoNN).",
     )
     pipeline_limit: int | None = option(
         default=None,
@@ -121,7 +121,7 @@ class OffloadConfig:
     )
     offload_bucket_size: int = option(
         default=4_000_000,
-        help="Entries of such a bucket (ours); the device holds 16 bytes for each.",
+        help="Entries of such a bucket (ours); the device holds 14 bytes for each.",
         within=at_least(128),
     )
     offload_coarsening: int = option(

@@ -8,7 +8,7 @@ import torch
 
 NORM_ROW = 1 << 16
 """Entries summed in fp32 before fp64 takes over."""
-PIECE = {"cpu": 256 * 1024, "cuda": 8 * 1024 * 1024}
+PIECE = {"cpu": 256 * 1024, "cuda": 2 * 1024 * 1024}
 """Entries widened at a time: on a CPU they stay in cache."""
 WIDE_LIMIT = 2.0**59
 """Of an fp32 or bf16 entry: a row of such ones still has a norm in fp32."""

@@ -93,12 +93,15 @@ class _State:
 class Progress:
     """The transfers of one rank; the only one in its process that calls MPI while it is open."""
 
-    def __init__(self, *, with_thread: bool = True) -> None:
+    def __init__(
+        self, *, with_thread: bool = True, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        """`prepare`: called first by the thread, such as to choose its device."""
         self._state = _State()
         self._thread: threading.Thread | None = None
         if with_thread:
             self._thread = threading.Thread(
-                target=_keep_moving, args=(self._state,), name="mpi progress", daemon=True
+                target=_keep_moving, args=(self._state, prepare), name="mpi progress", daemon=True
             )
             self._thread.start()
             weakref.finalize(self, _end, self._state, self._thread)
@@ -156,7 +159,8 @@ def _end(state: _State, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _keep_moving(state: _State) -> None:
+def _keep_moving(state: _State, prepare: Callable[[], None]) -> None:
+    prepare()
     while state.some.wait():
         # Asked after `clear` too, which may come between the two lines of `_end`.
         if state.is_closing:

@@ -184,4 +184,6 @@ def open_mpi_transport(
         staging=staging_for(device, mpi_has_cuda=on_cuda and has_cuda()),
         seconds=seconds,
         tags=tags,
+        # A thread's device is the first one until it says otherwise.
+        progress=Progress(prepare=partial(torch.cuda.set_device, device)) if on_cuda else None,
     )

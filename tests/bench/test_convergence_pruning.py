@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, parse
+from megatron.data_parallel.bucket_plan import ParamShape
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
 from samo.path import SamoPath
@@ -116,12 +117,16 @@ def test_as_many_entries_are_stored_as_a_model_has_left() -> None:
     model = GPT(
         config, vocab_size=VOCABULARY, seed=1, dtype=torch.float32, device=torch.device("cpu")
     )
-    shapes = {info.name: info.logical_shape for info in model.parameter_infos()}
+    shapes = [
+        ParamShape(name=info.name, logical_shape=info.logical_shape, rows=info.logical_shape[0])
+        for info in model.parameter_infos()
+    ]
     line = flags_of(
         from_scratch(sparsity, rewired=False), PLAN, data=Path("data"), runs_dir=Path("runs")
     )
     left = SamoPath().stored(parse(line, paths=GRADIENT_PATHS), shapes)
-    assert stored(sequence, sparsity, (layers, hidden)) == sum(left.values())
+    whole = {shape.name: shape.local_entries for shape in shapes}
+    assert stored(sequence, sparsity, (layers, hidden)) == sum((whole | left).values())
 
 
 def test_small_model_is_the_nearest_in_parameters() -> None:

@@ -336,7 +336,7 @@ def on_two_lines(groups: ProcessGroups) -> dict[str, Any]:
     for _ in range(3):
         handle = dist.new_group([0, 1], backend="gloo")
         assert isinstance(handle, dist.ProcessGroup)
-        tp.append(Group((0, 1), groups.world.rank, handle, Calls()))
+        tp.append(Group((0, 1), groups.world.rank, handle, calls=Calls()))
     found = {}
     for name in ("fixed", "driven"):
         mailbox = Mailbox() if name == "fixed" else HeldMailbox(after)
