@@ -174,7 +174,7 @@ command_of_torchrun() {
 }
 
 command_of_mpiexec() {
-  local mpiexec=${MPIEXEC:-}
+  local mpiexec=${MPIEXEC:-} shell=()
   if [[ -z $mpiexec ]]; then
     mpiexec=$(dirname "$(command -v "$PYTHON")")/mpiexec
     [[ -x $mpiexec ]] || mpiexec=mpiexec
@@ -182,11 +182,13 @@ command_of_mpiexec() {
   $dry_run || command -v "$mpiexec" >/dev/null ||
     refuse "LAUNCHER=mpiexec: $mpiexec not found; run: pip install 'sparsetron[mpi]'"
   # MPICH's kills every rank the moment one is lost, before they could tell which it was; they
-  # leave by themselves, with a word.
+  # leave by themselves, with a word. A signal that ended one it must not even see.
   if [[ $("$mpiexec" --version 2>/dev/null || true) == HYDRA* ]]; then
     mpiexec_flags=(-disable-auto-cleanup "${mpiexec_flags[@]}")
+    # shellcheck disable=SC2016 # for that shell to expand
+    shell=(sh -c 'trap : HUP INT USR1 TERM; "$@"; exit $?' rank)
   fi
-  command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "$PYTHON" "${program[@]}")
+  command=("$mpiexec" -n "$world" "${mpiexec_flags[@]}" "${shell[@]}" "$PYTHON" "${program[@]}")
 }
 
 case $LAUNCHER in
