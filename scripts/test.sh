@@ -26,11 +26,11 @@ if [[ ${LINT:-1} != 0 ]]; then
   check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
 fi
 # Two files at a time: many tests wait for a process, or use one core. Jobs on a Slurm of the tests'
-# own, many ranks at a time, come by themselves.
+# own, many ranks at a time, and faults, told by the clock, come by themselves.
 tests=("$@")
-(($#)) || tests=(--ignore tests/slurm)
+(($#)) || tests=(--ignore tests/slurm --ignore tests/faults)
 check python -m pytest -n "${WORKERS:-2}" --dist loadfile "${tests[@]}"
-(($#)) || check python -m pytest tests/slurm
+(($#)) || check python -m pytest tests/faults tests/slurm
 if ((${#failed[@]})); then
   say "failed: ${failed[*]}"
   exit 1
