@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -242,6 +243,8 @@ def start(launch: Launch, config: Config) -> Runtime:
 def wait_for_all() -> None:
     """Leave no earlier than the others. For ranks that know of each other that all are alive:
     launchers end everybody with the first that leaves, even before rank 0 has said why."""
+    if "torch" not in sys.modules:
+        return  # nobody was joined yet, and to load it would take seconds
     import torch
     import torch.distributed as dist
 

@@ -25,12 +25,12 @@ if [[ ${LINT:-1} != 0 ]]; then
   check pyright --pythonpath "$venv/bin/python"
   check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
 fi
-# Two files at a time: many tests wait for a process, or use one core. Jobs on a Slurm of the tests'
-# own, many ranks at a time, and faults, told by the clock, come by themselves.
-tests=("$@")
-(($#)) || tests=(--ignore tests/slurm --ignore tests/faults)
+# Two files at a time: many tests wait for a process, or use one core. What is told by the clock, and
+# jobs on a Slurm of the tests' own, many ranks at a time, have the machine to themselves.
+tests=("$@") alone=(tests/bench tests/faults tests/slurm)
+(($#)) || tests=("${alone[@]/#/--ignore=}")
 check python -m pytest -n "${WORKERS:-2}" --dist loadfile "${tests[@]}"
-(($#)) || check python -m pytest tests/faults tests/slurm
+(($#)) || check python -m pytest "${alone[@]}"
 if ((${#failed[@]})); then
   say "failed: ${failed[*]}"
   exit 1
