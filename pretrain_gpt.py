@@ -562,7 +562,7 @@ def bucket_elements(config: Config, data_parallel_size: int) -> int:
     """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default; AxoNN's k x bsize
     where the optimizer is offloaded."""
     if config.offload.optimizer_cpu_offload:
-        return config.offload.offload_coarsening * config.offload.offload_bucket_size
+        return config.offload.chunk
     default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
     return config.parallel.ddp_bucket_size or default
 

@@ -130,6 +130,11 @@ class OffloadConfig:
         within=at_least(1),
     )
 
+    @property
+    def chunk(self) -> int:
+        """Entries of an all-reduce at most, as slices are aligned (AxoNN's k x bsize, V-C)."""
+        return self.offload_coarsening * self.offload_bucket_size // 64 * 64
+
 
 @section
 class RecomputeConfig:

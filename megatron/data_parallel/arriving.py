@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
-from megatron.data_parallel.interface import Reduced
+from megatron.data_parallel.interface import Reduced, Slice, Work
+
+
+class Arrival:
+    """`Reduced.until` of a bucket whose mean comes in pieces: each is waited for once, in order,
+    when a value of it is first asked for, and shown to `seen` before anybody may overwrite it."""
+
+    def __init__(
+        self, pieces: Sequence[tuple[Slice, Work]], seen: Callable[[Reduced], None]
+    ) -> None:
+        self._left, self._seen = deque(pieces), seen
+
+    def __call__(self, stop: int) -> None:
+        while self._left and self._left[0][0].start < stop:
+            _, work = self._left.popleft()
+            self._seen(work.wait())
 
 
 class ArrivingMeans:
     """The means of a step's buckets in index order, `take(number)` each when it is first asked for:
-    nothing is waited for before that."""
+    nothing is waited for before that, and of a mean that comes in pieces no more than is asked for
+    of one that has `begun`."""
 
     def __init__(self, take: Callable[[int], Reduced], count: int) -> None:
         self._take, self._count = take, count
@@ -19,6 +36,11 @@ class ArrivingMeans:
         return self._count
 
     def __getitem__(self, index: int, /) -> Reduced:
+        reduced = self.begun(index)
+        reduced.until(reduced.values.numel())
+        return reduced
+
+    def begun(self, index: int, /) -> Reduced:
         number = range(self._count)[index]
         while len(self._taken) <= number:
             self._taken.append(self._take(len(self._taken)))

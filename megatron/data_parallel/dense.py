@@ -17,6 +17,7 @@ from megatron.data_parallel.interface import (
     GradBucket,
     Reduced,
     ReducerStats,
+    Slice,
     StepContext,
     Work,
 )
@@ -38,15 +39,31 @@ class _AllReduceWork:
 
 
 @dataclass
+class _PiecesWork:
+    values: torch.Tensor
+    pieces: list[tuple[Slice, _AllReduceWork]]
+
+    def wait(self) -> Reduced:
+        for _, work in self.pieces:
+            work.wait()
+        return Reduced(values=self.values)
+
+    def drop(self) -> None:
+        self.wait()
+
+
+@dataclass
 class AllReduceReducer:
     """Mean of whole buckets over `group`, in place, one asynchronous all-reduce each. Keeps no
     state, so that commit and abort have nothing to do.
 
     Unless it `divides`, what it finds is the sum: of gradients of a loss that was divided by the
-    whole global batch before backward, so that no pass over them is needed for it (AxoNN IV-B)."""
+    whole global batch before backward, so that no pass over them is needed for it (AxoNN IV-B).
+    `most`: entries of an all-reduce; of a longer bucket there are several (None: one each)."""
 
     group: Group
     divides: bool = True
+    most: int | None = None
     carries: bool = field(default=False, init=False)
     bytes_sent: int = field(default=0, init=False)
     wait_seconds: float = field(default=0.0, init=False)
@@ -58,9 +75,16 @@ class AllReduceReducer:
         ranks = self.group.size
         if ranks == 1:
             return _AllReduceWork(bucket.grad, None, self)
-        pending = self.group.all_reduce(bucket.grad, self.prepare(bucket.grad), async_op=True)
-        self.bytes_sent += ring_all_reduce_bytes(bucket.grad.nbytes, ranks)
-        return _AllReduceWork(bucket.grad, pending, self)
+        most = self.most or bucket.numel
+        starts = range(0, bucket.numel, most)
+        pieces = [Slice(start, min(most, bucket.numel - start)) for start in starts]
+        work = [(where, self._all_reduce(where.of(bucket.grad))) for where in pieces]
+        return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
+
+    def _all_reduce(self, grad: torch.Tensor) -> _AllReduceWork:
+        pending = self.group.all_reduce(grad, self.prepare(grad), async_op=True)
+        self.bytes_sent += ring_all_reduce_bytes(grad.nbytes, self.group.size)
+        return _AllReduceWork(grad, pending, self)
 
     @property
     def growth(self) -> float:

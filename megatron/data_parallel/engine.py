@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.arriving import ArrivingMeans
+from megatron.data_parallel.arriving import Arrival, ArrivingMeans
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.buckets import entries_of, fingerprint
 from megatron.data_parallel.interface import (
@@ -36,6 +36,7 @@ from megatron.data_parallel.interface import (
     GradBucket,
     ParamInfo,
     PathParts,
+    PiecewiseWork,
     Reduced,
     ReducerStats,
     Slice,
@@ -189,7 +190,8 @@ class GradientEngine:
         if not finite:
             for work in self._work:
                 work.drop()
-            return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=[])
+            none = ArrivingMeans(self._take, 0)
+            return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=none)
         step = Step(
             ok=True,
             norm=math.nan,
@@ -375,10 +377,16 @@ class GradientEngine:
     def _take(self, number: int) -> Reduced:
         """(6): wait for a bucket's mean; its share of the norm is found while others arrive, and
         before the optimizer uses it up."""
-        reduced = self._work[number].wait()
-        if self.counts(self.buckets[number]):
-            self._squares.append(self._square(reduced))
+        bucket, work = self.buckets[number], self._work[number]
+        seen = partial(self._see, counts=self.counts(bucket))
+        if isinstance(work, PiecewiseWork):
+            return Reduced(values=bucket.grad, until=Arrival(work.pieces, seen))
+        seen(reduced := work.wait())
         return reduced
+
+    def _see(self, reduced: Reduced, *, counts: bool) -> None:
+        if counts:
+            self._squares.append(self._square(reduced))
 
     def _square(self, reduced: Reduced) -> _Term:
         return _Term(reduced, sum_of_squares(reduced.values))

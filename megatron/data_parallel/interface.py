@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -229,6 +229,10 @@ class SparseIndex(Protocol):
         ...
 
 
+def _all_are_there(stop: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
     """The gradient of the global batch's mean loss with respect to a bucket: the mean over
@@ -241,7 +245,8 @@ class Reduced:
     `index` mean to the optimizer: a zero gradient ("zero"), or nothing at all, weight decay
     included ("frozen"). `gathered`: number of steps whose gradients each value sums up (fp32, as
     long as the values), None for one. `part`: the positions of the bucket that all of this is of,
-    where other data-parallel ranks got the others; None for all.
+    where other data-parallel ranks got the others; None for all. `until`: blocks until the values
+    before a place are there, as all mostly are (`Means.begun`).
     """
 
     values: torch.Tensor
@@ -249,6 +254,7 @@ class Reduced:
     rest: Literal["zero", "frozen"] = "zero"
     gathered: torch.Tensor | None = None
     part: Slice | None = None
+    until: Callable[[int], object] = field(default=_all_are_there, compare=False)
 
 
 class Work(Protocol):
@@ -261,6 +267,16 @@ class Work(Protocol):
 
     def drop(self) -> None:
         """The gradients were not finite: let what is on its way end, there is no mean to take."""
+        ...
+
+
+@runtime_checkable
+class PiecewiseWork(Work, Protocol):
+    """A reduction of a bucket in pieces, each of which can be waited for by itself."""
+
+    @property
+    def pieces(self) -> Sequence[tuple[Slice, Work]]:
+        """Where in the bucket each is, in order, and its own reduction."""
         ...
 
 
@@ -564,6 +580,10 @@ class Means(Protocol):
     def __getitem__(self, index: int, /) -> Reduced: ...
 
     def __iter__(self) -> Iterator[Reduced]: ...
+
+    def begun(self, index: int, /) -> Reduced:
+        """One of them, of which the first values are there (`Reduced.until`)."""
+        ...
 
     def clear(self) -> None:
         """Let go of all."""

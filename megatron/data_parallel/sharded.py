@@ -36,7 +36,8 @@ def mean_reducer(config: Config, groups: ProcessGroups) -> AllReduceReducer:
     divides = not config.precision.predivide_loss
     if config.parallel.use_distributed_optimizer and groups.dp.size > 1:
         return ReduceScatterReducer(groups.dp, divides)
-    return AllReduceReducer(groups.dp, divides)
+    most = config.offload.chunk if config.offload.optimizer_cpu_offload else None
+    return AllReduceReducer(groups.dp, divides, most)
 
 
 @dataclass

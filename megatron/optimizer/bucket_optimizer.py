@@ -76,7 +76,8 @@ class BucketOptimizer:
         another, so that a mean that is still arriving is waited for when its turn comes."""
         self.applied += 1
         updates = ShardUpdates(self.engine)
-        for bucket, reduced in zip(self.engine.buckets, step.reduced, strict=True):
+        for bucket in self.engine.buckets:
+            reduced = step.reduced.begun(bucket.index)
             hyper = Hyper(
                 t=self.applied - self.moments_since,
                 lr=lr,
@@ -237,6 +238,7 @@ class BucketOptimizer:
     ) -> None:
         """`out`: where the updated values of this rank's shard go, in the dtype that the model
         reads; it may overwrite, entry by entry, the gradients of those and of earlier ones."""
+        reduced.until(reduced.values.numel())
         if reduced.index is not None:
             self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
             return

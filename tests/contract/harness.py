@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.config import OffloadConfig
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
@@ -308,6 +309,11 @@ def config_of(case: PathCase) -> Any:
         training=SimpleNamespace(seed=1, skip_train=False),
         precision=SimpleNamespace(
             param_dtype="float32", grad_dtype="float32", predivide_loss=case.predivided
+        ),
+        offload=OffloadConfig(
+            optimizer_cpu_offload=case.offloaded,
+            offload_bucket_size=OFFLOAD_BUCKET,
+            offload_coarsening=64,
         ),
         optimizer=SimpleNamespace(optimizer="adam"),
         total_iterations=lambda: TOTAL_ITERATIONS,

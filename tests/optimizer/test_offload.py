@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo, PathParts
+from megatron.data_parallel.interface import ParamInfo, PathParts, Reduced, Slice
 from megatron.errors import NumericsError
 from megatron.guards.replicas import compare_replicas
 from megatron.optimizer import bucket_optimizer, shards
@@ -120,6 +121,88 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         for toy in (cut, whole):
             toy.step([gradients(number)])
         assert same(whole.state(), cut.state()) == []
+
+
+def on_rank_in_pieces(groups: ProcessGroups, kinds: dict[str, Any]) -> dict[str, Any]:
+    """Sums of all of a bucket at once, and of 128 entries at a time."""
+    toys = pair(groups, DENSE, kinds)
+    toys[1].engine.reducer.most = 128  # type: ignore[attr-defined]
+    told: list[str] = []
+    groups.dp.calls.tell = lambda number, what, name: told.append(what)
+    differ, counts = [], []
+    for number in range(3):
+        for toy in toys:
+            told.clear()
+            toy.backward([gradients(number, 0, groups.dp.rank)], loss_scale=SCALE)
+            step = toy.finish(clip_norm=0.0)
+            toy.apply(step)
+            counts.append(sum(what.startswith(("sum", "avg")) for what in told))
+            differ.append(step.norm)
+        differ[-2:] = [differ[-1] == pytest.approx(differ[-2], rel=1e-6)]
+        differ += same(toys[0].state(), toys[1].state())
+    groups.dp.calls.tell = None
+    longest = max(bucket.numel for bucket in toys[1].engine.buckets)
+    pieces = sum(-(-bucket.numel // 128) for bucket in toys[1].engine.buckets)
+    return {
+        "differ": [each for each in differ if each is not True],
+        "counts": counts,
+        "wanted": [len(toys[0].engine.buckets), pieces] * 3,
+        "longest": longest,
+    }
+
+
+@pytest.mark.parametrize("kinds", [FP16, BF16_WIDE], ids=["fp16", "bf16, fp32 gradients"])
+def test_long_buckets_are_summed_in_chunks(ranks: Ranks, kinds: dict[str, Any]) -> None:
+    for found in ranks.run(2, on_rank_in_pieces, kinds):
+        assert found["differ"] == []
+        assert found["counts"] == found["wanted"] and found["longest"] > 2 * 128
+
+
+def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() -> None:
+    events: list[str] = []
+
+    class Sum:
+        def __init__(self, number: int, where: Slice, grad: torch.Tensor) -> None:
+            self.number, self.values = number, where.of(grad)
+
+        def wait(self) -> Reduced:
+            events.append(f"sum {self.number}")
+            return Reduced(values=self.values)
+
+        def drop(self) -> None:
+            self.wait()
+
+    class Sums:
+        def __init__(self, grad: torch.Tensor) -> None:
+            cuts = [Slice(at, min(128, grad.numel() - at)) for at in range(0, grad.numel(), 128)]
+            self.pieces = [(cut, Sum(i, cut, grad)) for i, cut in enumerate(cuts)]
+            self.values = grad
+
+        def wait(self) -> Reduced:
+            raise AssertionError("nobody may wait for all of it")
+
+        def drop(self) -> None:
+            pass
+
+    toy = Toy(ALONE, offloaded(DENSE), **BF16)
+    toy.engine.reducer.reduce = lambda bucket, step: Sums(bucket.grad)  # type: ignore
+    apply = toy.optimizer.rule.apply
+
+    def watched(*args: Any) -> None:
+        events.append("update")
+        apply(*args)
+
+    toy.optimizer.rule = Mock(wraps=toy.optimizer.rule, apply=watched)  # type: ignore[assignment]
+    toy.backward([gradients(0)])
+    step = toy.finish(clip_norm=0.0)
+    assert events == []
+    toy.optimizer.step(step, lr=0.1, weight_decay=0.0)
+    first = toy.engine.buckets[0].numel
+    assert events[0] == "sum 0" and first > 3 * 128
+    assert "update" in events[: -(-first // 128)]
+    assert math.isnan(step.norm)
+    toy.engine.commit(step)
+    assert step.norm > 0.0
 
 
 def test_what_it_leaves_in_the_gradients_memory_is_no_gradient() -> None:

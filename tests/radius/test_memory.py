@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.data_parallel.arriving import ArrivingMeans
 from megatron.data_parallel.interface import BucketUpdate, GradBucket, Slice, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW, Hyper
@@ -188,7 +189,8 @@ def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
     reduced = bench.reducer.reduce(bench.bucket, StepContext(6)).wait()
     engine: Any = Whole(bench)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
-    step = Step(ok=True, norm=1.0, factor=0.5, reduced=[reduced])
+    means = ArrivingMeans(lambda number: reduced, 1)
+    step = Step(ok=True, norm=1.0, factor=0.5, reduced=means)
     taken = most_at_once(lambda: optimizer.step(step, lr=0.0, weight_decay=weight_decay))
     kept = 4 * ENTRIES / 4 if weight_decay else 0
     # `frozen` entries are gathered chunk by chunk as well.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config import OffloadConfig
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Masks, PathParts, Rewiring, Saved, StepContext
@@ -66,6 +67,7 @@ def build(
     config: Any = SimpleNamespace(
         extensions={"samo": SamoConfig(**options), **extensions},
         training=SimpleNamespace(seed=7, skip_train=False),
+        offload=OffloadConfig(),
         precision=SimpleNamespace(
             param_dtype=str(dtype).partition(".")[2], grad_dtype="float32", predivide_loss=False
         ),
