@@ -21,7 +21,7 @@ from tools.bench.axonn_validation_page import (
     OURS,
     PLAIN,
     SEEDS,
-    SUMMED,
+    STOCK,
     apart,
     as_markdown,
     seed_noise,
@@ -52,6 +52,11 @@ def test_gradients_may_be_summed_in_parts() -> None:
     assert whole.valid_loss == pytest.approx(parts.valid_loss, abs=3e-6)
 
 
+def test_torch_s_own_norm_is_near_by() -> None:
+    exact, stock = (train(STUDY.flags(), micro_batch=8, fp32_norm=each) for each in (False, True))
+    assert exact.losses == pytest.approx(stock.losses, abs=1e-3)
+
+
 def test_another_seed_is_another_run() -> None:
     study = replace(STUDY, steps=1, warm_up=0)
     first, second = (train(study.flags(seed=seed), micro_batch=8).losses[0] for seed in (1, 2))
@@ -74,13 +79,13 @@ def test_plain_model_gives_the_loss_of_ours() -> None:
 
 def _curves(*, ours: float = 0.0, late: float = 1e-4, valid: float = 0.0) -> dict[str, Any]:
     """Curves of 60 steps; `ours` is added to our losses, `late` to those after 50 of both ours
-    and the one that is summed in another order."""
+    and the one with another norm."""
     plain = [8.0 - 0.01 * step for step in range(60)]
     rounded = [loss + late * (step >= 50) for step, loss in enumerate(plain)]
     curves = {
         PLAIN: {"losses": plain, "valid_loss": 7.0},
         OURS: {"losses": [loss + ours for loss in rounded], "valid_loss": 7.0 + valid},
-        SUMMED: {"losses": rounded, "valid_loss": 7.0001},
+        STOCK: {"losses": rounded, "valid_loss": 7.0001},
     }
     for seed, last in ((1, 7.01), (2, 6.98)):
         curves[SEEDS.format(seed=seed)] = {"losses": plain[::-1], "valid_loss": last}
@@ -109,10 +114,10 @@ def test_claims_hold_and_fail() -> None:
 
 
 def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[int] = []
+    trained: list[bool] = []
 
-    def pretend(flags: list[str], *, micro_batch: int, **_: object) -> Curve:
-        trained.append(micro_batch)
+    def pretend(flags: list[str], *, fp32_norm: bool, **_: object) -> Curve:
+        trained.append(fp32_norm)
         return Curve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
 
     monkeypatch.setattr(axonn_validation, "train", pretend)
@@ -120,7 +125,7 @@ def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
         axonn_validation, "_ours", lambda *_: Curve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
     )
     first = axonn_validation.measured(SMALL, tmp_path)
-    assert trained == [8, 1, 8, 8]
+    assert trained == [False, True, False, False]
     assert axonn_validation.measured(SMALL, tmp_path) == first and len(trained) == 4
     axonn_validation.measured(replace(SMALL, warm_up=3), tmp_path)
     assert len(trained) == 8

@@ -113,7 +113,7 @@ def test_page_says_where_schedules_part() -> None:
     both["message-driven"] = {"losses": [7.0, 6.5000001], "weights": "b" * 64}
     rows = rows_of(NEXT_DOOR, EMULATION, _steps())
     left_out = ["2 ranks, 1gbit: needs root"]
-    found = {"rows": rows, "equality": {"2": both}, "cores": 2, "load_before": 0.5}
+    found = {"rows": rows, "equality": {"2": both}, "cores": 2, "load_before": 0.5, "passes": [1]}
     page = as_markdown(found | {"left_out": left_out})
     assert "| 2 | 2 | **no** | aaaaaaaaaaaaaaaa | bbbbbbbbbbbbbbbb |" in page
     assert "| slow stage | 4 | message-driven | 20000 | 1.000 |" in page

@@ -7,9 +7,9 @@
 A GPT of 10M parameters (that of grids.md) trains from the same weights on the same samples in stock
 PyTorch, one process (`plain_training.py`), and by ours with G_inter = 2 x G_data = 2 under
 `mpiexec -n 4`, stages driven by messages. What rounding does by itself is shown by plain PyTorch
-with gradients summed up sample by sample; what chance does, by plain PyTorch with other seeds. TEXT
-holds `train*` and `valid*` as `tools/preprocess_data.py` reads them. WORK keeps finished runs:
-started again, the tool goes on. Writes axonn_validation.md, .json and .png to FOLDER.
+with `clip_grad_norm_` as it is, whose norm is less exact; what chance does, by plain PyTorch with
+other seeds. TEXT holds `train*` and `valid*` as `tools/preprocess_data.py` reads them. WORK keeps
+finished runs: started again, the tool goes on. Writes axonn_validation.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 
 from megatron.errors import PeerError, SparsetronError  # noqa: E402
 from megatron.metrics.files import JSONL  # noqa: E402
-from tools.bench.axonn_validation_page import OURS, PLAIN, SEEDS, SUMMED, as_markdown  # noqa: E402
+from tools.bench.axonn_validation_page import OURS, PLAIN, SEEDS, STOCK, as_markdown  # noqa: E402
 from tools.bench.axonn_validation_plot import write_plot  # noqa: E402
 from tools.bench.convergence import prepare  # noqa: E402
 from tools.bench.convergence_finished import is_finished  # noqa: E402
@@ -119,12 +119,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measured(study: Study, work: Path) -> dict[str, Any]:
     """Losses of all runs, and what they are of."""
-    curves: dict[str, Curve] = {PLAIN: _plain(study, work, "plain", micro_batch=study.batch)}
+    curves: dict[str, Curve] = {PLAIN: _plain(study, work, "plain")}
     curves[OURS] = _ours(study, work / "axonn")
-    curves[SUMMED] = _plain(study, work, "summed", micro_batch=1)
+    curves[STOCK] = _plain(study, work, "stock", fp32_norm=True)
     for seed in EXTRA_SEEDS:
         name = SEEDS.format(seed=seed)
-        curves[name] = _plain(study, work, f"seed{seed}", micro_batch=study.batch, seed=seed)
+        curves[name] = _plain(study, work, f"seed{seed}", seed=seed)
     values = vars(study) | {"data": None}
     return {
         "study": values,
@@ -134,11 +134,11 @@ def measured(study: Study, work: Path) -> dict[str, Any]:
 
 
 def _plain(
-    study: Study, work: Path, name: str, *, micro_batch: int, seed: int | None = None
+    study: Study, work: Path, name: str, *, fp32_norm: bool = False, seed: int | None = None
 ) -> Curve:
     """A run of plain PyTorch, taken from `work` where it was finished before."""
     flags = study.flags(seed=seed)
-    asked = {"flags": flags, "micro_batch": micro_batch}
+    asked = {"flags": flags, "fp32_norm": fp32_norm}
     path = work / f"{name}.json"
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -149,7 +149,7 @@ def _plain(
         if step % 50 == 0 or step == study.steps:
             print(f"{name}: step {step}, loss {loss:.6f}", flush=True)
 
-    curve = train(flags, micro_batch=micro_batch, after_step=tell)
+    curve = train(flags, micro_batch=study.batch, fp32_norm=fp32_norm, after_step=tell)
     temporary = path.with_name(f".{path.name}.tmp")
     work.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps({"asked": asked, "curve": vars(curve)}), encoding="utf-8")

@@ -9,12 +9,12 @@ from typing import Any
 
 PLAIN = "PyTorch"
 OURS = "message-driven, 2 x 2"
-SUMMED = "PyTorch, summed by sample"
+STOCK = "PyTorch, clip_grad_norm_"
 SEEDS = "PyTorch, seed {seed}"
 EQUAL, EQUAL_STEPS = 1e-4, 50
 """Training losses of the first steps are to agree to this."""
-AS_ROUNDING = 3.0
-"""Times as far as rounding takes plain PyTorch from itself is what rounding may do, too."""
+AS_ROUNDING = 2.0
+"""Our losses may be so many times as far away as those of plain PyTorch with another norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ def apart(curve: Mapping[str, Any], plain: Mapping[str, Any]) -> Apart:
 
 def seed_noise(curves: Mapping[str, Any]) -> float:
     """Standard deviation over seeds of plain PyTorch's last validation loss."""
-    return stdev(c["valid_loss"] for name, c in curves.items() if name not in (OURS, SUMMED))
+    return stdev(c["valid_loss"] for name, c in curves.items() if name not in (OURS, STOCK))
 
 
 def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """What Figure 10 claims, as claims that can fail."""
-    ours, rounding = (apart(curves[name], curves[PLAIN]) for name in (OURS, SUMMED))
+    ours, rounding = (apart(curves[name], curves[PLAIN]) for name in (OURS, STOCK))
     noise = seed_noise(curves)
     return [
         (
@@ -55,7 +55,7 @@ def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
         ),
         (
             f"mean difference over all steps at most {AS_ROUNDING:g} times that of plain PyTorch "
-            f"summed in another order ({ours.mean:.1e} and {rounding.mean:.1e})",
+            f"with the norm of clip_grad_norm_ ({ours.mean:.1e} and {rounding.mean:.1e})",
             ours.mean <= AS_ROUNDING * rounding.mean,
         ),
         (
@@ -71,7 +71,7 @@ def as_markdown(found: Mapping[str, Any]) -> str:
     curves, study = found["curves"], found["study"]
     steps = study["steps"]
     shown = sorted({1, min(EQUAL_STEPS, steps), steps // 3, 2 * steps // 3, steps} - {0})
-    runs = [PLAIN, OURS, SUMMED]
+    runs = [PLAIN, OURS, STOCK]
     lines = [
         "# Message-driven training beside plain PyTorch",
         "",
@@ -81,8 +81,9 @@ def as_markdown(found: Mapping[str, Any]) -> str:
         "[grids.md](grids.md). Plain PyTorch: stock modules, optimizer and loop in one process "
         "(`tools/bench/plain_training.py`), from our first weights, on our samples. "
         "Message-driven: G_inter = 2 x G_data = 2, four ranks under mpiexec, microbatches of one "
-        "sample. Summed by sample: plain PyTorch with gradients added up in eight parts, which "
-        "only rounds otherwise. Seeds: other weights, other samples.",
+        "sample. Plain PyTorch clips by a norm found in fp64; `clip_grad_norm_` finds it in fp32, "
+        "too small by 3e-5 on a CPU, which shows what so little makes of a run. Seeds: other "
+        "weights, other samples.",
         "",
         "![Losses, and their differences from plain PyTorch](axonn_validation.png)",
         "",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.report.charts import BLUE, GREEN, ORANGE
-from tools.bench.axonn_validation_page import OURS, PLAIN, SUMMED
+from tools.bench.axonn_validation_page import OURS, PLAIN, STOCK
 
 LEAST = 1e-8
 """Stands for no difference on a logarithmic axis."""
@@ -30,7 +30,7 @@ def write_plot(path: Path, curves: Mapping[str, Any]) -> bool:
     left.set_title("training loss", loc="left", fontsize=11)
     for name, curve in reversed(list(curves.items())):
         if name != PLAIN:
-            color = {OURS: ORANGE, SUMMED: GREEN}.get(name, GREY)
+            color = {OURS: ORANGE, STOCK: GREEN}.get(name, GREY)
             pairs = zip(curve["losses"], plain, strict=True)
             differences = [max(LEAST, abs(a - b)) for a, b in pairs]
             right.plot(steps, differences, color=color, linewidth=1, label=name)

@@ -31,7 +31,7 @@ from tools.bench.message_driven_page import as_markdown  # noqa: E402
 from tools.bench.message_driven_plot import panels_of, write_plot  # noqa: E402
 from tools.bench.message_driven_rows import Emulation, rows_of  # noqa: E402
 from tools.bench.netlab import NO_LIMIT, Network, run, why_not  # noqa: E402
-from tools.bench.pipeline import SHAPE  # noqa: E402
+from tools.bench.pipeline import BACKWARD, FORWARD, SHAPE  # noqa: E402
 from tools.bench.uneven_stage import PROFILES  # noqa: E402
 
 RANK = Path(__file__).with_name("message_driven_rank.py")
@@ -39,6 +39,8 @@ STEM = "message_driven"
 LINK_SHAPE = (1, 128, 768)
 """Of an activation where links are slow: at 200 Mbit/s it takes 16 ms, less than a pass. Messages
 that take longer would keep links busy all the time, under any schedule."""
+_SCALE = {False: 1.0, True: 0.05}
+"""Of the passes, for `--smoke`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +62,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
+        "passes": [_SCALE[options.smoke] * seconds for seconds in (FORWARD, BACKWARD)],
         "equality": {},
         "rows": [],
         "panels": {},
@@ -90,10 +93,10 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def _emulation(network: Network, options: argparse.Namespace) -> Emulation:
     on_links = network.rate != NO_LIMIT
-    scale = 0.05 if options.smoke else 1.0
+    scale = _SCALE[options.smoke]
     return Emulation(
-        forward=0.020 * scale,
-        backward=0.040 * scale,
+        forward=FORWARD * scale,
+        backward=BACKWARD * scale,
         shape=(1, 8, 8) if options.smoke else LINK_SHAPE if on_links else SHAPE,
         profiles=PROFILES,
         microbatches=[max(options.microbatches)] if on_links else options.microbatches,

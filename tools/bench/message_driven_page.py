@@ -17,6 +17,7 @@ _ABOUT = {
 def as_markdown(found: Mapping[str, Any]) -> str:
     """The tables, and what they are of."""
     rows = found["rows"]
+    passes = " and ".join(f"{1e3 * seconds:.0f}" for seconds in found["passes"])
     lines = [
         "# Message-driven pipelines",
         "",
@@ -25,14 +26,15 @@ def as_markdown(found: Mapping[str, Any]) -> str:
         *_equality(found["equality"]),
         "## Waiting",
         "",
-        f"Passes that sleep 20 and 40 ms a stage, one process a stage on {found['cores']} cores "
+        f"Passes that sleep {passes} ms a stage, one process a stage on {found['cores']} cores "
         f"(load {found['load_before']:.1f} before), contenders in turn. "
         + "; ".join(f"{name}: {text}" for name, text in _ABOUT.items())
         + ". Step: median over rounds, of the slowest rank; ratio: to 1F1B over gloo in the same "
         "round; paper: the step where only passes (and, on links, messages) take time, and the "
         "same ratio there; idle / busy: of each stage; held: most microbatches in flight on a "
         "stage. p: stages, m: microbatches. A row without a step is only on paper: 1F1B's order "
-        "with two more forwards at first tells what the limit does from what messages do.",
+        "with two more forwards at first tells what the limit does from what messages do. Links "
+        "let 128 KB pass at once, which paper does not know of.",
         "",
     ]
     networks = list(dict.fromkeys(row["network"] for row in rows))

@@ -51,10 +51,12 @@ def train(
     flags: Sequence[str],
     *,
     micro_batch: int,
+    fp32_norm: bool = False,
     after_step: Callable[[int, float], None] | None = None,
 ) -> Curve:
     """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
-    gradients of `micro_batch` samples added up. `after_step` is told each step and its loss."""
+    gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
+    `after_step` is told each step and its loss."""
     config = parse(list(flags), paths=GRADIENT_PATHS).resolve(1)
     _check(config)
     train_reader, valid_reader, vocabulary = _open_data(config, micro_batch)
@@ -65,7 +67,10 @@ def train(
     losses: list[float] = []
     for step in range(config.total_iterations()):
         loss = _accumulate(model, train_reader, step * batch, batch)
-        _clip(model, config.optimizer.clip_grad)
+        if fp32_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        else:
+            _clip(model, config.optimizer.clip_grad)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -173,9 +178,9 @@ def _accumulate(model: PlainGPT, reader: BatchReader, first: int, count: int) ->
 
 
 def _clip(model: PlainGPT, norm: float) -> None:
-    """Clip gradients to a norm. On the CPU `clip_grad_norm_` finds that of a word table in fp32 too
-    small by 8e-4, which after 50 steps of AdamW has changed losses by 3e-3: squares are added up in
-    fp64 here."""
+    """Clip gradients to a norm that is found in fp64. On the CPU `clip_grad_norm_` adds squares one
+    after another in fp32: the norm of a word table is too small by 8e-4, and after 50 steps of
+    AdamW losses have changed by 3e-3."""
     parameters = list(model.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
