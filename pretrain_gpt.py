@@ -332,11 +332,15 @@ def build_trainer(
 def workload(config: Config, vocabulary: Vocabulary) -> Workload:
     """What a sample is, for the figures at the end of a run."""
     from megatron.metrics import Workload
-    from megatron.model.flops import recomputing_flops_per_token
+    from megatron.model.flops import flops_per_token, recomputing_flops_per_token
 
+    recompute = config.recompute
+    full = recompute.recompute_granularity == "full" and recompute.recompute_method != "block"
+    count = recomputing_flops_per_token if full else flops_per_token
     return Workload(
         seq_length=config.model.seq_length,
-        flops_per_token=recomputing_flops_per_token(config.model, vocabulary.size),
+        flops_per_token=count(config.model, vocabulary.size),
+        recomputed=full,
     )
 
 

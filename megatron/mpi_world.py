@@ -28,6 +28,8 @@ START_RIGHT = (
 )
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two questions, at first and at most."""
+LATE = 1 / 16
+"""What a pause may add to the time waited, as a part of that."""
 _ADDRESS_BYTES = 300
 _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
@@ -35,12 +37,12 @@ _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 def poll(done: Callable[[], bool], *, seconds: float) -> bool:
     """Ask until it is done; False if it is not after so many seconds. Others may have the core in
     between, ever longer, so that ranks that share it do not steal it from each other."""
-    pause, deadline = FIRST_PAUSE, time.monotonic() + seconds
+    began = time.monotonic()
     while not done():
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= seconds:
             return done()
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        time.sleep(min(max(FIRST_PAUSE, LATE * waited), LONGEST_PAUSE))
     return True
 
 

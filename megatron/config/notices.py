@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.config.config import Config
 from megatron.config.folders import real_path
+from megatron.config.running import OffloadConfig
 
 Notice = str | None
 WORKING_LOSS_SCALE = 2**16
@@ -48,6 +49,12 @@ def _groups_unread(c: Config) -> Notice:
         return None
     groups = c.model.num_query_groups
     return f"num_query_groups {groups} is not read without --group-query-attention"
+
+
+def _offload_unread(c: Config) -> Notice:
+    if c.offload.optimizer_cpu_offload or c.offload == OffloadConfig():
+        return None
+    return "the offload_ settings are not read without --optimizer-cpu-offload"
 
 
 def _tracker_off(c: Config) -> Notice:
@@ -91,6 +98,7 @@ _ANY: tuple[Callable[[Config], Notice], ...] = (
     _prints_nothing,
     _data_unread,
     _groups_unread,
+    _offload_unread,
     _tracker_off,
     _slow_format,
     _moved_folder,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-NORM_ROW = 1 << 16
-"""Entries summed in fp32 before fp64 takes over."""
+NORM_ROW = 1 << 10
+"""Entries summed in fp32 before fp64 takes over. 64 times as many take as long, and are off by 40
+(bf16) to 350 times as much."""
 PIECE = {"cpu": 256 * 1024, "cuda": 2 * 1024 * 1024}
 """Entries widened at a time: on a CPU they stay in cache."""
 WIDE_LIMIT = 2.0**59

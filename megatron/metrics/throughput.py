@@ -12,18 +12,19 @@ from megatron.model.flops import training_days
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a sample is: `seq_length` tokens of `flops_per_token` operations each, the recomputed
-    forward among them (`model.flops.recomputing_flops_per_token`)."""
+    """What a sample is: `seq_length` tokens of `flops_per_token` operations each, which are three
+    passes of a layer's, or four where each is `recomputed` (as Eq. 3 of AxoNN has it)."""
 
     seq_length: int
     flops_per_token: float
+    recomputed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """Means over `steps` steps, of which `skipped` had no optimizer step: seconds of one, days of
-    300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3), and those as per cent of
-    its peak where that is known."""
+    300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3, without its fourth pass
+    where no layer is recomputed), and those as per cent of its peak where that is known."""
 
     steps: int
     skipped: int
@@ -31,17 +32,22 @@ class Throughput:
     training_days: float
     flops_per_second: float
     percent_of_peak: float | None
+    recomputed: bool
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
         peak = self.percent_of_peak
         share = "" if peak is None else f", {peak:.1f}% of its peak"
+        counted = (
+            "Eq. 3: 4 passes, with the recomputed forward"
+            if self.recomputed
+            else "Eq. 3 less the forward it recomputes: 3 passes"
+        )
         return (
             f"throughput: {three_digits(self.step_seconds)} s a step, the mean of {self.steps} "
             f"after the first of this start{skipped}; 300 billion tokens would take "
             f"{three_digits(self.training_days)} days (AxoNN, Eq. 2); per rank "
-            f"{flop_rate(self.flops_per_second)} (Eq. 3, which counts the recomputed forward: 4 "
-            f"passes){share}"
+            f"{flop_rate(self.flops_per_second)} ({counted}){share}"
         )
 
 
@@ -79,4 +85,5 @@ class Stopwatch:
             training_days=training_days(step_seconds=self._seconds, tokens_per_step=tokens),
             flops_per_second=rate,
             percent_of_peak=None if peak_tflops is None else 100 * rate / (peak_tflops * 1e12),
+            recomputed=workload.recomputed,
         )

@@ -24,6 +24,7 @@ import torch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, Step
 from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
+from megatron.optimizer.pinned import pinned_zeros
 from megatron.optimizer.rules import Hyper, UpdateRule
 
 SETS = 2
@@ -127,8 +128,9 @@ class OffloadedOptimizer(BucketOptimizer):
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:
-            pinned = bucket.grad.is_cuda
-            return torch.zeros(bucket.numel, dtype=torch.float32, pin_memory=pinned)
+            if bucket.grad.is_cuda:
+                return pinned_zeros(bucket.numel, torch.float32)
+            return torch.zeros(bucket.numel, dtype=torch.float32)
 
         assert bucket.shard is None, "optimizer_cpu_offload is refused with sharded states"
         return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))

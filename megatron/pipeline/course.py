@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.parallel.groups import Group
-from megatron.pipeline.message_driven import Progress
+from megatron.pipeline.message_driven import BatchProgress
 from megatron.pipeline.schedule import Kind, Operation, Place
 from megatron.pipeline.transport import ArrivalTransport
 from megatron.timers import Timers
@@ -42,11 +42,11 @@ class MessageDriven:
         self._place, self._transport, self._tp = place, transport, tp
         self._device, self._timers, self._at = device, timers, at
 
-    def begin(self, microbatches: int) -> Progress:
+    def begin(self, microbatches: int) -> BatchProgress:
         """The progress at the start of a batch."""
-        return Progress(place=self._place, microbatches=microbatches, limit=self.limit)
+        return BatchProgress(place=self._place, microbatches=microbatches, limit=self.limit)
 
-    def passes(self, progress: Progress) -> Iterator[Operation]:
+    def passes(self, progress: BatchProgress) -> Iterator[Operation]:
         """The rest of the batch, pass by pass, each decided on when it is asked for; the caller has
         told the transport what to expect, and runs it before it asks for the next one. Collective
         over `tp`."""
@@ -55,7 +55,7 @@ class MessageDriven:
             yield operation
             progress = progress.after(operation)
 
-    def _agree(self, progress: Progress) -> Operation:
+    def _agree(self, progress: BatchProgress) -> Operation:
         if self._tp.rank == 0:
             operation = self._decide(progress)
             self._tell(torch.tensor([_KINDS.index(operation.kind), operation.microbatch]))
@@ -71,7 +71,7 @@ class MessageDriven:
         """On the CPU on every device: the next pass is launched by it."""
         self._tp.broadcast(what, source=0, about="next pass")
 
-    def _decide(self, progress: Progress) -> Operation:
+    def _decide(self, progress: BatchProgress) -> Operation:
         if self._device.type == "cuda":
             # Until the last pass is computed, more may arrive to choose from.
             torch.cuda.current_stream(self._device).synchronize()

@@ -10,7 +10,7 @@ from megatron.pipeline.schedule import Kind, Message, Operation, Place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class BatchProgress:
     """How far a rank is in a batch of `microbatches`: it ran so many `forwards` and `backwards`,
     each in the order of the microbatches, and holds at most `limit` between the two.
 
@@ -54,7 +54,7 @@ class Progress:
                 return operation
         return None
 
-    def after(self, operation: Operation) -> Progress:
+    def after(self, operation: Operation) -> BatchProgress:
         """How far the rank is once one of the possible passes has run."""
         assert operation in self.possible(), f"{operation} does not come after {self}"
         if operation.kind is Kind.FORWARD:

@@ -90,7 +90,7 @@ class _State:
             del self.issued[index], self.requests[index]
 
 
-class Progress:
+class MessageMover:
     """The transfers of one rank; the only one in its process that calls MPI while it is open."""
 
     def __init__(

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from megatron.errors import PeerError
 from megatron.mpi_world import duplicate, has_cuda
 from megatron.parallel.groups import Edges, ProcessGroups
-from megatron.pipeline.mpi_progress import Progress, Transfer
+from megatron.pipeline.mpi_progress import MessageMover, Transfer
 from megatron.pipeline.mpi_staging import Parcel, Staging, staging_for
 from megatron.pipeline.schedule import Kind, Message
 from megatron.pipeline.transport import POSTED, NoTransport, agree_on_shape
@@ -50,14 +50,14 @@ class MPITransport:
         staging: Staging,
         seconds: float,
         tags: int = TAGS,
-        progress: Progress | None = None,
+        progress: MessageMover | None = None,
     ) -> None:
         self._incoming = {Kind.FORWARD: edges.activations_in, Kind.BACKWARD: edges.gradients_in}
         self._outgoing = {Kind.FORWARD: edges.activations_out, Kind.BACKWARD: edges.gradients_out}
         self._comm, self._staging = comm, staging
         self._shape, self._dtype = shape, dtype
         self._seconds, self._tags = seconds, tags
-        self._progress = progress or Progress()
+        self._progress = progress or MessageMover()
         self._expected: dict[Kind, deque[Message]] = {kind: deque() for kind in Kind}
         self._posted: dict[Kind, deque[tuple[Message, Transfer]]] = {k: deque() for k in Kind}
         self._sent: dict[Kind, deque[tuple[Message, Transfer]]] = {kind: deque() for kind in Kind}
@@ -185,5 +185,5 @@ def open_mpi_transport(
         seconds=seconds,
         tags=tags,
         # A thread's device is the first one until it says otherwise.
-        progress=Progress(prepare=partial(torch.cuda.set_device, device)) if on_cuda else None,
+        progress=MessageMover(prepare=partial(torch.cuda.set_device, device)) if on_cuda else None,
     )

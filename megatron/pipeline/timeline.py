@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import count
 from typing import Protocol, Self
 
-from megatron.pipeline.message_driven import Progress
+from megatron.pipeline.message_driven import BatchProgress
 from megatron.pipeline.schedule import Kind, Message, Operation, Place
 
 Time = int | float | Fraction
@@ -113,10 +113,12 @@ class Timeline:
         return "\n".join(rows)
 
 
-def driven(stages: int, microbatches: int, limit: int) -> list[Progress]:
+def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
     """Every rank of a message-driven pipeline, before the batch."""
     return [
-        Progress(place=Place(stage=rank, stages=stages), microbatches=microbatches, limit=limit)
+        BatchProgress(
+            place=Place(stage=rank, stages=stages), microbatches=microbatches, limit=limit
+        )
         for rank in range(stages)
     ]
 

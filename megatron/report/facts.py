@@ -96,7 +96,8 @@ def _throughput(means: object) -> list[tuple[str, str]]:
         share = known.get("percent_of_peak")
         peak = "" if share is None else f", {share:.1f}% of its peak"
         rate = flop_rate(known["flops_per_second"])
-        rows.append(("one rank", f"{rate}{peak} (AxoNN, Eq. 3: counts 4 passes)"))
+        passes = 4 if known.get("recomputed", True) else 3
+        rows.append(("one rank", f"{rate}{peak} (AxoNN, Eq. 3: {passes} passes)"))
     return rows
 
 

@@ -352,6 +352,9 @@ def test_notices() -> None:
     assert said("--num-query-groups", "2") == (
         "num_query_groups 2 is not read without --group-query-attention",
     )
+    assert said("--offload-coarsening", "2") == (
+        "the offload_ settings are not read without --optimizer-cpu-offload",
+    )
     assert said("--wandb-exp-name", "x") == (
         "wandb_exp_name x is not read without --wandb-project",
     )

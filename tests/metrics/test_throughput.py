@@ -16,7 +16,7 @@ from megatron.status import Status, read_status, write_status
 
 from .helpers import make_metrics, record
 
-WORKLOAD = Workload(seq_length=512, flops_per_token=6e11)
+WORKLOAD = Workload(seq_length=512, flops_per_token=6e11, recomputed=True)
 
 
 def measured(*seconds: float, peak: float | None = None, **fields: Any) -> Throughput | None:
@@ -63,10 +63,12 @@ def test_it_is_said_after_the_last_line(tmp_path: Path) -> None:
     # 8 samples of 512 tokens in 0.5 s, on two ranks.
     assert stream.getvalue().splitlines()[-1].partition("] ")[2] == (
         "throughput: 0.50 s a step, the mean of 2 after the first of this start; 300 billion "
-        "tokens would take 424 days (AxoNN, Eq. 2); per rank TFLOP/s: 2458 (Eq. 3, which counts "
-        "the recomputed forward: 4 passes), 245.8% of its peak"
+        "tokens would take 424 days (AxoNN, Eq. 2); per rank TFLOP/s: 2458 (Eq. 3: 4 passes, "
+        "with the recomputed forward), 245.8% of its peak"
     )
     assert found == measured(0.5, 0.5, 0.5, peak=1000.0)
+    kept = dataclasses.replace(found, recomputed=False) if found is not None else None
+    assert "(Eq. 3 less the forward it recomputes: 3 passes)" in str(kept)
 
 
 def test_status_and_report_show_it(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_status_and_report_show_it(tmp_path: Path) -> None:
     rows = dict(run_table(read_run(tmp_path)))
     assert rows["mean step"] == "0.50 s (2 of the last start)"
     assert rows["300 billion tokens"] == "424 days (AxoNN, Eq. 2)"
-    counted = "TFLOP/s: 2458, 245.8% of its peak (AxoNN, Eq. 3: counts 4 passes)"
+    counted = "TFLOP/s: 2458, 245.8% of its peak (AxoNN, Eq. 3: 4 passes)"
     assert rows["one rank"] == counted
 
 

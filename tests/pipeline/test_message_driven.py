@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatron.config.layer_split import split_layers
 from megatron.parallel.groups import ALONE, Calls, Group, ProcessGroups
 from megatron.pipeline.course import WAIT, MessageDriven
-from megatron.pipeline.message_driven import Progress
+from megatron.pipeline.message_driven import BatchProgress
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import Kind, Message, Operation, Place, one_f_one_b
 from megatron.pipeline.stage import Stage
@@ -139,7 +139,7 @@ class Line:
                 assert held <= (1 if rank == len(self.ran) - 1 else self.limit)
 
 
-def _left(player: Progress) -> bool:
+def _left(player: BatchProgress) -> bool:
     return bool(player.possible())
 
 
