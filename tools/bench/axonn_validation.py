@@ -38,6 +38,7 @@ from tools.bench.convergence import prepare  # noqa: E402
 from tools.bench.convergence_finished import is_finished  # noqa: E402
 from tools.bench.convergence_rows import records  # noqa: E402
 from tools.bench.netlab import Network, find_mpiexec  # noqa: E402
+from tools.bench.page_files import write_page  # noqa: E402
 from tools.bench.plain_training import Curve, train  # noqa: E402
 
 STEM = "axonn_validation"
@@ -190,15 +191,10 @@ def curve_of(folder: Path, steps: int) -> Curve:
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> None:
-    text = as_markdown(found)
-    print(text)
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{STEM}.md").write_text(text, encoding="utf-8")
-    (folder / f"{STEM}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
-    if not write_plot(folder / f"{STEM}.png", found["curves"]):
-        print(f"{STEM}.png is left out: matplotlib is not installed")
+    def draw(path: Path) -> bool:
+        return write_plot(path, found["curves"])
+
+    write_page(folder, STEM, text=as_markdown(found), found=found, draw=draw)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

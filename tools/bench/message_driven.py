@@ -31,6 +31,7 @@ from tools.bench.message_driven_page import as_markdown  # noqa: E402
 from tools.bench.message_driven_plot import panels_of, write_plot  # noqa: E402
 from tools.bench.message_driven_rows import Emulation, rows_of  # noqa: E402
 from tools.bench.netlab import NO_LIMIT, Network, run, why_not  # noqa: E402
+from tools.bench.page_files import write_page  # noqa: E402
 from tools.bench.pipeline import BACKWARD, FORWARD, SHAPE  # noqa: E402
 from tools.bench.uneven_stage import PROFILES  # noqa: E402
 
@@ -116,15 +117,10 @@ def _run(network: Network, emulation: Emulation, options: argparse.Namespace) ->
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> None:
-    text = as_markdown(found)
-    print(text)
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{STEM}.md").write_text(text, encoding="utf-8")
-    (folder / f"{STEM}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
-    if not write_plot(folder / f"{STEM}.png", found["panels"]):
-        print(f"{STEM}.png is left out: matplotlib is not installed")
+    def draw(path: Path) -> bool:
+        return write_plot(path, found["panels"])
+
+    write_page(folder, STEM, text=as_markdown(found), found=found, draw=draw)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
