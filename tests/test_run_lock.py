@@ -197,14 +197,15 @@ from megatron.errors import ConfigError
 from megatron.run_folder import lock_run_dir
 from megatron.run_lock import RunLock, RunFolderInUse
 folder = Path(sys.argv[1])
+print("ready", flush=True)
 while not (folder / "go").exists():
-    pass
+    time.sleep(0)
 try:
     lock = RunLock.take(folder, job={}, say=lambda text: None)
-    time.sleep(0.5)
-    print("mine")
+    print("mine", flush=True)
 except RunFolderInUse:
-    print("refused")
+    print("refused", flush=True)
+sys.stdin.read()  # held until all have answered
 """
 
 
@@ -212,13 +213,23 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
     leave_behind(tmp_path, started=1)
     starts = [
         subprocess.Popen(
-            [sys.executable, "-c", RACE, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", RACE, str(tmp_path)],
+            cwd=REPO,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(6)
     ]
-    time.sleep(0.5)
+
+    def lines() -> list[str]:
+        return [process.stdout.readline().strip() for process in starts if process.stdout]
+
+    assert lines() == ["ready"] * 6
     (tmp_path / "go").touch()
-    answers = [process.communicate()[0].strip() for process in starts]
+    answers = lines()
+    for process in starts:
+        process.communicate()
     assert sorted(answers) == ["mine"] + ["refused"] * 5
 
 

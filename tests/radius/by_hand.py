@@ -69,7 +69,8 @@ def mean_of(
     """One committed step: the mean by name, unscaled and flat, padding included."""
     fill(bucket, {name: gradient * scale for name, gradient in gradients.items()})
     reduced: Reduced = reducer.reduce(bucket, StepContext(t=t, loss_scale=scale)).wait()
-    assert reduced.index is None and reduced.values is bucket.grad
+    assert reduced.index is None and reduced.values.shape == bucket.grad.shape
+    assert reduced.values.data_ptr() == bucket.grad.data_ptr(), "in place"
     found = {name: s.of(reduced.values).float() / scale for name, s in bucket.slices.items()}
     reducer.commit(bucket, None)
     return found
