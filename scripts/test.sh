@@ -11,6 +11,8 @@ cd "$repo"
 export PATH="$venv/bin:$PATH"
 # Tests start several ranks at a time; more threads than cores would slow every one of them.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Hundreds of processes start, each of which would compile the whole package again.
+unset PYTHONDONTWRITEBYTECODE
 # Nothing a test does may need or reach a model hub or a tracker's server.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
 

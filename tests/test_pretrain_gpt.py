@@ -113,6 +113,16 @@ def test_a_wrong_flag_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     assert answer.stdout.split() == ["2", "False"], answer.stderr
 
 
+def test_a_run_that_does_not_compile_loads_no_compiler(tmp_path: Path) -> None:
+    """Which takes as long as all else that a rank loads."""
+    code = (
+        f"import sys, pretrain_gpt; code = pretrain_gpt.main({TINY.split()});"
+        "print(code, 'torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    answer = start(sys.executable, "-c", code, cwd=tmp_path)
+    assert answer.stdout.splitlines()[-1] == "0 True False", answer.stderr
+
+
 def test_a_dry_run_of_48_ranks_needs_neither_them_nor_mpi_nor_torch(tmp_path: Path) -> None:
     flags = ["--config", str(CONFIGS / "gpt_12b.yaml"), "--mock-data", "--dry-run"]
     code = (

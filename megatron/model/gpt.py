@@ -22,7 +22,7 @@ from megatron.model.layer import TransformerLayer
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotary_table
 from megatron.parallel.groups import ALONE, Group
-from megatron.tensor_parallel.collectives import TensorParallel
+from megatron.tensor_parallel.collectives import TensorParallel, keep_uncompiled
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.tensor_parallel.layers import cuts_of
 from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, LayerStream
@@ -196,6 +196,7 @@ class GPT(nn.Module):
 
     def compile_layers(self, **options: Any) -> None:
         """Compile each layer with `torch.compile(**options)`; seeding of dropout stays outside."""
+        keep_uncompiled()
         for layer in self.layers:
             layer.compile(**options)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -96,9 +97,29 @@ UNCUT = TensorParallel()
 """Layers that one rank holds whole."""
 
 
+_UNCOMPILED: list[list[Callable[..., Any]]] = []
+"""What each `uncompiled` function calls."""
+
+
 def uncompiled(function: F) -> F:
-    """Let `function` run as it is written inside what torch.compile compiles."""
-    return cast(F, torch.compiler.disable(function))
+    """Let `function` run as it is written inside what torch.compile compiles, if that was told by
+    `keep_uncompiled`."""
+    called: list[Callable[..., Any]] = [function]
+    _UNCOMPILED.append(called)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        return called[0](*args, **named)
+
+    return cast(F, call)
+
+
+def keep_uncompiled() -> None:
+    """Tell torch.compile which functions are `uncompiled`. Not before it is used: its compiler
+    takes as long to load as the rest of torch."""
+    while _UNCOMPILED:
+        called = _UNCOMPILED.pop()
+        called[0] = torch.compiler.disable(called[0])
 
 
 @uncompiled
