@@ -41,7 +41,14 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(autouse=True, scope="module")
+def groups_of_a_file(ranks: Ranks) -> Iterator[None]:
+    """Process groups that its tests make end with a file."""
+    yield
+    ranks.drop_groups()
+
+
+@pytest.fixture(scope="module")
 def mpi_ranks() -> Iterator[Ranks]:
     """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
     pytest.importorskip("mpi4py", reason="needs the extra mpi")

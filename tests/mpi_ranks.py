@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.ranks import Pool, serve
 
 REPO = Path(__file__).resolve().parent.parent
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 class MPIJob(Pool):

@@ -41,6 +41,12 @@ class Ranks:
             self._pools.pop(world).close()
             raise
 
+    def drop_groups(self) -> None:
+        """Have all ranks leave the process groups that tests made. gloo looks after each idle one
+        a hundred times a second: those of a whole session take more than a core."""
+        for world in list(self._pools):
+            self.run(world, _drop_groups)
+
     def close(self) -> None:
         """End every process."""
         while self._pools:
@@ -102,16 +108,36 @@ class _Spawned(Pool):
 
 
 def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
-    """The groups of another grid on the same ranks, made once in each process. Collective."""
-    return _grid(groups.world.rank, groups.world.size, tp, pp)
+    """The groups of another grid on the same ranks, made once for a test file. Collective."""
+    return grid_of(groups.world.rank, groups.world.size, tp, pp)
 
 
 @cache
-def _grid(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
+def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
+    """As `grid`, where there are no groups yet."""
     from megatron.parallel.dims import ParallelDims
     from megatron.parallel.groups import ProcessGroups
 
     return ProcessGroups.build(ParallelDims.from_world(size, tp=tp, pp=pp), rank=rank)
+
+
+_FIRST_GROUPS: list[object] = []
+"""Those that a rank serves with."""
+
+
+def _groups() -> list[Any]:
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
+
+
+def _drop_groups(groups: ProcessGroups) -> None:
+    import torch.distributed as dist
+
+    grid_of.cache_clear()
+    for group in _groups():
+        if group not in _FIRST_GROUPS:
+            dist.destroy_process_group(group)
 
 
 def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
@@ -131,6 +157,7 @@ def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=world, pp=1), rank=rank)
+    _FIRST_GROUPS.extend(_groups())
     while True:
         try:
             function, args = pipe.recv()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from megatron.data_parallel.interface import ParamInfo, Rewirer
 from megatron.parallel.cut import Cut
-from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from tests.ranks import grid_of
 
 PADDING = 3
 """Rows of the word table that exist in memory only, on each rank."""
@@ -44,10 +43,9 @@ GRIDS = [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1)]
 """tp, dp, pp."""
 
 
-@cache
 def grid(tp: int, dp: int, pp: int, rank: int) -> ProcessGroups:
-    """Groups of a grid, made once in each process."""
-    return ProcessGroups.build(ParallelDims(tp=tp, dp=dp, pp=pp), rank=rank)
+    """Groups of a grid, made once for a test file."""
+    return grid_of(rank, tp * dp * pp, tp, pp)
 
 
 def alone() -> ProcessGroups:
