@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(flags, paths=GRADIENT_PATHS)
         config = config.resolve(options.world_size or config.parallel.model_parallel_size)
         site = with_efficiency(read_site(SITES, options.site, options.gpu), options.efficiency)
-        vocabulary, note = _vocabulary(config)
-        planner = _Planner(site, vocabulary)
+        vocabulary, note = vocabulary_of(config)
+        planner = Planner(site, vocabulary)
         plan = planner.plan(config, options.world_size or config.parallel.model_parallel_size)
         search = Search(plan, GRADIENT_PATHS, lambda c: planner.plan(c, plan.grid.dims.world_size))
         ways = [] if plan.fits else search.nearest()
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Planner:
+class Planner:
     """Plans configurations on one site with one vocabulary."""
 
     def __init__(self, site: Site, vocabulary: int) -> None:
@@ -98,7 +98,7 @@ def _text(
         yield from comparison(plan.parameters)
 
 
-def _vocabulary(config: Config) -> tuple[int, str]:
+def vocabulary_of(config: Config) -> tuple[int, str]:
     """Entries of the vocabulary; and what to tell if they are a guess."""
     data = config.data
     try:

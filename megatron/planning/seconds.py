@@ -11,14 +11,14 @@ and evaluation are not in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.data_parallel.bucket_plan import RankShapes, Sent, StepTraffic
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
 from megatron.model.flops import flops_per_token
 from megatron.pipeline.schedule import Kind, Operation, interleaved
-from megatron.pipeline.timeline import Player, driven, timeline
+from megatron.pipeline.timeline import Player, Timeline, driven, timeline
 from megatron.planning.activations import Activations, microbatches_of
 from megatron.planning.layout import Grid
 from megatron.planning.site import Link, Site
@@ -28,6 +28,13 @@ ADAM_STREAMS = 28
 """Bytes that AdamW reads and writes for an entry: gradient, and weight and moments twice."""
 OFFLOADED = 24
 """Bytes of an entry over the link to the host, there and back: weight and moments."""
+Lasts = Callable[[int, Operation, float], float]
+"""Seconds that a pass of a rank takes, out of those that it takes by the model."""
+
+
+def unchanged(rank: int, operation: Operation, seconds: float) -> float:
+    """`Lasts` of a machine that is as steady as the model."""
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ def step_seconds(grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> StepSec
         bubble=max(whole - busy, 0.0),
         reduce=reduce,
         exposed=exposed,
-        optimizer=max(_optimizer(grid, site, rank) for rank in ranks),
+        optimizer=max(optimizer_seconds(grid, site, rank) for rank in ranks),
     )
 
 
@@ -114,22 +121,13 @@ def pipeline_seconds(
     grid: Grid, passes: Sequence[PassSeconds], link: Link, microbatches: int
 ) -> float:
     """All microbatches through a pipeline; `passes`: of each stage."""
-    stages, chunks = grid.dims.pp, len(grid.split[0])
+    stages = grid.dims.pp
     if stages == 1:
         return microbatches * passes[0].total
-    transfer, parallel = link.message(Activations(grid).hidden), grid.config.parallel
-
-    def seconds(rank: int, operation: Operation) -> float:
-        each = passes[rank]
-        return (each.forward if operation.kind is Kind.FORWARD else each.backward) / chunks
+    transfer = link.message(Activations(grid).hidden)
 
     def played(count: int) -> float:
-        players: Sequence[Player | Sequence[Operation]]
-        if parallel.pipeline_schedule == "message-driven":
-            players = driven(stages, count, parallel.pipeline_limit or stages)
-        else:
-            players = [interleaved(stage, stages, chunks, count) for stage in range(stages)]
-        return float(timeline(players, chunks=chunks, transfer=transfer, factor=seconds).length)
+        return float(play(grid, passes, transfer, count).length)
 
     if microbatches <= 4 * stages:
         return played(microbatches)
@@ -138,6 +136,32 @@ def pipeline_seconds(
     odd = microbatches % stages
     some, more = played(2 * stages + odd), played(3 * stages + odd)
     return more + (microbatches - odd - 3 * stages) // stages * (more - some)
+
+
+def play(
+    grid: Grid,
+    passes: Sequence[PassSeconds],
+    transfer: float,
+    microbatches: int,
+    *,
+    lasts: Lasts = unchanged,
+) -> Timeline:
+    """What the stages do when. `transfer`: seconds of a message, which occupies no rank; `lasts`:
+    what becomes of the seconds of a pass."""
+    stages, chunks = grid.dims.pp, len(grid.split[0])
+    parallel = grid.config.parallel
+
+    def seconds(rank: int, operation: Operation) -> float:
+        each = passes[rank]
+        whole = each.forward if operation.kind is Kind.FORWARD else each.backward
+        return lasts(rank, operation, whole / chunks)
+
+    players: Sequence[Player | Sequence[Operation]]
+    if parallel.pipeline_schedule == "message-driven":
+        players = driven(stages, microbatches, parallel.pipeline_limit or stages)
+    else:
+        players = [interleaved(stage, stages, chunks, microbatches) for stage in range(stages)]
+    return timeline(players, chunks=chunks, transfer=transfer, factor=seconds)
 
 
 def collective_seconds(sent: Sent, link: Link, ranks: int) -> float:
@@ -185,7 +209,8 @@ def _mean_reduce(grid: Grid, site: Site, rank: RankShapes, backward: float) -> t
     return tuple(sum(e[0] * e[i] for e in each) / steps for i in (1, 2))  # type: ignore[return-value]
 
 
-def _optimizer(grid: Grid, site: Site, rank: RankShapes) -> float:
+def optimizer_seconds(grid: Grid, site: Site, rank: RankShapes) -> float:
+    """Of one update of all that a rank holds, by what it moves."""
     config = grid.config
     held = sum(bucket.numel for bucket in rank.buckets)
     if config.offload.optimizer_cpu_offload:

@@ -1,0 +1,138 @@
+"""The passes of a pipeline in a step that is simulated, however many microbatches it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic
+from megatron.pipeline.schedule import Kind, Operation, Place
+from megatron.pipeline.timeline import Passed, Timeline
+from megatron.planning.activations import Activations, microbatches_of
+from megatron.planning.layout import Grid
+from megatron.planning.seconds import Lasts, PassSeconds, pass_seconds, play, unchanged
+from megatron.planning.site import Link, Site
+
+ROUNDS = 5
+"""Of as many microbatches as there are stages, that are played of a pipeline at least. All others
+take as long as the last of them, once two in turn take the same. With chunks all are played."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What joins the ranks of a data-parallel group, and a stage with the next. `blocking`: a
+    message keeps the rank that sends it and the one that receives it from computing."""
+
+    reduce: Link
+    message: Link
+    blocking: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is played. `ranks`: one of each stage; `passes` of a microbatch: of each stage;
+    `lasts`: of each of so many pipelines that are played against each other, all others being as
+    one of these."""
+
+    grid: Grid
+    site: Site
+    ranks: Sequence[RankShapes]
+    passes: Sequence[PassSeconds]
+    links: Links
+    lasts: Sequence[Lasts] = (unchanged,)
+
+    @classmethod
+    def of(cls, grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
+        """As `planning.seconds` would have it."""
+        passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
+        return cls(
+            grid, site, ranks, passes, Links(site.link(grid.dims, "dp"), site.message(grid.dims))
+        )
+
+    @cached_property
+    def message(self) -> float:
+        """Seconds of a message."""
+        return self.links.message.message(Activations(self.grid).hidden)
+
+    @cached_property
+    def kinds(self) -> Sequence[StepTraffic]:
+        """Kinds of step of the run."""
+        return self.grid.path.plan_traffic(self.grid.config, self.ranks[0])
+
+
+@dataclass(frozen=True)
+class Course:
+    """A pipeline's passes. All microbatches that were left out of `timeline` take `skipped` seconds
+    together, in rounds that are all alike."""
+
+    timeline: Timeline
+    skipped: float = 0.0
+    rounds: float = 1.0
+    """How many times as many passes a whole batch has."""
+
+    def last_backwards(self, stage: int, chunks: int) -> list[tuple[float, float]]:
+        """Start and end of the last backward through each chunk, the model's last chunk first."""
+        found: dict[int, Passed] = {}
+        for each in self.timeline.ranks[stage]:
+            if each.operation.kind is Kind.BACKWARD:
+                found[each.operation.chunk] = each
+        return [
+            (float(found[c].start) + self.skipped, float(found[c].stop) + self.skipped)
+            for c in reversed(range(chunks))
+        ]
+
+
+def course_of(setting: Setting, lasts: Lasts) -> Course:
+    """Of one pipeline."""
+    grid, steady = setting.grid, lasts is unchanged
+    stages, chunks, count = grid.dims.pp, len(grid.split[0]), microbatches_of(grid)
+    blocking = setting.links.blocking
+    occupied = {
+        (rank, kind, chunk): setting.message * _crossing(rank, stages, chunk, chunks, kind)
+        for rank in range(stages)
+        for chunk in range(chunks)
+        for kind in Kind
+    }
+
+    def takes(rank: int, operation: Operation, seconds: float) -> float:
+        return lasts(rank, operation, seconds) + occupied[rank, operation.kind, operation.chunk]
+
+    def played(microbatches: int) -> Timeline:
+        free = 0.0 if blocking else setting.message
+        own = takes if blocking and stages > 1 else lasts
+        return play(grid, setting.passes, free, microbatches, lasts=own)
+
+    odd, rounds = count % stages, ROUNDS
+    while steady and chunks == 1 and count > (rounds + 1) * stages:
+        several = played(rounds * stages + odd)
+        last, before = _rounds(several, stages)
+        if abs(last - before) < 1e-9 * last:
+            left = (count - odd) // stages - rounds
+            return Course(several, left * last, count / (rounds * stages + odd))
+        rounds *= 2
+    return Course(played(count))
+
+
+def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> int:
+    """Messages that a pass waits for and makes."""
+    place, operation = Place(stage=rank, stages=stages, chunks=chunks), Operation(kind, 0, chunk)
+    return sum(each is not None for each in (place.needs(operation), place.makes(operation)))
+
+
+def _rounds(course: Timeline, stages: int) -> tuple[float, float]:
+    """Seconds of the last round before the pipeline drains, and of the one before it: between
+    backwards of the first stage."""
+    stops = [float(p.stop) for p in course.ranks[0] if p.operation.kind is Kind.BACKWARD]
+    ends = [stops[-1 - turns * stages] for turns in (1, 2, 3)]
+    return ends[0] - ends[1], ends[1] - ends[2]
+
+
+def jittered(factor: Callable[[int, Operation], float]) -> Lasts:
+    """`Lasts` of passes that take so many times as long."""
+    return lambda rank, operation, seconds: seconds * factor(rank, operation)
+
+
+def with_links(setting: Setting, links: Links) -> Setting:
+    """The same, joined otherwise."""
+    return replace(setting, links=links)

@@ -1,0 +1,55 @@
+"""A simulated step as lines of letters, one row a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.pipeline.schedule import Kind
+from megatron.pipeline.timeline import Passed
+from megatron.planning.simulation import SimulatedStep
+
+MARKS = {"reduce": "=", "optimizer": "#", "gather": "+"}
+IDLE = "."
+
+
+def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterator[str]:
+    """The first pipeline. A row of passes for each of the first `stages`: capitals forward and
+    small letters backward, by microbatch, the alphabet over and over; below it what its network (=,
+    + for gathers) and its optimizer (#) do. What was not played is left out."""
+    course = step.courses[0]
+    length = step.length - course.skipped
+    cell = length / width
+    for stage, passed in enumerate(course.timeline.ranks[:stages]):
+        row = [IDLE] * width
+        for each in passed:
+            _fill(row, float(each.start) / cell, float(each.stop) / cell, _letter(each))
+        yield f"stage {stage:<3d} {''.join(row)}"
+        row = [" "] * width
+        for event in step.events:
+            if event.stage == stage and event.stop > event.start:
+                start, stop = event.start - course.skipped, event.stop - course.skipped
+                _fill(row, start / cell, stop / cell, MARKS[event.lane])
+        yield f"          {''.join(row)}".rstrip()
+    left = len(course.timeline.ranks) - stages
+    if left > 0:
+        yield f"... {left} more stages"
+    scale = f"0 s{f'{length:.4g} s':>{width - 3}}"
+    yield f"          {scale}"
+    if course.skipped:
+        share = 1 - 1 / course.rounds
+        yield (
+            f"          {share:.0%} of the microbatches, {course.skipped:.4g} s, are not drawn: "
+            "they go on as those in the middle do"
+        )
+
+
+def _fill(row: list[str], start: float, stop: float, mark: str) -> None:
+    """Each cell whose middle lies within; of what is shorter than one, the cell it begins in."""
+    first, last = round(start), max(round(stop), round(start) + 1)
+    for cell in range(max(first, 0), min(last, len(row))):
+        row[cell] = mark
+
+
+def _letter(passed: Passed) -> str:
+    kind, microbatch, _ = passed.operation
+    return chr(ord("A" if kind is Kind.FORWARD else "a") + microbatch % 26)

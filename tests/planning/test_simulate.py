@@ -1,0 +1,427 @@
+"""The simulation where the answer is known, and what it makes of the papers' runs."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule import Kind, Operation
+from megatron.planning import course
+from megatron.planning.course import Links, Setting, course_of, jittered, with_links
+from megatron.planning.seconds import PassSeconds, step_seconds
+from megatron.planning.simulation import SimulatedStep, mean_seconds, simulate
+from megatron.planning.site import Link, read_site
+from tests.planning.grids import planned
+from tests.test_repo import SITES
+from tools.replay import axonn, network, page, radius, samo
+from tools.replay.machines import Machine
+from tools.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.simulate import main
+
+FREE = Link(0.0, 1e30)
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data "
+    "--vocab-size 500 --micro-batch-size 1 --train-iters 100 --lr 1e-3 --bf16"
+)
+DRIVEN = "--pipeline-schedule message-driven"
+SITE = read_site(SITES[0].parent, "perlmutter")
+
+
+def setting_of(flags: str, world: int) -> Setting:
+    grid = planned(f"{MODEL} {flags}", world, vocabulary=500)
+    return Setting.of(grid, SITE, [grid.rank(stage) for stage in range(grid.dims.pp)])
+
+
+def pipeline(
+    stages: int,
+    microbatches: int,
+    more: str = "",
+    *,
+    copies: int = 1,
+    whole: PassSeconds | None = None,
+    links: Links | None = None,
+) -> SimulatedStep:
+    """Of `stages` that share a model's passes evenly."""
+    whole = whole or PassSeconds(1.0, 2.0, 0.0)
+    batch = f"--global-batch-size {microbatches * copies} --micro-batch-size 1 "
+    setting = setting_of(f"{batch} --pipeline-model-parallel-size {stages} {more}", stages * copies)
+    each = PassSeconds(whole.forward / stages, whole.backward / stages, 0.0)
+    passes = Setting(
+        setting.grid,
+        setting.site,
+        setting.ranks,
+        [each] * stages,
+        links or Links(FREE, FREE),
+    )
+    return simulate(passes)[0]
+
+
+def over(step: SimulatedStep) -> float:
+    """When all stages are through with backward."""
+    return step.phases.compute + step.phases.messages + step.phases.bubble
+
+
+# ---- one and the same cost model ----------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    path=st.sampled_from(
+        [
+            "--grad-path dense",
+            "--grad-path radius --radius-density 0.3 --radius-interval 5 --radius-start-iter 20",
+            "--grad-path samo --samo-sparsity 0.8",
+            "--grad-path powersgd",
+            "--grad-path topk",
+            "--use-distributed-optimizer",
+        ]
+    ),
+    overlap=st.booleans(),
+    cap=st.sampled_from([2000, 20000, 10**6]),
+    ranks=st.sampled_from([1, 2, 8]),
+    microbatches=st.integers(1, 5),
+)
+def test_one_stage_takes_what_the_planner_says(
+    path: str, overlap: bool, cap: int, ranks: int, microbatches: int
+) -> None:
+    flags = (
+        f"{path} --overlap-grad-reduce {str(overlap).lower()} --ddp-bucket-size {cap} "
+        f"--global-batch-size {microbatches * ranks}"
+    )
+    setting = setting_of(flags, ranks)
+    planner = step_seconds(setting.grid, SITE, setting.ranks)
+    steps = simulate(setting)
+    assert mean_seconds(steps) == pytest.approx(planner.total, rel=1e-9)
+    for step in steps:
+        assert step.phases.compute == pytest.approx(planner.compute)
+        assert step.phases.optimizer == pytest.approx(planner.optimizer)
+
+
+@pytest.mark.parametrize("more", ["", DRIVEN, "--num-layers-per-virtual-pipeline-stage 1"])
+def test_a_pipeline_is_never_slower_than_the_planner_says(more: str) -> None:
+    """Its stages reduce as they finish; the planner waits for all of them first."""
+    setting = setting_of(f"--pipeline-model-parallel-size 4 --global-batch-size 64 {more}", 16)
+    planner = step_seconds(setting.grid, SITE, setting.ranks)
+    (step,) = simulate(setting)
+    tied = sum(e.stop - e.start for e in step.events if e.name == "embedding sum")
+    assert step.phases.compute + step.phases.bubble == pytest.approx(
+        planner.compute + planner.bubble, rel=1e-6
+    )
+    assert over(step) < step.length <= planner.total + tied + 1e-12
+
+
+def test_what_is_left_out_of_a_long_pipeline_is_what_was_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Messages that block make message-driven stages change their minds for some rounds."""
+    links = Links(FREE, Link(2e-5, 3e8), blocking=True)
+    flags = f"--pipeline-model-parallel-size 4 --global-batch-size 203 {DRIVEN}"
+    setting = with_links(setting_of(flags, 4), links)
+    short = course_of(setting, setting.lasts[0])
+    monkeypatch.setattr(course, "ROUNDS", 10**6)
+    full = course_of(setting, setting.lasts[0])
+    assert short.skipped > 0 and full.skipped == 0
+    length = float(short.timeline.length) + short.skipped
+    assert length == pytest.approx(float(full.timeline.length), rel=1e-12)
+
+
+# ---- bubbles ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 16, 56])
+@pytest.mark.parametrize("more", ["", DRIVEN])
+def test_bubble_of_narayanan_and_of_samo(stages: int, microbatches: int, more: str) -> None:
+    """(p - 1) / m of the passes; Eq. 6 and 7 of SAMO: (t_f + t_b) (1 - 1 / G_inter)."""
+    found = pipeline(stages, microbatches, more).phases
+    assert found.bubble == pytest.approx((stages - 1) / microbatches * found.compute)
+    assert found.bubble == pytest.approx(3.0 * (1 - 1 / stages))
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_divide_the_bubble(chunks: int) -> None:
+    size = 8 // 2 // chunks
+    found = pipeline(2, 8, f"--num-layers-per-virtual-pipeline-stage {size}").phases
+    assert found.bubble == pytest.approx(found.compute / (chunks * 8))
+
+
+@settings(max_examples=8, deadline=None)
+@given(stages=st.sampled_from([2, 4]), forward=st.floats(0.1, 3), backward=st.floats(0.1, 5))
+def test_bubble_grows_with_the_stages(stages: int, forward: float, backward: float) -> None:
+    """SAMO, Eq. 8: its derivative (t_f + t_b) / G_inter^2 is positive, and falls. Of 1F1B;
+    message-driven stages, which take backward first, wait longer where forward takes longer."""
+    whole = PassSeconds(forward, backward, 0.0)
+    sizes = (stages // 2, stages, 2 * stages)
+    one, two, four = (pipeline(p, 16, whole=whole).phases for p in sizes)
+    assert two.bubble - one.bubble == pytest.approx(whole.total / stages)
+    assert 0 < four.bubble - two.bubble < two.bubble - one.bubble + 1e-9
+
+
+# ---- communication of a pipeline ----------------------------------------------------------------
+
+
+@settings(max_examples=5, deadline=None)
+@given(gpus=st.sampled_from([16, 32]), seconds=st.floats(1e-4, 0.05))
+def test_messages_of_a_gpu_grow_with_the_stages(gpus: int, seconds: float) -> None:
+    """Lemmas 5.1 and 5.2 and theorem 5.3 of AxoNN; Eq. 9 to 11 of SAMO: with the same batch and
+    GPUs, messages of an inner stage take 4 B / mbs G_inter / G times as long as one, computing
+    does not change, and their ratio goes as 1 / G_inter."""
+    links, batch = Links(FREE, Link(seconds, 1e30), blocking=True), 64
+    found = {
+        stages: pipeline(stages, batch * stages // gpus, copies=gpus // stages, links=links).phases
+        for stages in (4, 8)
+    }
+    for stages, phases in found.items():
+        assert phases.messages == pytest.approx(4 * batch * stages / gpus * seconds, rel=1e-6)
+        assert phases.compute == pytest.approx(3.0 * batch / gpus)
+    ratio = {stages: phases.compute / phases.messages for stages, phases in found.items()}
+    assert ratio[4] / ratio[8] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_ends_of_a_pipeline_send_half() -> None:
+    links = Links(FREE, Link(0.01, 1e30), blocking=True)
+    assert pipeline(2, 8, links=links).phases.messages == pytest.approx(8 * 2 * 0.01, rel=1e-6)
+
+
+def test_messages_that_do_not_block_are_hidden_where_the_schedule_is_full() -> None:
+    hidden, kept = (
+        pipeline(4, 64, DRIVEN, links=Links(FREE, Link(0.01, 1e30), blocking=blocking))
+        for blocking in (False, True)
+    )
+    assert hidden.phases.messages == 0 and over(hidden) < over(kept)
+
+
+# ---- collectives and optimizer ------------------------------------------------------------------
+
+
+def test_collectives_of_a_network_do_not_overlap_each_other() -> None:
+    flags = "--pipeline-model-parallel-size 2 --global-batch-size 16 --ddp-bucket-size 3000"
+    (step,) = simulate(setting_of(flags, 8))
+    for stage in range(2):
+        lane = [e for e in step.events if e.stage == stage and e.lane == "reduce"]
+        assert len(lane) > 2
+        assert all(a.stop <= b.start + 1e-15 for a, b in zip(lane, lane[1:], strict=False))
+        first_update = min(e.start for e in step.events if e.lane == "optimizer")
+        assert max(e.stop for e in lane) <= first_update
+
+
+def test_an_offloaded_optimizer_without_clipping_follows_the_buckets() -> None:
+    """AxoNN, V-C; no other path may: it needs the norm first."""
+    flags = (
+        "--global-batch-size 8 --optimizer-cpu-offload --offload-bucket-size 2048 "
+        "--overlap-grad-reduce false --clip-grad"
+    )
+    follows, waits = (simulate(setting_of(f"{flags} {clip}", 8))[0] for clip in (0, 1))
+    assert follows.length < waits.length
+    assert follows.phases.reduce == pytest.approx(waits.phases.reduce)
+
+
+def test_a_slow_stage_and_unsteady_passes_cost_what_they_should() -> None:
+    setting = setting_of(f"--pipeline-model-parallel-size 2 --global-batch-size 32 {DRIVEN}", 4)
+
+    def factor(rank: int, operation: Operation) -> float:
+        return 2.0 if rank == 1 and operation.kind is Kind.FORWARD else 1.0
+
+    steady, slower = (
+        simulate(Setting(setting.grid, SITE, setting.ranks, setting.passes, setting.links, lasts))
+        for lasts in (setting.lasts, (setting.lasts[0], jittered(factor)))
+    )
+    more = 16 * setting.passes[1].forward
+    assert slower[0].length - steady[0].length == pytest.approx(more, rel=0.1)
+
+
+# ---- the papers ---------------------------------------------------------------------------------
+
+
+@cache
+def found(source: str) -> list[Table]:
+    return page.tables(source)
+
+
+def mean(errors: list[float]) -> float:
+    return sum(map(abs, errors)) / len(errors)
+
+
+def worst(errors: list[float]) -> float:
+    return max(map(abs, errors))
+
+
+def the(source: str, words: str) -> Table:
+    (table,) = [table for table in found(source) if words in table.name]
+    return table
+
+
+def row(table: Table, words: str) -> Row:
+    return next(row for row in table.rows if words in row.what)
+
+
+def test_at_most_two_constants_are_fitted_to_a_machine() -> None:
+    every = [table for source in page.SOURCES for table in found(source)]
+    machines: dict[str, set[str]] = {}
+    for table in every:
+        machines.setdefault(table.machine, set()).update(table.constants)
+        assert bool(table.constants) == any(row.kind == FITTED for row in table.rows)
+    assert max(map(len, machines.values())) == 2
+    assert {name for name, constants in machines.items() if constants} == {
+        "Perlmutter, as Radius ran it",
+        "Summit, as AxoNN ran it",
+        "Summit, as SAMO ran it",
+    }
+
+
+def test_fitted_numbers_are_met() -> None:
+    for source in page.SOURCES:
+        for table in found(source):
+            for each in table.rows:
+                if each.kind == FITTED:
+                    assert abs(each.error) < 0.05, (table.name, each)
+
+
+def test_radius_table_3_and_7() -> None:
+    three, seven = the("radius", "table 3"), the("radius", "table 7")
+    steps = [each.error for each in three.rows if each.what.endswith("step")]
+    assert worst(steps) < 8
+    errors = seven.errors()
+    assert len(errors) == 20 and mean(errors) < 3.5 and worst(errors) < 9
+    assert worst([each.error for each in seven.rows if "dense" in each.what]) < 1.5
+    for ranks in radius.RANKS[1:]:
+        order = [each.simulated for each in seven.rows if f", {ranks} GPUs" in each.what]
+        assert order == sorted(order), "the sparser, the better it scales"
+    assert worst(the("radius", "days").errors()) < 8
+
+
+def test_axonn_seconds_come_from_two_constants() -> None:
+    table = the("axonn", "figures 5 and 6")
+    assert abs(row(table, "all-reduce, 6 x 8").error) < 1
+    assert abs(row(table, "pipeline, 24 x 2").error) < 1.5
+    assert abs(row(table, "saved").error) < 3
+    assert axonn.SUMMIT.facts.network_efficiency == 0.39  # what the site file says of it
+
+
+def test_axonn_weak_scaling() -> None:
+    table = the("axonn", "percent of peak")
+    assert abs(row(table, "worst share over best").error) < 5
+    shares = [each for each in table.rows if each.unit == "%" and " ahead " not in each.what]
+    assert len(shares) == 12 and worst([each.error for each in shares]) < 9
+    assert row(table, "DeepSpeed over AxoNN").simulated > 1.05
+    assert row(table, "Megatron-LM over AxoNN").simulated > 2
+
+
+def test_samo_table_ii() -> None:
+    table = the("samo", "percent of peak")  # with its own constants
+    saved = [each for each in table.rows if "saved" in each.what and each.kind == PREDICTED]
+    assert len(saved) == 3 and worst([each.error for each in saved]) < 3
+    assert mean(table.errors()) < 2
+    speedups = [each for each in the("samo", "figures 6 and 7").rows]
+    assert worst([each.error for each in speedups[1::2]]) < 6, "at the most GPUs"
+    figure = [each.error for each in the("samo", "figure 8").rows if "computing" not in each.what]
+    assert mean(figure) < 5
+
+
+def test_stages_of_samo_are_those_that_its_measured_memory_needs() -> None:
+    stages = {name: (m.stages(False), m.stages(True)) for name, m in samo.MODELS.items()}
+    assert stages == {"XL": (4, 1), "2.7B": (8, 2), "6.7B": (16, 4), "13B": (32, 8)}
+
+
+def test_our_own_network_is_predicted() -> None:
+    for table in network.tables():
+        errors = table.errors()
+        if "2 ranks" in table.name:
+            assert worst(errors) < 6, table.name
+        elif "4 ranks" in table.name:
+            assert mean(errors) < 6 and worst(errors) < 12, table.name
+            assert sum(abs(error) > 10 for error in errors) <= 1
+        else:
+            plain = [each.error for each in table.rows if "1 chunks" in each.what]
+            assert worst(plain) < 3 and worst(errors) < 16
+
+
+def test_the_page_is_what_the_tool_makes() -> None:
+    """As committed, but for the last digits that another libm may give."""
+    folder = network.BENCHMARKS
+    committed = json.loads((folder / "simulate.json").read_text())["tables"]
+    made = [table.data for source in ("network", "radius", "axonn") for table in found(source)]
+    made += [table.data for table in found("samo")]
+    assert [each["name"] for each in committed] == [each["name"] for each in made]
+    for before, after in zip(committed, made, strict=True):
+        for old, new in zip(before["rows"], after["rows"], strict=True):
+            assert old["simulated"] == pytest.approx(new["simulated"], rel=1e-4), new["what"]
+
+
+# ---- the tool -----------------------------------------------------------------------------------
+
+LINE = f"{MODEL} --global-batch-size 16 --site perlmutter --world-size 8"
+
+
+def say(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert main(line.split()) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_it_draws_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    out = say(capsys, f"{LINE} --pipeline-model-parallel-size 4 --width 60")
+    rows = [line.split()[2] for line in out.splitlines() if line.startswith("stage ")]
+    assert len(rows) == 4 and all(len(line) == 60 for line in rows)
+    assert all("A" in line and "a" in line for line in rows)
+    assert rows[0].index("A") < rows[3].index("A") and "=" in out and "#" in out
+
+
+def test_as_data_it_has_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    data: Any = json.loads(say(capsys, f"{LINE} --pipeline-model-parallel-size 4 --json"))
+    (step,) = data["steps"]
+    assert len(step["passes"]) == 4 * 2 * 8
+    phases = step["phases"]
+    assert sum(phases.values()) - phases["reduce"] == pytest.approx(step["seconds"])
+    assert max(each["stop"] for each in step["events"]) == pytest.approx(step["seconds"])
+
+
+def test_what_slows_a_stage_slows_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(more: str) -> float:
+        line = f"{LINE} --pipeline-model-parallel-size 4 --json {more}"
+        return json.loads(say(capsys, line))["mean_seconds"]
+
+    plain = seconds("")
+    assert seconds("--slow 1:2") > 1.3 * plain
+    assert seconds("--blocking-messages") > plain
+    one, four = (seconds(f"--jitter 0.4 --copies {count}") for count in (1, 4))
+    assert plain < one <= four
+    assert seconds("--jitter 0.4 --seed 3") != one
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"{LINE} --slow 3", "STAGE:TIMES"),
+        (f"{LINE} --slow 3:2", "there is no stage 3 of 1"),
+        (f"{LINE} --jitter -1", "0 to 10"),
+        (f"{LINE} --out x", "--paper"),
+        ("--paper radius --lr 1", "belongs to no paper"),
+        ("--paper nobody", "invalid choice"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_tables_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say(capsys, f"--paper network --out {tmp_path}")
+    text = (tmp_path / "simulate.md").read_text()
+    assert text.count("### ") == len(network.tables()) and "predicted" in text
+    assert json.loads((tmp_path / "simulate.json").read_text())["tables"]
+
+
+def test_a_machine_is_its_site_but_for_two_numbers() -> None:
+    facts = Machine("summit", None, efficiency=0.3, reached=0.2).facts
+    assert (facts.efficiency, facts.network_efficiency, facts.gpus_per_node) == (0.3, 0.2, 6)

@@ -1,0 +1,88 @@
+"""Machines of the papers: plans on them, links as the papers' ranks lay, and fitting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.config import parse
+from megatron.planning.course import Links, Setting
+from megatron.planning.plan import Plan
+from megatron.planning.simulation import SimulatedStep, simulate
+from megatron.planning.site import Link, Site, read_site
+from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+
+REPO = Path(__file__).resolve().parents[2]
+SITES = REPO / "scripts" / "site"
+GPT2_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A site under one paper's software. `reached`: share of a node's network rate."""
+
+    site: str
+    gpu: str | None
+    efficiency: float
+    reached: float
+
+    @property
+    def facts(self) -> Site:
+        """The site with these two for its own."""
+        found = read_site(SITES, self.site, self.gpu)
+        return replace(found, efficiency=self.efficiency, network_efficiency=self.reached)
+
+    def plan(self, flags: str, world: int) -> Plan:
+        """Of a run on so many ranks."""
+        config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+        return Plan.of(
+            config,
+            world=world,
+            path=GRADIENT_PATHS[config.gradient.grad_path],
+            vocabulary=config.data.vocab_size or GPT2_VOCABULARY,
+            cap=bucket_elements(config, config.data_parallel_size(world)),
+            site=self.facts,
+        )
+
+    def setting(self, flags: str, world: int) -> Setting:
+        """What the simulation plays of it."""
+        plan = self.plan(flags, world)
+        return Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
+
+    def with_its_share(self) -> Link:
+        """Of a GPU, with all GPUs of its node sending: what AxoNN's ranks have, of whose pipelines
+        each lies on neighbouring GPUs, so that those of a node are of as many data-parallel
+        groups."""
+        facts = self.facts
+        rate = facts.nics_per_node * facts.nic_rate * facts.network_efficiency
+        return Link(facts.nic_latency, rate / facts.gpus_per_node)
+
+    def axonn(self) -> Links:
+        """All-reduces and messages go at a GPU's share, and a message keeps both GPUs busy."""
+        return Links(self.with_its_share(), self.with_its_share(), blocking=True)
+
+
+def single(setting: Setting) -> SimulatedStep:
+    """The step of a run that has one kind."""
+    steps = simulate(setting)
+    assert len(steps) == 1, "a dense run"
+    return steps[0]
+
+
+def root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that falls from `low` to `high` or rises is 0 (regula falsi, Illinois)."""
+    at_low, at_high = function(low), function(high)
+    assert at_low * at_high <= 0, "the bounds enclose it"
+    x = low
+    for _ in range(60):
+        x = high - at_high * (high - low) / (at_high - at_low)
+        found = function(x)
+        if abs(found) < 1e-6 * abs(at_low - at_high) or abs(found) < 1e-9:
+            break
+        if found * at_high < 0:
+            low, at_low = high, at_high
+        else:
+            at_low /= 2
+        high, at_high = x, found
+    return x

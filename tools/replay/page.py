@@ -1,0 +1,63 @@
+"""The page of all tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.replay import axonn, network, radius, samo
+from tools.replay.rows import Table
+
+SOURCES = ("network", "radius", "axonn", "samo")
+INTRODUCTION = """\
+# Simulated steps beside measured ones
+
+    python tools/simulate.py --paper all --out docs/benchmarks
+
+plays the runs of the papers, and of our own benchmarks on limited links, with the cost model of
+`tools/plan.py` (`megatron/planning`): passes are FLOPs at a share of peak, messages and collectives
+alpha-beta links, schedules are played event by event.
+
+A row is `fitted` if a constant was made from it, else `predicted`. A machine has at most two fitted
+constants: the share of peak that passes reach, and the share of a node's network rate that its GPUs
+reach. Summit has a pair for each of its two papers, which ran other software two years apart; the
+last table takes AxoNN's for SAMO. Errors are percent of what was measured, of percentages points;
+of a range, how far outside it. Nothing of the papers was run again here.
+"""
+
+
+def tables(source: str) -> list[Table]:
+    """Of one of `SOURCES`, or of all."""
+    found: list[Table] = []
+    if source in ("network", "all"):
+        found += network.tables()
+    if source in ("radius", "all"):
+        found += radius.tables(radius.fitted())
+    if source in ("axonn", "samo", "all"):
+        machine = axonn.fitted()
+        found += axonn.tables(machine) if source != "samo" else []
+        found += samo.tables(samo.fitted(), machine) if source != "axonn" else []
+    return found
+
+
+def lines(found: Sequence[Table]) -> Iterator[str]:
+    """As Markdown."""
+    yield from INTRODUCTION.splitlines()
+    yield ""
+    yield "| table | fitted | predicted |"
+    yield "|---|---:|---|"
+    for each in found:
+        yield f"| {each.name} | {len(each.constants)} | {each.summary} |"
+    yield ""
+    for each in found:
+        yield from each.lines()
+
+
+def write(found: Sequence[Table], folder: Path) -> None:
+    """simulate.md and simulate.json in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(lines(found)).rstrip("\n") + "\n"
+    (folder / "simulate.md").write_text(text, encoding="utf-8")
+    data = {"tables": [each.data for each in found]}
+    (folder / "simulate.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,128 @@
+"""Tables of what somebody measured beside what the simulation says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FITTED, PREDICTED, GIVEN = "fitted", "predicted", "given"
+"""Of a number: it made a constant; nothing here was made from it; it is put in as it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """`measured` and `simulated`, in a unit. `low` and `high` in place of `measured`: a range that
+    is all that is told."""
+
+    what: str
+    unit: str
+    simulated: float
+    measured: float | None = None
+    low: float | None = None
+    high: float | None = None
+    kind: str = PREDICTED
+    digits: int = 2
+
+    @property
+    def is_share(self) -> bool:
+        """Whether its error is a difference, in points, and not a ratio."""
+        return self.unit == "%"
+
+    @property
+    def error(self) -> float:
+        """In percent of what was measured, of shares in points; of a range how far outside."""
+        near = self.measured
+        if near is None:
+            assert self.low is not None and self.high is not None
+            near = min(max(self.simulated, self.low), self.high)
+        return self.simulated - near if self.is_share else 100 * (self.simulated / near - 1)
+
+    @property
+    def told(self) -> str:
+        """What was measured."""
+        if self.measured is not None:
+            return f"{self.measured:.{self.digits}f}"
+        return f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of one source on one machine. `constants`: what was fitted, in words with its value."""
+
+    name: str
+    machine: str
+    constants: Mapping[str, str]
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default_factory=list[str])
+
+    def errors(self, unit: str | None = None) -> list[float]:
+        """Of all that is predicted."""
+        return [
+            row.error
+            for row in self.rows
+            if row.kind == PREDICTED and (unit is None or row.unit == unit)
+        ]
+
+    @property
+    def summary(self) -> str:
+        """Mean and largest error of what is predicted, shares apart from the rest."""
+        found: list[str] = []
+        for shares, unit in ((False, "%"), (True, "points")):
+            errors = [
+                abs(r.error) for r in self.rows if r.kind == PREDICTED and r.is_share == shares
+            ]
+            if errors:
+                mean = sum(errors) / len(errors)
+                found.append(
+                    f"{len(errors)} predicted: off by {mean:.1f} {unit} in the mean, "
+                    f"{max(errors):.1f} at most"
+                )
+        return "; ".join(found) or "nothing is predicted"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For json."""
+        return {
+            "name": self.name,
+            "machine": self.machine,
+            "fitted": dict(self.constants),
+            "rows": [
+                {
+                    "what": row.what,
+                    "unit": row.unit,
+                    "measured": row.measured if row.measured is not None else [row.low, row.high],
+                    "simulated": row.simulated,
+                    "error": row.error,
+                    "kind": row.kind,
+                }
+                for row in self.rows
+            ],
+            "summary": self.summary,
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """As Markdown."""
+        yield f"### {self.name}"
+        yield ""
+        for constant, value in self.constants.items():
+            yield f"- fitted: {constant} = {value}"
+        if not self.constants:
+            yield "- nothing is fitted"
+        yield ""
+        yield "| | unit | paper | simulated | error | |"
+        yield "|---|---|---:|---:|---:|---|"
+        for row in self.rows:
+            error = f"{row.error:+.1f}" + (" points" if row.is_share else " %")
+            yield (
+                f"| {row.what} | {row.unit} | {row.told} | {row.simulated:.{row.digits}f} "
+                f"| {error} | {row.kind} |"
+            )
+        yield ""
+        yield f"{self.summary}."
+        yield ""
+        for note in self.notes:
+            yield f"- {note}"
+        if self.notes:
+            yield ""

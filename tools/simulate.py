@@ -1,0 +1,231 @@
+"""Play a training step on paper: what each stage, its network and its optimizer do when.
+
+    python tools/simulate.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
+        [--slow STAGE:TIMES] [--jitter SIGMA] [--seed N] [--copies N] [--blocking-messages]
+        [--width COLUMNS] [--json] [FLAGS OF pretrain_gpt.py]
+    python tools/simulate.py --paper network|radius|axonn|samo|all [--out FOLDER] [--json]
+
+No GPU, no torch. Times are those of tools/plan.py, whose phases add up; here they overlap as they
+fall. `--slow 2:1.5` lets all passes of stage 2 take half as long again; `--jitter 0.3` each pass a
+log-normal number of times as long, in so many `--copies` of the pipeline whose all-reduces wait for
+the slowest; with `--blocking-messages` a message keeps both its ranks from computing.
+
+`--paper` prints what papers and our own benchmarks measured beside what this makes of their runs,
+and says what was fitted; `--out` writes it to simulate.md and simulate.json.
+
+Exit code 2 for wrong settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from megatron.config import parse  # noqa: E402
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.pipeline.schedule import Operation  # noqa: E402
+from megatron.pipeline.timeline import Factor, jitter, slow  # noqa: E402
+from megatron.planning.course import Setting, jittered  # noqa: E402
+from megatron.planning.drawing import drawing  # noqa: E402
+from megatron.planning.plan import Plan  # noqa: E402
+from megatron.planning.seconds import Lasts  # noqa: E402
+from megatron.planning.simulation import SimulatedStep, mean_seconds, simulate  # noqa: E402
+from megatron.planning.site import read_site, with_efficiency  # noqa: E402
+from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
+from tools.plan import SITES, Planner, vocabulary_of  # noqa: E402
+from tools.replay import page  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    try:
+        options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
+        if options.paper:
+            if flags:
+                raise ConfigError(f"--paper: {flags[0]!r} belongs to no paper; leave it out")
+            _papers(options)
+            return 0
+        config = parse(flags, paths=GRADIENT_PATHS)
+        world = options.world_size or config.parallel.model_parallel_size
+        config = config.resolve(world)
+        site = with_efficiency(read_site(SITES, options.site, options.gpu), options.efficiency)
+        vocabulary, note = vocabulary_of(config)
+        plan = Planner(site, vocabulary).plan(config, world)
+        setting = _setting(plan, options)
+        steps = simulate(setting)
+        if options.json:
+            print(json.dumps(_data(plan, steps), indent=1))
+            return 0
+        print("\n".join(_text(plan, setting, steps, options.width)))
+        if note:
+            print(f"note: {note}")
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _papers(options: argparse.Namespace) -> None:
+    found = page.tables(options.paper)
+    if options.out:
+        page.write(found, Path(options.out))
+    if options.json:
+        print(json.dumps({"tables": [each.data for each in found]}, indent=1))
+    elif not options.out:
+        print("\n".join(page.lines(found)))
+
+
+def _setting(plan: Plan, options: argparse.Namespace) -> Setting:
+    setting = Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
+    if options.blocking_messages:
+        setting = replace(setting, links=replace(setting.links, blocking=True))
+    factors: list[Factor] = []
+    if options.slow:
+        stage, times = options.slow
+        if stage >= plan.grid.dims.pp:
+            raise ConfigError(f"slow: there is no stage {stage} of {plan.grid.dims.pp}")
+        factors.append(slow(stage, times))
+    if not factors and not options.jitter:
+        return setting
+    copies = options.copies if options.jitter else 1
+
+    def lasts(copy: int) -> Lasts:
+        each = [*factors]
+        if options.jitter:
+            each.append(jitter(options.seed + copy, options.jitter))
+
+        def factor(rank: int, operation: Operation) -> float:
+            product = 1.0
+            for one in each:
+                product *= float(one(rank, operation))
+            return product
+
+        return jittered(factor)
+
+    return replace(setting, lasts=[lasts(copy) for copy in range(copies)])
+
+
+def _text(
+    plan: Plan, setting: Setting, steps: Sequence[SimulatedStep], width: int
+) -> Iterator[str]:
+    dims, site = plan.grid.dims, plan.site
+    yield f"{plan.parameters:,} parameters, {dims}, {plan.microbatches} microbatches a pipeline"
+    yield f"{site.name}, {site.gpu}: {site.efficiency:.2f} of peak assumed; times are a model"
+    usual = max(steps, key=lambda step: step.count)
+    for step in steps:
+        yield ""
+        yield f"{step.name}: {step.length:.4g} s" + (f", {step.count:,} steps" * bool(step.count))
+        shown = asdict(step.phases)
+        reduce = shown.pop("reduce")
+        yield "  " + ", ".join(f"{name} {seconds:.4g}" for name, seconds in shown.items())
+        yield f"  collectives {reduce:.4g}, of which {shown['exposed']:.4g} are exposed"
+    yield ""
+    mean = mean_seconds(steps)
+    yield f"mean step {mean:.4g} s, {plan.tokens / mean:,.0f} tokens/s"
+    yield f"the planner, whose phases do not overlap: {plan.seconds.total:.4g} s"
+    yield ""
+    yield f"{usual.name}:"
+    yield from drawing(usual, width=width)
+
+
+def _data(plan: Plan, steps: Sequence[SimulatedStep]) -> dict[str, Any]:
+    return {
+        "mean_seconds": mean_seconds(steps),
+        "planner_seconds": plan.seconds.total,
+        "steps": [
+            {
+                "name": step.name,
+                "count": step.count,
+                "seconds": step.length,
+                "phases": asdict(step.phases),
+                "not_played_seconds": step.courses[0].skipped,
+                "passes": [
+                    {
+                        "stage": stage,
+                        "kind": passed.operation.kind.name.lower(),
+                        "microbatch": passed.operation.microbatch,
+                        "chunk": passed.operation.chunk,
+                        "start": float(passed.start),
+                        "stop": float(passed.stop),
+                    }
+                    for stage, each in enumerate(step.courses[0].timeline.ranks)
+                    for passed in each
+                ],
+                "events": [event._asdict() for event in step.events],
+            }
+            for step in steps
+        ],
+    }
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's own options, and what is left for the configuration."""
+    config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
+    parser = _Parser(
+        usage="tools/simulate.py CONFIG --world-size N [OPTIONS] [FLAGS OF pretrain_gpt.py]\n"
+        "       tools/simulate.py --paper NAME [--out FOLDER] [--json]",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="pretrain_gpt.py --help lists the flags of a run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=_count, help="ranks (one copy of the model)")
+    parser.add_argument("--site", default="local", help="machine, of scripts/site (local)")
+    parser.add_argument("--gpu", help="kind of GPU (the site's first)")
+    parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
+    parser.add_argument("--slow", type=_slow, help="stage, and how many times as long it takes")
+    parser.add_argument("--jitter", type=_sigma, default=0.0, help="sigma of log-normal passes (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
+    parser.add_argument("--copies", type=_count, default=1, help="pipelines with jitter (1)")
+    parser.add_argument("--blocking-messages", action="store_true", help="messages keep ranks busy")
+    parser.add_argument("--width", type=_count, default=88, help="columns of the drawing (88)")
+    parser.add_argument("--paper", choices=(*page.SOURCES, "all"), help="tables of a paper")
+    parser.add_argument("--out", help="folder for simulate.md and simulate.json")
+    parser.add_argument("--json", action="store_true", help="print data")
+    options, rest = parser.parse_known_args(argv)
+    if options.out and not options.paper:
+        raise ConfigError("--out: only --paper writes files; give both or neither")
+    return options, [*config, *rest]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message}; see tools/simulate.py --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _sigma(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 10:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 10")
+    return found
+
+
+def _slow(text: str) -> tuple[int, float]:
+    stage, _, times = text.partition(":")
+    try:
+        found = float(times)
+    except ValueError:
+        found = 0.0
+    if not stage.isdecimal() or not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not STAGE:TIMES, as 2:1.5")
+    return int(stage), found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
