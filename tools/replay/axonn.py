@@ -247,6 +247,8 @@ def _scaling(machine: Machine) -> Table:
             "what the others offload or overlap is not told: ZeRO-1 for DeepSpeed, neither for "
             "Megatron-LM; ranks as ours lie, tensor-parallel ones side by side, messages as "
             "AxoNN's. Megatron-LM's 12 tensor-parallel ranks cross nodes in a flat ring",
-            "'ahead' is taken for its step over ours minus one; the paper does not say",
+            "'ahead' is taken for its step over AxoNN's less one; the paper does not say. For "
+            "DeepSpeed the sign is wrong: the model does not know that kernels reach less with "
+            "layers cut in three and micro-batches of 2",
         ],
     )

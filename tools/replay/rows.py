@@ -111,7 +111,7 @@ class Table:
         if not self.constants:
             yield "- nothing is fitted"
         yield ""
-        yield "| | unit | paper | simulated | error | |"
+        yield "| | unit | measured | simulated | error | |"
         yield "|---|---|---:|---:|---:|---|"
         for row in self.rows:
             error = f"{row.error:+.1f}" + (" points" if row.is_share else " %")
