@@ -16,7 +16,7 @@ from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buck
 from megatron.model.flops import parameter_count, recomputing_flops_per_token
 from megatron.planning.course import Setting
 from megatron.planning.seconds import PassSeconds, pass_seconds
-from megatron.planning.simulation import SimulatedStep
+from megatron.planning.simulation import Phases
 from samo.paper import PAPER_SIZES
 from tools.replay.axonn import PEAK, SUMMIT, told
 from tools.replay.machines import GPT2_VOCABULARY, Machine, single
@@ -93,7 +93,7 @@ MODELS = {
 
 
 @cache
-def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> SimulatedStep:
+def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> Phases:
     """A step of AxoNN without or with SAMO."""
     stages = model.stages(compressed)
     plan = machine.plan(model.flags(stages), gpus)
@@ -105,7 +105,7 @@ def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> Simul
     setting = Setting(
         plan.grid, plan.site, [rank] * stages, [each] * stages, machine.axonn()
     )  # fmt: skip
-    return single(setting)
+    return single(setting).phases
 
 
 def _rank(entries: float, *, ranks: int) -> RankShapes:
@@ -123,7 +123,7 @@ def percent(model: Model, gpus: int, seconds: float) -> float:
     return 100 * flops / seconds / gpus / PEAK
 
 
-def _both(machine: Machine, model: Model, gpus: int) -> tuple[SimulatedStep, SimulatedStep]:
+def _both(machine: Machine, model: Model, gpus: int) -> tuple[Phases, Phases]:
     return tuple(run(machine, model, gpus, compressed=c) for c in (False, True))  # type: ignore[return-value]
 
 
@@ -137,8 +137,8 @@ def fitted() -> Machine:
     def off(tried: Machine) -> tuple[float, float]:
         dense, samo = _both(tried, model, gpus)
         return (
-            percent(model, gpus, dense.length) - wanted[0],
-            percent(model, gpus, samo.length) - wanted[1],
+            percent(model, gpus, dense.total) - wanted[0],
+            percent(model, gpus, samo.total) - wanted[1],
         )
 
     for _ in range(8):
@@ -181,13 +181,13 @@ def _table_ii(machine: Machine, constants: dict[str, str], name: str) -> Table:
         kind = FITTED if constants and gpus == 256 else PREDICTED
         rows += [
             Row(what=f"{which}, {gpus} GPUs", unit="%", measured=measured[i],
-                simulated=percent(model, gpus, steps[i].length), digits=1, kind=kind)
+                simulated=percent(model, gpus, steps[i].total), digits=1, kind=kind)
             for i, which in enumerate(("AxoNN", "AxoNN + SAMO"))
         ]  # fmt: skip
         rows.append(
             Row(what=f"batch time saved, {gpus} GPUs", unit="%", digits=1,
                 measured=100 * (1 - measured[0] / measured[1]),
-                simulated=100 * (1 - steps[1].length / steps[0].length), kind=kind)
+                simulated=100 * (1 - steps[1].total / steps[0].total), kind=kind)
         )  # fmt: skip
     stages = [model.stages(compressed) for compressed in (False, True)]
     fit = [
@@ -210,7 +210,7 @@ def _table_ii(machine: Machine, constants: dict[str, str], name: str) -> Table:
 
 def _saved(machine: Machine, model: Model, gpus: int) -> float:
     dense, samo = _both(machine, model, gpus)
-    return 100 * (1 - samo.length / dense.length)
+    return 100 * (1 - samo.total / dense.total)
 
 
 def _speedups(machine: Machine) -> Table:
@@ -245,7 +245,7 @@ def _speedups(machine: Machine) -> Table:
 def _figure_8(machine: Machine) -> Table:
     model, rows = MODELS["2.7B"], list[Row]()
     for gpus, measured in FIGURE_8.items():
-        dense, samo = (step.phases for step in _both(machine, model, gpus))
+        dense, samo = _both(machine, model, gpus)
         lost = (
             dense.messages - samo.messages,
             dense.bubble - samo.bubble,
