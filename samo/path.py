@@ -218,7 +218,7 @@ def _notes(
         entries = 0
         yield f"{text}; nothing is pruned yet" if options.sparsity else f"{text}: nothing is pruned"
     width = BYTES[config.precision.param_dtype]
-    moments = 1 if config.optimizer.optimizer == "sgd" else 2
+    moments = config.optimizer.num_moments
     kinds = state_bytes(
         all_,
         stored,

@@ -197,6 +197,11 @@ class OptimizerConfig:
         default=1.0, help="Largest global L2 norm of the gradient (0 = off).", within=at_least(0)
     )
 
+    @property
+    def num_moments(self) -> int:
+        """Numbers that the optimizer keeps for an entry beside its master weight."""
+        return 1 if self.optimizer == "sgd" else 2
+
 
 @section
 class PrecisionConfig:

@@ -31,13 +31,11 @@ from megatron.data_parallel.interface import (
     SparseIndex,
     Step,
 )
+from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
 from megatron.optimizer.host import beside
 from megatron.optimizer.rules import Hyper, UpdateRule
 from megatron.optimizer.shards import Kept, ShardUpdates, bind, fill
 
-CPU_CHUNK = 256 * 1024
-"""Entries: five fp32 streams of this length stay within a few MiB of cache."""
-CUDA_CHUNK = 64 * 1024 * 1024
 PARAM = "param"
 """What the master weights are called among the kinds of state."""
 

@@ -24,11 +24,9 @@ import torch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import ALIGNMENT, GradBucket, Reduced, Step
 from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
+from megatron.optimizer.chunks import SETS, offload_piece
 from megatron.optimizer.pinned import pinned_zeros
 from megatron.optimizer.rules import Hyper, UpdateRule
-
-SETS = 2
-"""Of buffers for states on the device."""
 
 
 class Lanes(Protocol):
@@ -103,7 +101,7 @@ class OffloadedOptimizer(BucketOptimizer):
     def __init__(self, engine: GradientEngine, rule: UpdateRule, *, bucket_size: int) -> None:
         assert bucket_size >= SETS * ALIGNMENT
         self._lanes: Lanes = OneLane()
-        super().__init__(engine, rule, most=bucket_size // SETS // ALIGNMENT * ALIGNMENT)
+        super().__init__(engine, rule, most=offload_piece(bucket_size))
 
     @property
     def states(self) -> list[BucketState]:

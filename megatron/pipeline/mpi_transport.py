@@ -23,8 +23,8 @@ from megatron.mpi_world import duplicate, has_cuda
 from megatron.parallel.groups import Edges, ProcessGroups
 from megatron.pipeline.mpi_progress import MessageMover, Transfer
 from megatron.pipeline.mpi_staging import Parcel, Staging, staging_for
-from megatron.pipeline.schedule import Kind, Message
-from megatron.pipeline.transport import POSTED, NoTransport, agree_on_shape
+from megatron.pipeline.schedule import POSTED, Kind, Message
+from megatron.pipeline.transport import NoTransport, agree_on_shape
 
 if TYPE_CHECKING:
     from megatron.pipeline.transport import ArrivalTransport

@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+POSTED = 2
+"""Receives that wait for their message at a time, so that one arrives during a pass: in the steady
+state of 1F1B the next activation and the next gradient; of each kind where either may come."""
+
 
 class Kind(Enum):
     """Direction of a pass; its value is what messages of that direction are called."""

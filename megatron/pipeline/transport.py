@@ -19,11 +19,8 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Edges, Group, ProcessGroups
-from megatron.pipeline.schedule import Kind, Message
+from megatron.pipeline.schedule import POSTED, Kind, Message
 
-POSTED = 2
-"""Receives that wait for their message at a time, so that one arrives during a pass: in the steady
-state of 1F1B the next activation and the next gradient."""
 _MICROBATCHES = 1 << 20
 
 

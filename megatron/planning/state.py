@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.data_parallel.bucket_plan import RankShapes, shard_length
-from megatron.data_parallel.interface import ALIGNMENT
 from megatron.data_parallel.path import BYTES
+from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
 from megatron.planning.layout import Grid
 
-SCRATCH = {"cpu": 256 * 1024, "cuda": 64 * 1024 * 1024}
-"""Entries of the optimizer's scratch at most (`optimizer.bucket_optimizer`)."""
-SETS = 2
-"""Of buffers for a piece of the offloaded states, half a bucket each (`optimizer.offload`)."""
+CHUNK = {"cpu": CPU_CHUNK, "cuda": CUDA_CHUNK}
+"""Entries that the optimizer takes at a time at most."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def state_bytes(grid: Grid, rank: RankShapes) -> StateBytes:
     config = grid.config
     own = grid.path.plan_bytes(config, rank)
     grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
-    moments = 1 if config.optimizer.optimizer == "sgd" else 2
+    moments = config.optimizer.num_moments
     sharded = config.parallel.use_distributed_optimizer and rank.ranks > 1
     shards = [
         shard_length(bucket.numel, rank.ranks) if sharded else bucket.numel
@@ -48,9 +46,9 @@ def state_bytes(grid: Grid, rank: RankShapes) -> StateBytes:
         "gradients": grad * (rank.ranks * sum(shards) if sharded else held),
     }
     states = {"master": 4 * sum(shards), "moments": 4 * moments * sum(shards)}
-    chunk, host = SCRATCH[rank.device], dict[str, int]()
+    chunk, host = CHUNK[rank.device], dict[str, int]()
     if config.offload.optimizer_cpu_offload:
-        chunk = min(chunk, config.offload.offload_bucket_size // SETS // ALIGNMENT * ALIGNMENT)
+        chunk = min(chunk, offload_piece(config.offload.offload_bucket_size))
         host = states
         states = {"offload buckets": SETS * 4 * (1 + moments) * min(chunk, max(shards))}
     scratch = {"scratch": 4 * min(chunk, max(shards))}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import OffloadConfig
+from megatron.config import OffloadConfig, OptimizerConfig
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
@@ -315,7 +315,7 @@ def config_of(case: PathCase) -> Any:
             offload_bucket_size=OFFLOAD_BUCKET,
             offload_coarsening=64,
         ),
-        optimizer=SimpleNamespace(optimizer="adam"),
+        optimizer=OptimizerConfig(),
         total_iterations=lambda: TOTAL_ITERATIONS,
     )
 

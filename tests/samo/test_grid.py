@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import OffloadConfig
+from megatron.config import OffloadConfig, OptimizerConfig
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Masks, PathParts, Rewiring, Saved, StepContext
@@ -71,7 +71,7 @@ def build(
         precision=SimpleNamespace(
             param_dtype=str(dtype).partition(".")[2], grad_dtype="float32", predivide_loss=False
         ),
-        optimizer=SimpleNamespace(optimizer="adam"),
+        optimizer=OptimizerConfig(),
         parallel=SimpleNamespace(use_distributed_optimizer=False),
         total_iterations=lambda: TOTAL,
     )
