@@ -6,8 +6,8 @@
 No GPU, no torch. `--site`: one of scripts/site, whose numbers the time comes from; `--gpu`: which
 of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
 Without `--world-size` it plans for one copy of the model. `--paper` prints the SAMO paper's memory
-model beside ours. State is counted as it is allocated, activations as autograd saves them; time is
-a model.
+model; what it measured of a model is beside ours anyway. State is counted as it is allocated,
+activations as autograd saves them, messages as transports post and keep them; time is a model.
 
 Exit code 0 also where the model does not fit, 2 for wrong settings.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E40
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.planning.fit import Search, Way  # noqa: E402
 from megatron.planning.plan import Plan  # noqa: E402
-from megatron.planning.report import as_data, lines_of, stages_line, ways_lines  # noqa: E402
+from megatron.planning.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
 from megatron.planning.site import Site, read_site, with_efficiency  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS, bucket_elements  # noqa: E402
 from samo.paper import comparison, equations  # noqa: E402
@@ -49,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = planner.plan(config, options.world_size or config.parallel.model_parallel_size)
         search = Search(plan, GRADIENT_PATHS, lambda c: planner.plan(c, plan.grid.dims.world_size))
         ways = [] if plan.fits else search.nearest()
+        pruned = "samo" in config.gradient.grad_path
+        fewest = {} if plan.fits and not pruned else search.fewest()
         if options.json:
-            print(json.dumps(as_data(plan, ways), indent=2))
+            print(json.dumps(as_data(plan, ways, fewest), indent=2))
             return 0
-        print("\n".join(_text(plan, search, ways, note, papers=options.paper)))
+        print("\n".join(_text(plan, ways, fewest, note, papers=options.paper)))
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -78,24 +80,28 @@ class Planner:
 
 
 def _text(
-    plan: Plan, search: Search, ways: Sequence[Way], note: str, *, papers: bool
+    plan: Plan,
+    ways: Sequence[Way],
+    fewest: Mapping[str, Way | None],
+    note: str,
+    *,
+    papers: bool,
 ) -> Iterator[str]:
     yield from lines_of(plan)
     if note:
         yield f"note: {note}"
-    path = plan.grid.config.gradient.grad_path
     if not plan.fits:
         yield from ways_lines(ways)
-    if not plan.fits or "samo" in path:
-        yield stages_line(plan, f"{path} as it is", search.fewest_stages())
-        if "samo" in path:
-            yield stages_line(plan, "dense", search.fewest_stages({"grad_path": "dense"}))
-        elif path == "dense":
-            yield stages_line(plan, "samo at p = 0.9", search.fewest_stages({"grad_path": "samo"}))
+    if fewest:
+        yield ""
+        yield from stages_lines(fewest)
+    beside = list(comparison(plan.parameters))
     if papers:
         yield ""
         yield from equations()
-        yield from comparison(plan.parameters)
+    if beside:
+        yield ""
+        yield from beside
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:

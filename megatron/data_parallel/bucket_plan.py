@@ -186,11 +186,13 @@ class PathBytes:
 
 class Sent(NamedTuple):
     """A collective over data-parallel ranks: `nbytes` is what an all-reduce or a reduce-scatter
-    goes over, of an all-gather this rank's own part. `bucket`: which one it is of."""
+    goes over, of an all-gather this rank's own part. `bucket`: which one it is of; `piece`: of the
+    pieces of a bucket, which leave together. A second one of a piece waits for the first."""
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
     nbytes: int
     bucket: int
+    piece: int = 0
 
     def bytes_sent(self, ranks: int) -> int:
         """By the ring model, as a run counts it."""
@@ -215,9 +217,16 @@ class StepTraffic:
 
 
 def mean_traffic(
-    rank: RankShapes, *, steps: int, grad_bytes: int, param_bytes: int, sharded: bool
+    rank: RankShapes,
+    *,
+    steps: int,
+    grad_bytes: int,
+    param_bytes: int,
+    sharded: bool,
+    most: int | None = None,
 ) -> list[StepTraffic]:
-    """Of a path that takes plain means of whole buckets, as `sharded.mean_reducer` does."""
+    """Of a path that takes plain means of whole buckets, as `sharded.mean_reducer` does. `most`:
+    entries of an all-reduce (None: of any number)."""
     sent: list[Sent] = []
     for number, bucket in enumerate(rank.buckets):
         nbytes = grad_bytes * bucket.numel
@@ -228,5 +237,7 @@ def mean_traffic(
             sent.append(scattered if rank.device == "cuda" else Sent("all-reduce", nbytes, number))
             sent.append(Sent("all-gather", param_bytes * own, number))
         else:
-            sent.append(Sent("all-reduce", nbytes, number))
+            for piece, start in enumerate(range(0, bucket.numel, most or bucket.numel)):
+                entries = min(most or bucket.numel, bucket.numel - start)
+                sent.append(Sent("all-reduce", grad_bytes * entries, number, piece))
     return [StepTraffic("every step", steps, sent)]

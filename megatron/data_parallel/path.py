@@ -64,6 +64,7 @@ def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
         grad_bytes=BYTES[config.precision.grad_dtype],
         param_bytes=BYTES[config.precision.param_dtype],
         sharded=config.parallel.use_distributed_optimizer,
+        most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
     )
 
 

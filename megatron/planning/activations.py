@@ -19,9 +19,7 @@ from megatron.low_memory.spans import recompute_spans, recomputes_attention
 from megatron.parallel.cut import padded_rows
 from megatron.pipeline.schedule import Kind, Operation, interleaved
 from megatron.planning.layout import Grid
-
-POSTED = 2
-"""Receives that wait for their message at a time (`pipeline.transport`)."""
+from megatron.planning.messages import message_bytes
 
 
 class ChunkBytes(NamedTuple):
@@ -35,13 +33,15 @@ class ChunkBytes(NamedTuple):
 @dataclass(frozen=True)
 class ActivationBytes:
     """Most that a rank holds at a time: of microbatches in flight, of recomputation, of messages
-    between stages, and of gradients on their way through a layer."""
+    between stages, and of gradients on their way through a layer. `pinned`: of messages, in
+    host memory."""
 
     saved: int
     again: int
     messages: int
     gradients: int
     in_flight: int
+    pinned: int = 0
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -199,17 +199,22 @@ class Activations:
         chunks = [self.chunk(stage, chunk) for chunk in range(count)]
         saved, in_flight = _peak([chunk.saved for chunk in chunks], self._order(stage))
         dims, model = self.grid.dims, self.grid.config.model
-        # gloo's sends are known to be done when they are answered.
-        sends = in_flight if self.grid.device == "cpu" else 1
-        messages = (POSTED + sends) * self.hidden if dims.pp > 1 else 0
+        messages = message_bytes(
+            self.grid,
+            stage,
+            self.hidden,
+            microbatches=microbatches_of(self.grid),
+            in_flight=in_flight,
+        )
         columns = model.ffn_size // dims.tp * (2 if model.swiglu else 1)
         backward = self._width * self._rows * (columns + model.hidden_size) + self.hidden
         return ActivationBytes(
             saved=saved,
             again=max(chunk.again for chunk in chunks),
-            messages=messages,
+            messages=messages.device,
             gradients=backward,
             in_flight=in_flight,
+            pinned=messages.pinned,
         )
 
     def _order(self, stage: int) -> Iterable[Operation]:

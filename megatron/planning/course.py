@@ -14,7 +14,7 @@ from megatron.planning.layout import Grid
 from megatron.planning.seconds import Lasts, PassSeconds, pass_seconds, play, unchanged
 from megatron.planning.site import Link, Site
 
-ROUNDS = 5
+ROUNDS = 4
 """Of as many microbatches as there are stages, that are played of a pipeline at least. All others
 take as long as the last of them, once two in turn take the same. With chunks all are played."""
 

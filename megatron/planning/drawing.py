@@ -8,14 +8,15 @@ from megatron.pipeline.schedule import Kind
 from megatron.pipeline.timeline import Passed
 from megatron.planning.simulation import SimulatedStep
 
-MARKS = {"reduce": "=", "optimizer": "#", "gather": "+"}
+MARKS = {"reduce": "=", "norm": "~", "optimizer": "#", "gather": "+"}
 IDLE = "."
 
 
 def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterator[str]:
     """The first pipeline. A row of passes for each of the first `stages`: capitals forward and
     small letters backward, by microbatch, the alphabet over and over; below it what its network (=,
-    + for gathers) and its optimizer (#) do. What was not played is left out."""
+    + for gathers) does, or beside that its look at sums (~) and its optimizer (#). What was not
+    played is left out."""
     course = step.courses[0]
     length = step.length - course.skipped
     cell = length / width

@@ -20,6 +20,12 @@ Changes = Mapping[str, Any]
 Planner = Callable[[Config], Plan]
 """Of a checked configuration, on the same ranks."""
 MOST = 8
+_OF_A_PIPELINE: Changes = {
+    "pipeline_schedule": "1f1b",
+    "pipeline_limit": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+"""What a single stage has none of."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,19 @@ class Search:
             found = self._fitting({**base, **change} for change in singles)
         return found[:MOST]
 
+    def fewest(self) -> dict[str, Way | None]:
+        """The smallest pipelines with what makes them small, by what that is."""
+        path = self.plan.grid.config.gradient.grad_path
+        found = {f"{path} as it is": self.fewest_stages()}
+        if "samo" in path:
+            found["dense"] = self.fewest_stages({"grad_path": "dense"})
+        elif path == "dense":
+            found["samo at p = 0.9"] = self.fewest_stages({"grad_path": "samo"})
+        if not self.plan.grid.config.offload.optimizer_cpu_offload:
+            offloaded = {"optimizer_cpu_offload": True, "use_distributed_optimizer": False}
+            found["offloaded states"] = self.fewest_stages(offloaded)
+        return found
+
     def fewest_stages(self, changes: Changes | None = None) -> Way | None:
         """The smallest pipeline on the same ranks, G_inter, that fits with these changes; None
         where none does."""
@@ -64,7 +83,8 @@ class Search:
         for stages in range(1, dims.world_size // dims.tp + 1):
             if dims.world_size % (dims.tp * stages):
                 continue
-            way = self._try({**(changes or {}), "pipeline_model_parallel_size": stages})
+            alone = _OF_A_PIPELINE if stages == 1 else {}
+            way = self._try({**(changes or {}), **alone, "pipeline_model_parallel_size": stages})
             if way is not None and way.plan.fits:
                 return way
         return None

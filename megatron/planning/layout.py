@@ -21,7 +21,8 @@ WORD_TABLE = "embedding.word_embeddings.weight"
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """A configuration on a number of ranks. `vocabulary`: entries, before padding; `cap`: entries
-    of a gradient bucket; `device`: "cpu" or "cuda"."""
+    of a gradient bucket; `device`: "cpu" or "cuda"; `cuda_aware_mpi`: whether MPI reads and writes
+    a GPU's memory itself."""
 
     config: Config
     dims: ParallelDims
@@ -29,6 +30,7 @@ class Grid:
     vocabulary: int
     cap: int
     device: str
+    cuda_aware_mpi: bool = False
 
     @cached_property
     def split(self) -> list[list[range]]:

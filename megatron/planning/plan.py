@@ -14,7 +14,7 @@ from megatron.model.flops import parameter_count
 from megatron.parallel.dims import ParallelDims
 from megatron.planning.activations import ActivationBytes, Activations, microbatches_of
 from megatron.planning.layout import Grid
-from megatron.planning.seconds import StepSeconds, step_seconds
+from megatron.planning.seconds import StepSeconds, evaluation_seconds, step_seconds
 from megatron.planning.site import GIB, Site
 from megatron.planning.state import StateBytes, state_bytes
 from megatron.planning.traffic import StepBytes, step_bytes
@@ -48,6 +48,12 @@ class StagePlan:
     def total(self) -> int:
         """Bytes on the device."""
         return sum(self.kinds.values())
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes in the host's memory by kind."""
+        found = {**self.state.host, "stage messages": self.activations.pinned}
+        return {kind: size for kind, size in found.items() if size}
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,13 @@ class Plan:
         )
         device = config.run.device or site.device
         grid = Grid(
-            config=config, dims=dims, path=path, vocabulary=vocabulary, cap=cap, device=device
+            config=config,
+            dims=dims,
+            path=path,
+            vocabulary=vocabulary,
+            cap=cap,
+            device=device,
+            cuda_aware_mpi=site.cuda_aware_mpi,
         )
         return cls(grid, site)
 
@@ -120,14 +132,24 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes of offloaded state on a node, if its ranks are of the fullest stage."""
+        """Bytes in a node's memory, if its ranks are of the fullest stage."""
         here = min(self.site.gpus_per_node, self.grid.dims.world_size)
-        return here * max(sum(stage.state.host.values()) for stage in self.stages)
+        return here * max(sum(stage.host.values()) for stage in self.stages)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether what a rank needs is there."""
+        return self.needed <= self.site.memory
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether a node has what goes to its memory."""
+        return self.host <= self.site.host_memory
 
     @property
     def fits(self) -> bool:
-        """In the device and, if it is offloaded, in the host."""
-        return self.needed <= self.site.memory and self.host <= self.site.host_memory
+        """Both."""
+        return self.fits_device and self.fits_host
 
     # ---- the run -------------------------------------------------------------------------------
 
@@ -173,8 +195,7 @@ class Plan:
     def checkpoint(self) -> int:
         """Bytes of the tensors of a checkpoint, at most."""
         config, dims = self.grid.config, self.grid.dims
-        moments = 1 if config.optimizer.optimizer == "sgd" else 2
-        copies = 1 if config.checkpoint.no_save_optim else 1 + moments
+        copies = 1 if config.checkpoint.no_save_optim else 1 + config.optimizer.num_moments
         shapes: dict[str, int] = {}
         path = 0
         for stage in self.stages:
@@ -195,13 +216,14 @@ class Plan:
     @cached_property
     def queue(self) -> Queue:
         """Time of the whole run on these nodes, without waiting for them."""
-        config, seconds = self.grid.config, self.seconds
+        config = self.grid.config
         asked, evaluation = config.checkpoint, config.evaluation
         saves = -(-self.steps // asked.save_interval) if asked.save_interval else 1
         writes = self.checkpoint / (self.site.disk_rate * self.nodes)
-        forward = (seconds.compute + seconds.tensor + seconds.bubble) / 3
-        evaluations = self.steps // evaluation.eval_interval * evaluation.eval_iters
-        return Queue(self.steps * seconds.total, evaluations * forward, saves * writes)
+        # At the end comes the test set.
+        times = self.steps // evaluation.eval_interval + evaluation.eval_at_start + 1
+        each = evaluation.eval_iters * evaluation_seconds(self.grid, self.site)
+        return Queue(self.steps * self.seconds.total, times * each, saves * writes)
 
     @property
     def notes(self) -> list[str]:
@@ -216,11 +238,11 @@ class Plan:
 
 
 def group_bytes(plan: Plan) -> Mapping[str, float]:
-    """Bytes that the busiest rank sends in a mean step, by group."""
-    dims, found = plan.grid.dims, {"dp": 0.0, "tp": 0.0, "pp": 0.0}
+    """Bytes that the busiest rank sends in a mean step, by group, and to the host."""
+    dims, found = plan.grid.dims, {"dp": 0.0, "tp": 0.0, "pp": 0.0, "host": 0.0}
     for each in plan.traffic:
         steps = sum(kind.steps for kind in each.dp) or 1
         mean = sum((kind.steps or 1) * kind.bytes_sent(dims.dp) for kind in each.dp) / steps
-        found["dp"] = max(found["dp"], mean)
-        found["tp"], found["pp"] = max(found["tp"], each.tp), max(found["pp"], each.pp)
+        own = {"dp": mean, "tp": each.tp, "pp": each.pp, "host": each.host}
+        found = {group: max(most, own[group]) for group, most in found.items()}
     return found

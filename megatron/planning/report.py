@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.layer_split import describe_split
@@ -16,7 +16,7 @@ SECONDS = (
     ("tensor", "tensor-parallel sums"),
     ("bubble", "bubble and messages"),
     ("exposed", "gradients, not hidden"),
-    ("optimizer", "optimizer"),
+    ("optimizer", "norm and optimizer"),
 )
 WIDTH = 100
 
@@ -40,13 +40,21 @@ def ways_lines(ways: Sequence[Way]) -> Iterator[str]:
         yield f"  {way.flags:{width}}  {memory_size(way.plan.needed):>9}"
 
 
-def stages_line(plan: Plan, what: str, way: Way | None) -> str:
-    """The smallest pipeline that fits, G_inter."""
-    found = "none fits" if way is None else f"{way.plan.grid.dims.pp} of {way.plan.grid.dims}"
-    return f"  fewest stages (G_inter), {what}: {found}"
+def stages_lines(fewest: Mapping[str, Way | None]) -> Iterator[str]:
+    """The smallest pipelines that fit on the same ranks, G_inter, and what a step takes there."""
+    yield "fewest stages (G_inter)"
+    width = max(map(len, fewest))
+    for what, way in fewest.items():
+        if way is None:
+            yield f"  {what:{width}}  none fits"
+            continue
+        step = f", {way.plan.seconds.total:,.2f} s a step" if way.plan.steps else ""
+        yield f"  {what:{width}}  {way.plan.grid.dims.pp:>3}  {way.plan.grid.dims}{step}"
 
 
-def as_data(plan: Plan, ways: Sequence[Way] = ()) -> dict[str, Any]:
+def as_data(
+    plan: Plan, ways: Sequence[Way] = (), fewest: Mapping[str, Way | None] | None = None
+) -> dict[str, Any]:
     """The same as plain numbers: bytes and seconds."""
     grid, dims = plan.grid, plan.grid.dims
     found: dict[str, Any] = {
@@ -65,11 +73,12 @@ def as_data(plan: Plan, ways: Sequence[Way] = ()) -> dict[str, Any]:
         "stages": [
             {
                 "bytes": stage.kinds,
-                "host": dict(stage.state.host),
+                "host": stage.host,
                 "total": stage.total,
                 "in_flight": stage.activations.in_flight,
                 "bytes_tp": traffic.tp,
                 "bytes_pp": traffic.pp,
+                "bytes_host": traffic.host,
                 "bytes_sent": [
                     {"steps": kind.steps, "kind": kind.name, "bytes": kind.bytes_sent(dims.dp)}
                     for kind in traffic.dp
@@ -87,6 +96,10 @@ def as_data(plan: Plan, ways: Sequence[Way] = ()) -> dict[str, Any]:
             {"flags": way.flags, "needed": way.plan.needed, "pp": way.plan.grid.dims.pp}
             for way in ways
         ],
+        "fewest_stages": {
+            what: None if way is None else way.plan.grid.dims.pp
+            for what, way in (fewest or {}).items()
+        },
     }
     if plan.steps:
         seconds = plan.seconds
@@ -125,16 +138,19 @@ def _memory(plan: Plan) -> Iterator[str]:
         more = f"  {flight} microbatch(es) in flight" if kind == "activations" else ""
         yield f"  {kind:24}{size:>20,} B {memory_size(size):>10}{more}"
     yield f"  {'reserve, assumed':24}{'':22} {memory_size(RESERVE[plan.grid.device]):>10}"
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield (
         f"  {'needed':24}{'':22} {memory_size(plan.needed):>10}  of {memory_size(site.memory)} on "
-        f"{site.gpu}: {verdict}"
+        f"{site.gpu}: {_verdict(plan.fits_device)}"
     )
     if plan.host:
         yield (
             f"  {'host memory of a node':24}{plan.host:>20,} B {memory_size(plan.host):>10}  of "
-            f"{memory_size(site.host_memory)}"
+            f"{memory_size(site.host_memory)}: {_verdict(plan.fits_host)}"
         )
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "DOES NOT FIT"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -149,6 +165,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
     for axis, name in (("tp", "tensor-parallel"), ("pp", "pipeline")):
         if getattr(dims, axis) > 1:
             yield f"  {name:42}{byte_size(busiest[axis]):>10}"
+    if busiest["host"]:
+        yield f"  {'states to the host, and as much back':42}{byte_size(busiest['host']):>10}"
 
 
 def _largest(plan: Plan, stage: int) -> int:

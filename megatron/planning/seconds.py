@@ -5,14 +5,16 @@
                                                      '--------' buckets leave, hidden here
 
 Computation is FLOPs at a share of peak; groups are alpha-beta links; the schedule is played by
-`pipeline.timeline`. What a path itself computes, data, saving
-and evaluation are not in it.
+`pipeline.timeline`, what comes after it by `updates`. What a path itself computes, data, saving and
+evaluation are not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import RankShapes, Sent, StepTraffic
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
@@ -23,11 +25,16 @@ from megatron.planning.activations import Activations, microbatches_of
 from megatron.planning.layout import Grid
 from megatron.planning.site import Link, Site
 from megatron.planning.traffic import tensor_traffic
+from megatron.planning.updates import (
+    embedding_seconds,
+    in_turns,
+    jobs_of,
+    norm_seconds,
+    play_sums,
+    streams,
+    update_seconds,
+)
 
-ADAM_STREAMS = 28
-"""Bytes that AdamW reads and writes for an entry: gradient, and weight and moments twice."""
-OFFLOADED = 24
-"""Bytes of an entry over the link to the host, there and back: weight and moments."""
 Lasts = Callable[[int, Operation, float], float]
 """Seconds that a pass of a rank takes, out of those that it takes by the model."""
 
@@ -54,7 +61,8 @@ class PassSeconds:
 @dataclass(frozen=True)
 class StepSeconds:
     """Of a mean step: `compute` of the busiest stage, `tensor` of it waiting for sums, `bubble` and
-    messages, `exposed`: what of `reduce` no backward hides, and the optimizer's."""
+    messages, `exposed`: what of `reduce` no backward hides, and what norm and `optimizer` take that
+    no sum hides."""
 
     compute: float
     tensor: float
@@ -76,21 +84,21 @@ def step_seconds(grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> StepSec
     count = microbatches_of(grid)
     busy = count * slowest.total
     whole = pipeline_seconds(grid, passes, site.message(grid.dims), count)
-    waits = [_mean_reduce(grid, site, rank, slowest.backward) for rank in ranks]
-    reduce, exposed = max(waits, key=lambda wait: wait[1])
+    after = [_mean_after(grid, site, rank, slowest.backward) for rank in ranks]
     tensor = count * slowest.tensor
     return StepSeconds(
         compute=busy - tensor,
         tensor=tensor,
         bubble=max(whole - busy, 0.0),
-        reduce=reduce,
-        exposed=exposed,
-        optimizer=max(optimizer_seconds(grid, site, rank) for rank in ranks),
+        reduce=max(each.reduce for each in after),
+        exposed=max(each.exposed for each in after),
+        optimizer=max(each.looked for each in after) + max(each.updated for each in after),
     )
 
 
-def pass_seconds(grid: Grid, site: Site, stage: int) -> PassSeconds:
-    """Of a microbatch through all chunks of a stage."""
+def pass_seconds(grid: Grid, site: Site, stage: int, *, hides_sums: bool = True) -> PassSeconds:
+    """Of a microbatch through all chunks of a stage. `hides_sums`: whether tensor-parallel
+    sums of backward go on beside gradients of weights, as ours do."""
     config, tp = grid.config, grid.dims.tp
     model, split = config.model, grid.split[stage]
     rate = site.peak_fp32 if config.precision.param_dtype == "float32" else site.peak
@@ -111,10 +119,19 @@ def pass_seconds(grid: Grid, site: Site, stage: int) -> PassSeconds:
     ahead, back = tokens * forward / rate, tokens * (2 * forward + again) / rate
     sent, link = tensor_traffic(grid, stage), site.link(grid.dims, "tp")
     sums = link.ring(sent.forward, tp, rounds=2 * sent.forward_calls)
-    # Backward's sums hide behind the gradients of the weights, which take as long as a forward.
+    # A forward that is made again waits for its sums as the first one did.
+    left = link.ring(sent.again, tp, rounds=2 * sent.again_calls)
     answers = link.ring(sent.backward, tp, rounds=2 * sent.backward_calls)
-    left = max(answers - ahead, 0.0)
+    # The gradients of the weights take as long as a forward.
+    left += max(answers - ahead, 0.0) if hides_sums else answers
     return PassSeconds(ahead + sums, back + left, sums + left)
+
+
+def evaluation_seconds(grid: Grid, site: Site) -> float:
+    """Of a global batch that goes forward alone."""
+    passes = [pass_seconds(grid, site, stage).forward for stage in range(grid.dims.pp)]
+    messages = site.message(grid.dims).message(Activations(grid).hidden) * (grid.dims.pp - 1)
+    return sum(passes) + messages + (microbatches_of(grid) - 1) * max(passes)
 
 
 def pipeline_seconds(
@@ -172,48 +189,58 @@ def collective_seconds(sent: Sent, link: Link, ranks: int) -> float:
     return link.ring(sent.bytes_sent(ranks), ranks, rounds=rounds)
 
 
-def reduce_seconds(
-    grid: Grid, link: Link, rank: RankShapes, step: StepTraffic, backward: float
-) -> tuple[float, float]:
-    """Of all collectives of a step, and what of it is left after the last backward, which takes so
-    long: buckets leave as they fill, one after the other. The first of a bucket's is hidden, what
-    comes after it waits for the optimizer or for all ranks."""
-    ranks, total, free, rest = grid.dims.dp, 0.0, 0.0, 0.0
-    filled, seen = 0, set[int]()
-    entries = sum(bucket.numel for bucket in rank.buckets)
-    for sent in step.sent:
-        takes = collective_seconds(sent, link, ranks)
-        total += takes
-        if sent.bucket in seen:
-            rest += takes
-            continue
-        seen.add(sent.bucket)
-        bucket = rank.buckets[sent.bucket]
-        filled += bucket.numel
-        waits = bucket.kind.tied or bucket.kind.partial
-        ready = backward if waits else backward * filled / entries
-        free = max(free, ready) + takes
-    if not grid.config.parallel.overlap_grad_reduce:
-        return total, total
-    return total, max(free - backward, 0.0) + rest
+class AfterBackward(NamedTuple):
+    """Seconds of one stage's rank: `reduce`, all that it sends and waits for; of that `exposed`,
+    what is left when backward is over; `looked`, until the norm is known after that; `updated`,
+    until its parameters are. Where updates follow sums one by one nobody waits for a norm."""
+
+    reduce: float
+    exposed: float
+    looked: float
+    updated: float
 
 
-def _mean_reduce(grid: Grid, site: Site, rank: RankShapes, backward: float) -> tuple[float, float]:
+def after_backward(
+    grid: Grid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
+) -> AfterBackward:
+    """In a step of this kind whose last backward takes so long: buckets leave as they fill."""
+    link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
+    overlaps = grid.config.parallel.overlap_grad_reduce
+
+    def ready(number: int, share: float, free: float) -> float:
+        bucket = rank.buckets[number]
+        if bucket.kind.tied and grid.dims.pp > 1:
+            start, between = max(free, backward), site.message(grid.dims)
+            return start + embedding_seconds(grid, between, bucket.numel)
+        waits = bucket.kind.tied or bucket.kind.partial or not overlaps
+        return backward * (1.0 if waits else share)
+
+    def takes(sent: Sent) -> float:
+        return collective_seconds(sent, link, ranks)
+
+    sums = play_sums(rank, step.sent, ready=ready, takes=takes)
+    late = sum(map(takes, sums.late))
+    over, jobs = sums.over(backward), jobs_of(grid, rank, sums)
+    found = AfterBackward(sum(map(takes, step.sent)), over - backward + late, 0.0, 0.0)
+    norm, update = partial(norm_seconds, grid, site), partial(update_seconds, grid, site)
+    if streams(grid.config):
+        *_, last = in_turns(jobs, backward, lambda entries: norm(entries) + update(entries))
+        return found._replace(updated=max(last.stop - over, 0.0))
+    *_, last = in_turns(jobs, backward, norm)
+    return found._replace(looked=last.stop - over, updated=sum(update(j.entries) for j in jobs))
+
+
+def _mean_after(grid: Grid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
     """Over the steps of the run."""
-    link = site.link(grid.dims, "dp")
     kinds = grid.path.plan_traffic(grid.config, rank)
-    steps = sum(kind.steps for kind in kinds)
-    each = [(kind.steps, *reduce_seconds(grid, link, rank, kind, backward)) for kind in kinds]
-    if not steps:
-        return each[0][1:]
-    return tuple(sum(e[0] * e[i] for e in each) / steps for i in (1, 2))  # type: ignore[return-value]
-
-
-def optimizer_seconds(grid: Grid, site: Site, rank: RankShapes) -> float:
-    """Of one update of all that a rank holds, by what it moves."""
-    config = grid.config
-    held = sum(bucket.numel for bucket in rank.buckets)
-    if config.offload.optimizer_cpu_offload:
-        return OFFLOADED * held / site.host_link_rate
-    shared = rank.ranks if config.parallel.use_distributed_optimizer else 1
-    return ADAM_STREAMS * held / shared / site.memory_rate
+    found = [(kind.steps, after_backward(grid, site, rank, kind, backward)) for kind in kinds]
+    count = sum(steps for steps, _ in found)
+    if not count:
+        return found[0][1]
+    of_each = zip(*(after for _, after in found), strict=True)
+    return AfterBackward(
+        *(
+            sum(steps * each for (steps, _), each in zip(found, one, strict=True)) / count
+            for one in of_each
+        )
+    )

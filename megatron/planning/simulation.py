@@ -1,11 +1,11 @@
 """Plays a step event by event: passes, messages, collectives, optimizer, each for as long as the
 cost model of `planning.seconds` says.
 
-    stage 0   F F F . . B B B         |   | optimizer |
-    network                    bucket bucket          gather      first in, first out
-    stage 1   . F B F B F B .         |   | optimizer |
-    network                 bucket bucket     gather
-                                      '- all ranks agree that the step is good
+    stage 0   F F F . . B B B     norm    norm | optimizer
+    network                    bucket bucket               gather      first in, first out
+    stage 1   . F B F B F B .     norm norm    | optimizer
+    network                 bucket bucket                  gather
+                                               '- all ranks know the norm
 
 Where the model adds up phases, here they overlap as they fall: a stage that is through early
 reduces early. With one stage and steady passes the two agree exactly.
@@ -13,19 +13,31 @@ reduces early. With one stage and steady passes the two agree exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import Sent
-from megatron.data_parallel.path import BYTES
 from megatron.planning.activations import microbatches_of
 from megatron.planning.course import Course, Setting, course_of
-from megatron.planning.seconds import collective_seconds, optimizer_seconds
+from megatron.planning.seconds import collective_seconds
+from megatron.planning.updates import (
+    Job,
+    Sums,
+    embedding_seconds,
+    in_turns,
+    jobs_of,
+    norm_seconds,
+    play_sums,
+    streams,
+    update_seconds,
+)
 
 
 class Event(NamedTuple):
-    """What a stage's network or optimizer does, in seconds from the start of the step."""
+    """What a stage's network ("reduce", "gather") or device ("norm", "optimizer") does beside
+    passes, in seconds from the start of the step."""
 
     stage: int
     lane: str
@@ -38,7 +50,8 @@ class Event(NamedTuple):
 class Phases:
     """Of a step, seconds that add up to it: `compute` of the busiest stage, `tensor` of it waiting
     for sums, `messages` that kept it from computing, `bubble` while it waited for others, `exposed`
-    what of `reduce` is left when backward is over everywhere, and the optimizer's."""
+    what of `reduce` is left when backward is over everywhere, and what norm and `optimizer` take
+    after that."""
 
     compute: float
     tensor: float
@@ -113,70 +126,61 @@ class _Reduction:
 
     def events(self) -> Iterator[Event]:
         """All of them."""
-        config = self._grid.config
-        free = [0.0] * self._stages
-        reduced: list[dict[int, float]] = []
-        late: list[tuple[int, Sent]] = []
-        for stage in range(self._stages):
-            done = dict[int, float]()
-            for event, sent in self._reduce(stage, late):
-                done[sent.bucket] = free[stage] = event.stop
-                yield event
-            reduced.append(done)
-        ends = [self._over(stage) for stage in range(self._stages)]
-        agreed = max(*free, *ends, 0.0)
-        # Without clipping nobody needs the norm of all buckets to update one (AxoNN, V-C).
-        streams = config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad
-        through: list[float] = []
-        for stage, rank in enumerate(self._setting.ranks):
-            whole = optimizer_seconds(self._grid, self._setting.site, rank)
-            entries = sum(bucket.numel for bucket in rank.buckets)
-            now = 0.0 if streams else agreed
-            for number, bucket in enumerate(rank.buckets):
-                start = max(now, reduced[stage].get(number, 0.0), ends[stage])
-                now = start + whole * bucket.numel / entries
-                yield Event(stage, "optimizer", f"update {number}", start, now)
-            through.append(now)
-        for stage, sent in late:
-            takes = self._takes(sent)
-            start, through[stage] = through[stage], through[stage] + takes
-            yield Event(stage, "gather", f"{sent.kind} {sent.bucket}", start, start + takes)
+        setting, stages = self._setting, range(self._stages)
+        found: list[Event] = []
+        sums = [self._reduce(stage, found) for stage in stages]
+        # All ranks vote on a step once their backwards are over.
+        voted = max(self._over(stage) for stage in stages)
+        jobs = [jobs_of(self._grid, setting.ranks[stage], sums[stage]) for stage in stages]
+        yield from sorted(found, key=lambda event: (event.stage, event.start))
+        update = partial(update_seconds, self._grid, setting.site)
+        norm = partial(norm_seconds, self._grid, setting.site)
+        if streams(self._grid.config):
+            yield from self._run("optimizer", jobs, voted, lambda n: norm(n) + update(n))
+            return
+        looks = list(self._run("norm", jobs, voted, norm))
+        yield from looks
+        agreed = max(event.stop for event in looks)
+        updates = list(self._run("optimizer", jobs, agreed, update))
+        yield from updates
+        for stage in stages:
+            free = max(event.stop for event in updates if event.stage == stage)
+            for sent in sums[stage].late:
+                start, free = free, free + self._takes(sent)
+                yield Event(stage, "gather", f"{sent.kind} {sent.bucket}", start, free)
 
-    def _reduce(self, stage: int, late: list[tuple[int, Sent]]) -> Iterator[tuple[Event, Sent]]:
-        """Of one stage until its optimizer may run; what comes after that goes to `late`."""
-        grid, rank = self._grid, self._setting.ranks[stage]
-        sent_here = grid.path.plan_traffic(grid.config, rank)[self._kind].sent
-        entries = sum(bucket.numel for bucket in rank.buckets)
-        seen, filled, free = set[int](), 0, 0.0
-        rest: list[Sent] = []
-        for sent in sent_here:
-            if sent.bucket in seen:
-                (rest.append(sent) if sent.kind != "all-gather" else late.append((stage, sent)))
-                continue
-            seen.add(sent.bucket)
-            bucket = rank.buckets[sent.bucket]
-            filled += bucket.numel
-            ready = self._ready(stage, filled / entries)
+    def _run(
+        self, lane: str, jobs: Sequence[list[Job]], since: float, takes: Callable[[float], float]
+    ) -> Iterator[Event]:
+        """On every stage."""
+        for stage, its in enumerate(jobs):
+            for job, start, stop in in_turns(its, since, takes):
+                yield Event(stage, lane, f"{lane} {job.name}", start, stop)
+
+    def _reduce(self, stage: int, found: list[Event]) -> Sums:
+        """Of one stage until its optimizer may run."""
+        rank, overlaps = self._setting.ranks[stage], self._grid.config.parallel.overlap_grad_reduce
+
+        def ready(number: int, share: float, free: float) -> float:
+            bucket = rank.buckets[number]
             if bucket.kind.tied and self._stages > 1:
-                # The table's two gradients, one at each end of the pipeline, are added first.
-                ready = max(free, self._over(0), self._over(self._stages - 1))
-                ready, start = ready + self._embedding_sum(bucket.numel), ready
-                yield Event(stage, "reduce", "embedding sum", start, ready), sent
-            elif bucket.kind.partial or not grid.config.parallel.overlap_grad_reduce:
-                ready = self._over(stage)
-            start = max(free, ready)
-            free = start + self._takes(sent)
-            yield Event(stage, "reduce", f"{sent.kind} {sent.bucket}", start, free), sent
-        for sent in rest:
-            start, free = free, free + self._takes(sent)
-            yield Event(stage, "reduce", f"{sent.kind} {sent.bucket}", start, free), sent
+                start = max(free, self._over(0), self._over(self._stages - 1))
+                link = self._setting.links.message
+                stop = start + embedding_seconds(self._grid, link, bucket.numel)
+                found.append(Event(stage, "reduce", "embedding sum", start, stop))
+                return stop
+            if bucket.kind.partial or bucket.kind.tied or not overlaps:
+                return self._over(stage)
+            return self._ready(stage, share)
+
+        sent = self._grid.path.plan_traffic(self._grid.config, rank)[self._kind].sent
+        sums = play_sums(rank, sent, ready=ready, takes=self._takes)
+        for each, start, stop in sums.done:
+            found.append(Event(stage, "reduce", f"{each.kind} {each.bucket}", start, stop))
+        return sums
 
     def _takes(self, sent: Sent) -> float:
         return collective_seconds(sent, self._setting.links.reduce, self._grid.dims.dp)
-
-    def _embedding_sum(self, entries: int) -> float:
-        grad = BYTES[self._grid.config.precision.grad_dtype]
-        return self._setting.links.message.ring(grad * entries, 2, rounds=2)
 
     def _over(self, stage: int) -> float:
         """When a stage's last backward is through."""
@@ -206,8 +210,10 @@ def _phases(setting: Setting, courses: Sequence[Course], events: Sequence[Event]
     )
     stage = -stage
     lanes = {lane: [e for e in events if e.lane == lane] for lane in ("reduce", "gather")}
-    sent = [sum(e.stop - e.start for e in events if e.stage == s and e.lane != "optimizer")
-            for s in range(grid.dims.pp)]  # fmt: skip
+    sent = [
+        sum(e.stop - e.start for e in events if e.stage == s and e.lane in lanes)
+        for s in range(grid.dims.pp)
+    ]
     agreed = max([over, *(e.stop for e in lanes["reduce"])])
     updated = max([agreed, *(e.stop for e in events if e.lane == "optimizer")])
     end = max([updated, *(e.stop for e in lanes["gather"])])

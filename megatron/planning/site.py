@@ -24,7 +24,8 @@ GIGA = 10**9
 class Site:
     """What ranks run on: rates in bytes, seconds and FLOP/s. `efficiency`: share of a GPU's peak
     that forward and backward reach; `network_efficiency`: share of a node's network rate that a
-    collective reaches, a message has all of it."""
+    collective reaches, a message has all of it; `host_link_rate`: of a GPU and its host, each way;
+    `host_memory_rate`: of a node's host memory, for reading and writing together."""
 
     name: str
     device: Literal["cpu", "cuda"]
@@ -43,6 +44,8 @@ class Site:
     network_efficiency: float
     host_link_rate: float
     host_memory: float
+    host_memory_rate: float
+    cuda_aware_mpi: bool
     disk_rate: float
 
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
@@ -117,6 +120,8 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
         network_efficiency=facts.number("NETWORK_EFFICIENCY"),
         host_link_rate=facts.number("HOST_LINK_GBPS") * GIGA,
         host_memory=facts.number("HOST_MEMORY_GIB") * GIB,
+        host_memory_rate=facts.number("HOST_MEMORY_GBPS") * GIGA,
+        cuda_aware_mpi=facts.flag("CUDA_AWARE_MPI"),
         disk_rate=facts.number("DISK_GBPS") * GIGA,
     )
 
@@ -142,6 +147,13 @@ class _Facts:
             if name in self.found:
                 return self.found[name]
         raise ConfigError(f"site {self.site}: has no {key}; add it to scripts/site/{self.site}.env")
+
+    def flag(self, key: str) -> bool:
+        """No unless it says yes."""
+        text = self.found.get(key, "no")
+        if text not in ("yes", "no"):
+            raise ConfigError(f"site {self.site}: {key}={text}: must be yes or no")
+        return text == "yes"
 
     def number(self, key: str) -> float:
         text = self.text(key)

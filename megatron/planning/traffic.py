@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron.config import Config
 from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic, ring_all_reduce_bytes
 from megatron.data_parallel.path import BYTES
 from megatron.low_memory.spans import recompute_spans
@@ -17,39 +18,54 @@ NUMBER = 8
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Of one microbatch on the tensor-parallel group: bytes sent `forward` and `backward`, that
-    which is made again among the latter, and how many collectives these are."""
+    """Of one microbatch on the tensor-parallel group: bytes sent `forward`, by forwards that
+    backward makes `again`, and by `backward` itself, and how many collectives these are."""
 
-    forward: int
-    backward: int
-    forward_calls: int
-    backward_calls: int
+    forward: int = 0
+    again: int = 0
+    backward: int = 0
+    forward_calls: int = 0
+    again_calls: int = 0
+    backward_calls: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.forward + self.again + self.backward
 
 
 @dataclass(frozen=True)
 class StepBytes:
     """By a rank of one stage. `dp`: by kind of step; `tp` and `pp` in every step, but for what a
-    gradient path asks the other ranks of its model."""
+    gradient path asks the other ranks of its model; `host`: of offloaded states, each way."""
 
     dp: list[StepTraffic]
     tp: int
     pp: int
+    host: int = 0
 
 
 def step_bytes(grid: Grid, stage: int, rank: RankShapes) -> StepBytes:
     """What this rank of the stage sends."""
+    held = sum(bucket.numel for bucket in rank.buckets)
     return StepBytes(
         dp=list(grid.path.plan_traffic(grid.config, rank)),
         tp=_on_tensor_group(grid, stage, rank),
         pp=_on_pipeline(grid, stage, rank),
+        host=state_width(grid.config) * held if grid.config.offload.optimizer_cpu_offload else 0,
     )
+
+
+def state_width(config: Config) -> int:
+    """Bytes of an entry's master weight and moments."""
+    return 4 * (1 + config.optimizer.num_moments)
 
 
 def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
     """Of one microbatch through all chunks of a stage."""
     ranks = grid.dims.tp
     if ranks == 1:
-        return TensorTraffic(0, 0, 0, 0)
+        return TensorTraffic()
     # A gather or its reverse sends half of what the sum of the whole does.
     cuts = grid.config.parallel.sequence_parallel
     whole = Activations(grid).hidden * (ranks if cuts else 1)
@@ -64,8 +80,7 @@ def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
     )
     # Columns: f gathers, backward gathers again and scatters a sum; rows: the other way round.
     each_forward, each_backward = (4, 6) if cuts else (2, 2)
-    forward = each_forward * layers
-    backward = each_backward * layers + each_forward * again
+    forward, backward, again = each_forward * layers, each_backward * layers, each_forward * again
     if grid.holds_embedding(stage):
         forward, backward = forward + 1, backward + cuts
     if grid.holds_head(stage):
@@ -77,7 +92,7 @@ def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
         # Of each token the largest logit; then the sum of exponentials and the target's logit.
         sent += sum(ring_all_reduce_bytes(4 * count * rows, ranks) for count in (1, 2))
         calls += 2
-    return TensorTraffic(sent, backward * unit, calls, backward)
+    return TensorTraffic(sent, again * unit, backward * unit, calls, again, backward)
 
 
 def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:
@@ -87,7 +102,7 @@ def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:
     grad = BYTES[grid.config.precision.grad_dtype]
     each = tensor_traffic(grid, stage)
     sums = [grad * bucket.numel for bucket in rank.buckets if bucket.kind.partial]
-    return microbatches_of(grid) * (each.forward + each.backward) + _summed([*sums, NUMBER], ranks)
+    return microbatches_of(grid) * each.total + _summed([*sums, NUMBER], ranks)
 
 
 def _on_pipeline(grid: Grid, stage: int, rank: RankShapes) -> int:

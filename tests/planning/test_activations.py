@@ -46,6 +46,8 @@ CASES = {
     "tensor gated": (2, f"{STILL} {TP} {LLAMA}"),
     "sequence": (2, f"--attention-dropout 0 {TP} --sequence-parallel"),
     "sequence alone": (2, f"{STILL} {TP} --sequence-parallel --micro-batch-size 1 {LLAMA}"),
+    "sqrt": (1, f"{STILL} {FULL} --recompute-method sqrt"),
+    "grid": (4, f"--attention-dropout 0 {TP} {PP} --sequence-parallel --bf16"),
     "stages": (2, f"{STILL} {PP} --bf16"),
     "in turns": (
         2,

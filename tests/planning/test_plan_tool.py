@@ -89,13 +89,40 @@ def test_changes_are_combined_where_none_does_alone(plan: Any) -> None:
 def test_samo_needs_fewer_stages(plan: Any) -> None:
     """The paper's second saving (section IV): a smaller G_inter on the same GPUs."""
     text = plan(f"{GPT_2_7B} --grad-path samo {STAGES} 4")
-    assert "fewest stages (G_inter), samo as it is: 1 of TP 1 x DP 128 x PP 1" in text
-    assert "fewest stages (G_inter), dense: 8 of TP 1 x DP 16 x PP 8" in text
+    fewest = text.partition("fewest stages (G_inter)\n")[2].splitlines()
+    said = [line.partition(" = ")[0].split() for line in fewest[:3]]
+    grid = ["TP", "1", "x", "DP", "128", "x", "PP", "1"]
+    assert said[0] == ["samo", "as", "it", "is", "1", *grid]
+    assert said[1] == ["dense", "8", *grid[:4], "16", "x", "PP", "8"]
+    assert said[2] == ["offloaded", "states", "1", *grid]
     dense = plan(f"{GPT_2_7B} {STAGES} 8 --json")
     samo = plan(f"{GPT_2_7B} --grad-path samo --json")
     assert dense["fits"] and samo["fits"]
     assert samo["seconds"]["step"] < dense["seconds"]["step"]
     assert samo["seconds"]["bubble"] == 0 < dense["seconds"]["bubble"]
+
+
+def test_fewer_stages_are_found_from_message_driven_ones(plan: Any) -> None:
+    """A single stage runs no pipeline's schedule: that goes with the stages."""
+    line = f"{GPT_2_7B} --grad-path samo {STAGES} 8 --pipeline-schedule message-driven"
+    assert plan(f"{line} --pipeline-limit 4 --json")["fewest_stages"]["samo as it is"] == 1
+    dense = plan(f"{GPT_2_7B} {STAGES} 4 --json")["fewest_stages"]
+    assert dense == {"dense as it is": 8, "samo at p = 0.9": 1, "offloaded states": 2}
+
+
+def test_offloaded_states_are_sent_to_the_host_and_back(plan: Any) -> None:
+    line = f"{GPT_2_7B} {STAGES} 8 --optimizer-cpu-offload"
+    adam, sgd = (plan(f"{line} --optimizer {kind} --json")["stages"][0] for kind in ("adam", "sgd"))
+    assert adam["bytes_host"] == 12 * sgd["bytes_host"] / 8 == sum(adam["host"].values())
+    assert "states to the host, and as much back" in plan(line)
+    assert "states to the host" not in plan(f"{GPT_2_7B} {STAGES} 8")
+
+
+def test_a_host_without_room_is_told_from_a_device_without(plan: Any) -> None:
+    text = plan(f"--config {REPO}/configs/gpt_100b.yaml {STAGES} 6 --world-size 6 --site vista")
+    verdicts = [line.rsplit(": ", 1)[1] for line in text.splitlines() if " of " in line
+                and line.endswith(("fits", "DOES NOT FIT"))]  # fmt: skip
+    assert verdicts == ["fits", "DOES NOT FIT"]
 
 
 def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
@@ -105,6 +132,7 @@ def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
     assert rows["SAMO"] == ["20.28", "11.7", "8.6"]
     assert rows["saved"][0] == "0%" and rows["saved"][-2:] == ["66%", "78%"]
     assert "unexplained" in text
+    assert "80.16" in plan(f"{REPO}/configs/gpt_2.7b.yaml --site summit")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""What comes of gradients once they are there: sums, a look at each, updates, and which of these go
+on beside which. Seconds count from wherever the caller's do.
+
+              network     | sum 0 | sum 1 | sum 2 |
+    usual     device              |0|     |1|     |2| agreed | 0 1 2 |    |n| the norm's pass of n
+    streams   device              |0,  0  |1,  1  |2,  2  |               as soon as it is there
+
+Updates wait for the norm of all gradients, so that no more than its passes go on beside sums. Only
+where states are offloaded and nothing is clipped is a piece updated when its sum is there, which
+`most` cuts long buckets into (AxoNN, V-C); all ranks have voted on the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron.config import Config
+from megatron.data_parallel.bucket_plan import RankShapes, Sent
+from megatron.data_parallel.path import BYTES
+from megatron.planning.layout import Grid
+from megatron.planning.site import Link, Site
+from megatron.planning.traffic import state_width
+
+
+class Summed(NamedTuple):
+    """A collective, and when it goes on."""
+
+    sent: Sent
+    start: float
+    stop: float
+
+
+class Sums(NamedTuple):
+    """Of one rank in a step: in the order in which they go on, and what comes after updates."""
+
+    done: list[Summed]
+    late: list[Sent]
+
+    def over(self, since: float) -> float:
+        """When there is nothing left to wait for."""
+        return max([since, *(each.stop for each in self.done)])
+
+
+class Job(NamedTuple):
+    """What of a bucket is taken up at once: so many entries of this rank's, which are there at
+    `arrives`."""
+
+    name: str
+    entries: float
+    arrives: float
+
+
+class Ran(NamedTuple):
+    """A job, and when it ran."""
+
+    job: Job
+    start: float
+    stop: float
+
+
+def streams(config: Config) -> bool:
+    """Whether updates follow sums one by one (`GradientEngine.streams`)."""
+    return config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad
+
+
+def play_sums(
+    rank: RankShapes,
+    sent: Iterable[Sent],
+    *,
+    ready: Callable[[int, float, float], float],
+    takes: Callable[[Sent], float],
+) -> Sums:
+    """One after the other, first in first out. `ready`: when a bucket may leave, of its number, the
+    share of all gradients that are there then, and when the network is free."""
+    entries = sum(bucket.numel for bucket in rank.buckets)
+    done, rest, late = list[Summed](), list[Sent](), list[Sent]()
+    seen = set[tuple[int, int]]()
+    filled, free, at = 0, 0.0, 0.0
+    for each in sent:
+        if (each.bucket, each.piece) in seen:
+            (late if each.kind == "all-gather" else rest).append(each)
+            continue
+        seen.add((each.bucket, each.piece))
+        if not each.piece:
+            filled += rank.buckets[each.bucket].numel
+            at = ready(each.bucket, filled / entries, free)
+        start = max(free, at)
+        free = start + takes(each)
+        done.append(Summed(each, start, free))
+    for each in rest:
+        done.append(Summed(each, free, free + takes(each)))
+        free = done[-1].stop
+    return Sums(done, late)
+
+
+def jobs_of(grid: Grid, rank: RankShapes, sums: Sums) -> list[Job]:
+    """What a rank updates, in order: pieces where they are taken up one by one, else buckets."""
+    shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
+    whole = not streams(grid.config)
+    arrives, sizes = dict[tuple[int, int], float](), dict[tuple[int, int], int]()
+    for sent, _, stop in sums.done:
+        key = (sent.bucket, 0 if whole else sent.piece)
+        arrives[key] = max(stop, arrives.get(key, 0.0))
+        sizes[key] = sent.nbytes
+    together = dict[int, int]()
+    for (number, _), size in sizes.items():
+        together[number] = together.get(number, 0) + size
+    found: list[Job] = []
+    for (number, piece), stop in sorted(arrives.items()):
+        share = 1.0 if whole else sizes[number, piece] / together[number]
+        name = f"{number}.{piece}" if share < 1 else f"{number}"
+        found.append(Job(name, share * rank.buckets[number].numel / shared, stop))
+    return found
+
+
+def in_turns(jobs: Sequence[Job], since: float, takes: Callable[[float], float]) -> Iterator[Ran]:
+    """One after the other from `since` on, each when it is there; `takes`: seconds of entries."""
+    now = since
+    for job in jobs:
+        start = max(now, job.arrives)
+        now = start + takes(job.entries)
+        yield Ran(job, start, now)
+
+
+def embedding_seconds(grid: Grid, link: Link, entries: int) -> float:
+    """Of adding up a tied table's two gradients, one at each end of the pipeline."""
+    return link.ring(BYTES[grid.config.precision.grad_dtype] * entries, 2, rounds=2)
+
+
+def norm_seconds(grid: Grid, site: Site, entries: float) -> float:
+    """Of a look at so many gradients."""
+    return BYTES[grid.config.precision.grad_dtype] * entries / site.memory_rate
+
+
+def update_seconds(grid: Grid, site: Site, entries: float) -> float:
+    """Of an update of so many entries, by what it moves: the gradient, states there and back, a
+    16-bit parameter; on a GPU a 16-bit gradient is widened in memory.
+
+    Offloaded states come and go at once over a GPU's link, each way at its rate unless the host's
+    memory, which all GPUs of the node read and write, is slower. Of the two sets of buffers each is
+    filled once it is empty, so that half of an update adds to a copy. A CPU does all in turn.
+    """
+    config, states = grid.config, state_width(grid.config)
+    grad, param = (BYTES[x] for x in (config.precision.grad_dtype, config.precision.param_dtype))
+    moved = grad + 2 * states + (param if param < 4 else 0)
+    if grad < 4 and grid.device == "cuda":
+        moved += 2 * 4
+    update = moved * entries / site.memory_rate
+    if not config.offload.optimizer_cpu_offload:
+        return update
+    if grid.device == "cpu":
+        return update + 2 * states * entries / site.host_link_rate
+    here = min(site.gpus_per_node, grid.dims.world_size)
+    copy = states * entries * max(1 / site.host_link_rate, 2 * here / site.host_memory_rate)
+    return max(update, copy + update / 2)
