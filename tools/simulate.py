@@ -43,20 +43,26 @@ from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.plan import SITES, Planner, vocabulary_of  # noqa: E402
 from tools.replay import page  # noqa: E402
 
+WIDTH = 88
+OF_A_RUN = ("world_size", "site", "gpu", "efficiency", "slow", "jitter", "seed", "copies") + (
+    "blocking_messages",
+    "width",
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         if options.paper:
-            if flags:
-                raise ConfigError(f"--paper: {flags[0]!r} belongs to no paper; leave it out")
-            _papers(options)
+            _papers(options, flags)
             return 0
         config = parse(flags, paths=GRADIENT_PATHS)
         world = options.world_size or config.parallel.model_parallel_size
         config = config.resolve(world)
-        site = with_efficiency(read_site(SITES, options.site, options.gpu), options.efficiency)
+        site = with_efficiency(
+            read_site(SITES, options.site or "local", options.gpu), options.efficiency
+        )
         vocabulary, note = vocabulary_of(config)
         plan = Planner(site, vocabulary).plan(config, world)
         setting = _setting(plan, options)
@@ -64,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(_data(plan, steps), indent=1))
             return 0
-        print("\n".join(_text(plan, setting, steps, options.width)))
+        print("\n".join(_text(plan, setting, steps, options.width or WIDTH)))
         if note:
             print(f"note: {note}")
     except SparsetronError as error:
@@ -73,10 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _papers(options: argparse.Namespace) -> None:
+def _papers(options: argparse.Namespace, flags: Sequence[str]) -> None:
+    own = [
+        f"--{name.replace('_', '-')}"
+        for name in OF_A_RUN
+        if getattr(options, name) not in (None, False)
+    ]
+    if others := [*own, *flags]:
+        raise ConfigError(f"--paper: {others[0]!r} belongs to no paper; leave it out")
     found = page.tables(options.paper)
     if options.out:
-        page.write(found, Path(options.out))
+        try:
+            page.write(found, Path(options.out))
+        except OSError as error:
+            raise ConfigError(f"--out {options.out}: {error.strerror}; give a folder") from None
     if options.json:
         print(json.dumps({"tables": [each.data for each in found]}, indent=1))
     elif not options.out:
@@ -87,20 +103,27 @@ def _setting(plan: Plan, options: argparse.Namespace) -> Setting:
     setting = Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
     if options.blocking_messages:
         setting = replace(setting, links=replace(setting.links, blocking=True))
+    for name in ("copies", "seed"):
+        if getattr(options, name) is not None and not options.jitter:
+            raise ConfigError(f"--{name}: without --jitter all passes are alike; give that too")
     factors: list[Factor] = []
     if options.slow:
         stage, times = options.slow
         if stage >= plan.grid.dims.pp:
-            raise ConfigError(f"slow: there is no stage {stage} of {plan.grid.dims.pp}")
+            raise ConfigError(
+                f"--slow: there is no stage {stage} of {plan.grid.dims.pp}, the first is 0"
+            )
         factors.append(slow(stage, times))
     if not factors and not options.jitter:
         return setting
-    copies = options.copies if options.jitter else 1
+    copies, seed = options.copies or 1, options.seed or 0
+    if copies > plan.grid.dims.dp:
+        raise ConfigError(f"--copies: there are no more than {plan.grid.dims.dp} pipelines")
 
     def lasts(copy: int) -> Lasts:
         each = [*factors]
         if options.jitter:
-            each.append(jitter(options.seed + copy, options.jitter))
+            each.append(jitter(seed + copy, options.jitter))
 
         def factor(rank: int, operation: Operation) -> float:
             product = 1.0
@@ -176,19 +199,44 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="pretrain_gpt.py --help lists the flags of a run.",
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=_count, help="ranks (one copy of the model)")
-    parser.add_argument("--site", default="local", help="machine, of scripts/site (local)")
-    parser.add_argument("--gpu", help="kind of GPU (the site's first)")
-    parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
-    parser.add_argument("--slow", type=_slow, help="stage, and how many times as long it takes")
-    parser.add_argument("--jitter", type=_sigma, default=0.0, help="sigma of log-normal passes (0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
-    parser.add_argument("--copies", type=_count, default=1, help="pipelines with jitter (1)")
-    parser.add_argument("--blocking-messages", action="store_true", help="messages keep ranks busy")
-    parser.add_argument("--width", type=_count, default=88, help="columns of the drawing (88)")
-    parser.add_argument("--paper", choices=(*page.SOURCES, "all"), help="tables of a paper")
-    parser.add_argument("--out", help="folder for simulate.md and simulate.json")
-    parser.add_argument("--json", action="store_true", help="print data")
+    run = parser.add_argument_group("of a run")
+    run.add_argument("--world-size", type=_count, metavar="N", help="ranks (one copy of the model)")
+    run.add_argument("--site", metavar="NAME", help="machine, of scripts/site (local)")
+    run.add_argument("--gpu", metavar="KIND", help="kind of GPU (the site's first)")
+    run.add_argument("--efficiency", type=float, metavar="X", help="share of peak (the site's)")
+    run.add_argument(
+        "--slow",
+        type=_slow,
+        metavar="STAGE:TIMES",
+        help="all passes of a stage, from 0, take so many times as long: 2:1.5",
+    )
+    run.add_argument(
+        "--jitter",
+        type=_sigma,
+        metavar="SIGMA",
+        help="every pass takes a log-normal number of times as long, 1 in the mean",
+    )
+    run.add_argument("--seed", type=_seed, metavar="N", help="of the jitter (0)")
+    run.add_argument(
+        "--copies",
+        type=_count,
+        metavar="N",
+        help="pipelines that jitter apart, whose all-reduces wait for the slowest (1)",
+    )
+    run.add_argument(
+        "--blocking-messages",
+        action="store_true",
+        help="a message keeps the rank that sends it and the one that receives it from computing",
+    )
+    run.add_argument("--width", type=_count, metavar="COLUMNS", help=f"of the drawing ({WIDTH})")
+    paper = parser.add_argument_group("of papers")
+    paper.add_argument(
+        "--paper",
+        choices=(*page.SOURCES, "all"),
+        help="what they measured beside what this makes of it; network: our own benchmarks",
+    )
+    paper.add_argument("--out", metavar="FOLDER", help="write simulate.md and simulate.json there")
+    parser.add_argument("--json", action="store_true", help="print data: of a run every pass")
     options, rest = parser.parse_known_args(argv)
     if options.out and not options.paper:
         raise ConfigError("--out: only --paper writes files; give both or neither")
@@ -203,6 +251,12 @@ class _Parser(argparse.ArgumentParser):
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
 

@@ -80,6 +80,9 @@ def over(step: SimulatedStep) -> float:
             "--grad-path powersgd",
             "--grad-path topk",
             "--use-distributed-optimizer",
+            "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 0",
+            "--optimizer-cpu-offload --offload-bucket-size 512 --clip-grad 0 --optimizer sgd",
+            "--optimizer-cpu-offload --offload-bucket-size 2048 --clip-grad 1 --grad-path samo",
         ]
     ),
     overlap=st.booleans(),
@@ -90,8 +93,10 @@ def over(step: SimulatedStep) -> float:
 def test_one_stage_takes_what_the_planner_says(
     path: str, overlap: bool, cap: int, ranks: int, microbatches: int
 ) -> None:
+    # Where states are offloaded k x bsize is the size of a bucket.
+    cut = "" if "offload" in path else f"--ddp-bucket-size {cap}"
     flags = (
-        f"{path} --overlap-grad-reduce {str(overlap).lower()} --ddp-bucket-size {cap} "
+        f"{path} --overlap-grad-reduce {str(overlap).lower()} {cut} "
         f"--global-batch-size {microbatches * ranks}"
     )
     setting = setting_of(flags, ranks)
@@ -109,11 +114,10 @@ def test_a_pipeline_is_never_slower_than_the_planner_says(more: str) -> None:
     setting = setting_of(f"--pipeline-model-parallel-size 4 --global-batch-size 64 {more}", 16)
     planner = step_seconds(setting.grid, SITE, setting.ranks)
     (step,) = simulate(setting)
-    tied = sum(e.stop - e.start for e in step.events if e.name == "embedding sum")
     assert step.phases.compute + step.phases.bubble == pytest.approx(
         planner.compute + planner.bubble, rel=1e-6
     )
-    assert over(step) < step.length <= planner.total + tied + 1e-12
+    assert over(step) < step.length <= planner.total + 1e-12
 
 
 def test_what_is_left_out_of_a_long_pipeline_is_what_was_played(
@@ -220,6 +224,18 @@ def test_an_offloaded_optimizer_without_clipping_follows_the_buckets() -> None:
     follows, waits = (simulate(setting_of(f"{flags} {clip}", 8))[0] for clip in (0, 1))
     assert follows.length < waits.length
     assert follows.phases.reduce == pytest.approx(waits.phases.reduce)
+    looks, sums, updates = (
+        [e for e in step.events if e.lane == lane]
+        for step, lane in ((waits, "norm"), (follows, "reduce"), (follows, "optimizer"))
+    )
+    # Clipped, no more than the norm's passes goes on beside sums.
+    assert looks and looks[0].start < max(e.stop for e in waits.events if e.lane == "reduce")
+    first = min(e.start for e in waits.events if e.lane == "optimizer")
+    assert first == max(e.stop for e in looks)
+    # The table is longer than k x bsize: its beginning is updated while its end is summed.
+    assert len(updates) == len(sums) > len(setting_of(f"{flags} 0", 8).ranks[0].buckets)
+    assert all(u.start >= s.stop for u, s in zip(updates, sums, strict=True))
+    assert updates[0].start < sums[-1].start
 
 
 def test_a_slow_stage_and_unsteady_passes_cost_what_they_should() -> None:
@@ -287,14 +303,29 @@ def test_fitted_numbers_are_met() -> None:
 def test_radius_table_3_and_7() -> None:
     three, seven = the("radius", "table 3"), the("radius", "table 7")
     steps = [each.error for each in three.rows if each.what.endswith("step")]
-    assert worst(steps) < 8
+    assert worst(steps) < 5
+    sums = [each.error for each in three.rows if "all-reduce" in each.what]
+    assert mean(sums) < 12 and worst(sums) < 27
     errors = seven.errors()
-    assert len(errors) == 20 and mean(errors) < 3.5 and worst(errors) < 9
+    assert len(errors) == 20 and mean(errors) < 2 and worst(errors) < 4.5
     assert worst([each.error for each in seven.rows if "dense" in each.what]) < 1.5
     for ranks in radius.RANKS[1:]:
         order = [each.simulated for each in seven.rows if f", {ranks} GPUs" in each.what]
-        assert order == sorted(order), "the sparser, the better it scales"
-    assert worst(the("radius", "days").errors()) < 8
+        assert order[1:] == sorted(order[1:]), "the sparser, the better it scales"
+        # Which is not so of 0.9: so many messages cost more than a tenth of the bytes saves.
+        if ranks >= 64:
+            assert order[1] < order[0]
+    assert worst(the("radius", "days").errors()) < 6
+
+
+def test_each_of_radius_matrices_goes_by_itself() -> None:
+    setting = radius.PERLMUTTER.setting(f"--config {radius.REPO}/configs/gpt_2.0b.yaml", 64)
+    (rank,) = setting.ranks
+    apart = radius.by_matrix(rank)
+    matrices = [bucket for bucket in apart.buckets if bucket.kind.matrix]
+    assert len(matrices) == radius.MATRICES and all(len(b.slices) == 1 for b in matrices)
+    total = sum(bucket.numel for bucket in rank.buckets)
+    assert sum(bucket.numel for bucket in apart.buckets) == total
 
 
 def test_axonn_seconds_come_from_two_constants() -> None:
@@ -309,9 +340,23 @@ def test_axonn_weak_scaling() -> None:
     table = the("axonn", "percent of peak")
     assert abs(row(table, "worst share over best").error) < 5
     shares = [each for each in table.rows if each.unit == "%" and " ahead " not in each.what]
-    assert len(shares) == 12 and worst([each.error for each in shares]) < 9
-    assert row(table, "DeepSpeed over AxoNN").simulated > 1.05
-    assert row(table, "Megatron-LM over AxoNN").simulated > 2
+    errors = [each.error for each in shares]
+    assert len(shares) == 12 and mean(errors) < 4 and worst(errors) < 8
+    assert abs(row(table, "Megatron-LM over AxoNN").error) < 12
+    assert all(abs(each.error) < 11 for each in table.rows if " ahead " in each.what)
+    off = [each.what for each in table.rows if not each.holds]
+    # Which the page has to say (`page.what_is_off`).
+    assert off == ["DeepSpeed over AxoNN, step of 100B"]
+
+
+def test_what_does_not_come_out_is_told_first() -> None:
+    text = "\n".join(page.lines(found("axonn")))
+    told = text.partition("### What does not come out")[2].partition("\n### ")[0]
+    assert "DeepSpeed over AxoNN, step of 100B: 1.18 ratio" in told
+    assert told.count("the claim does NOT hold") == 1
+    off = [each for table in found("axonn") for each in table.rows if each.is_off]
+    assert told.count("\n- ") == len(off) > 1
+    assert "FITTED".lower() in text and "| paper | simulated | error |" in text
 
 
 def test_samo_table_ii() -> None:
@@ -394,8 +439,8 @@ def test_what_slows_a_stage_slows_the_step(capsys: pytest.CaptureFixture[str]) -
     plain = seconds("")
     assert seconds("--slow 1:2") > 1.3 * plain
     assert seconds("--blocking-messages") > plain
-    one, four = (seconds(f"--jitter 0.4 --copies {count}") for count in (1, 4))
-    assert one <= four and one != plain
+    one, two = (seconds(f"--jitter 0.4 --copies {count}") for count in (1, 2))
+    assert one <= two and one != plain
     assert seconds("--jitter 0.4 --seed 3") != one
 
 
@@ -406,6 +451,13 @@ def test_what_slows_a_stage_slows_the_step(capsys: pytest.CaptureFixture[str]) -
         (f"{LINE} --slow 3:2", "there is no stage 3 of 1"),
         (f"{LINE} --jitter -1", "0 to 10"),
         (f"{LINE} --out x", "--paper"),
+        (f"{LINE} --copies 2", "without --jitter"),
+        (f"{LINE} --seed 2", "without --jitter"),
+        (f"{LINE} --jitter 0.1 --seed -2", "0 or more"),
+        (f"{LINE} --jitter 0.1 --copies 9", "no more than 8 pipelines"),
+        ("--paper radius --slow 1:2", "'--slow' belongs to no paper"),
+        ("--paper radius --site summit", "'--site' belongs to no paper"),
+        ("--paper network --out /dev/null/x", "give a folder"),
         ("--paper radius --lr 1", "belongs to no paper"),
         ("--paper nobody", "invalid choice"),
     ],
@@ -421,7 +473,7 @@ def test_wrong_options_are_refused_in_a_line(
 def test_tables_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say(capsys, f"--paper network --out {tmp_path}")
     text = (tmp_path / "simulate.md").read_text()
-    assert text.count("### ") == len(network.tables()) and "predicted" in text
+    assert text.count("### ") == len(network.tables()) + 1 and "predicted" in text
     assert json.loads((tmp_path / "simulate.json").read_text())["tables"]
 
 

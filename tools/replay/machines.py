@@ -20,12 +20,14 @@ GPT2_VOCABULARY = 50257
 
 @dataclass(frozen=True)
 class Machine:
-    """A site under one paper's software. `reached`: share of a node's network rate."""
+    """A site under one paper's software. `reached`: share of a node's network rate; `blocking`:
+    whether AxoNN's messages keep both their GPUs from computing."""
 
     site: str
     gpu: str | None
     efficiency: float
     reached: float
+    blocking: bool = True
 
     @property
     def facts(self) -> Site:
@@ -59,8 +61,8 @@ class Machine:
         return Link(facts.nic_latency, rate / facts.gpus_per_node)
 
     def axonn(self) -> Links:
-        """All-reduces and messages go at a GPU's share, and a message keeps both GPUs busy."""
-        return Links(self.with_its_share(), self.with_its_share(), blocking=True)
+        """All-reduces and messages go at a GPU's share."""
+        return Links(self.with_its_share(), self.with_its_share(), blocking=self.blocking)
 
 
 def single(setting: Setting) -> SimulatedStep:

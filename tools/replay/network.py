@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,6 +165,7 @@ def _network(measured: Mapping[str, Any], link: Link) -> Table:
         machine="two cores, limited links (docs/benchmarks)",
         constants={},
         rows=rows,
+        source="our benchmark",
         notes=notes,
     )
 
@@ -186,6 +187,7 @@ def _pipelines(link: Link) -> Table:
         machine="two cores (docs/benchmarks/pipeline.md)",
         constants={},
         rows=rows,
+        source="our benchmark",
         notes=[
             f"measured, not fitted: messages at the loopback's {1e3 * link.latency:.2f} ms and "
             f"{link.rate / 1e6:.0f} MB/s, from the gradient-path benchmark; passes as they were "
@@ -220,8 +222,3 @@ def _pipeline(each: Mapping[str, Any], link: Link) -> float:
     )
     phases = simulate(setting)[0].phases
     return phases.compute + phases.bubble
-
-
-def worst(found: Sequence[Table]) -> float:
-    """Largest error of any row, percent."""
-    return max(abs(error) for each in found for error in each.errors())

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.replay import axonn, network, radius, samo
-from tools.replay.rows import Table
+from tools.replay.axonn_scaling import scaling
+from tools.replay.rows import FAR, Table
 
 SOURCES = ("network", "radius", "axonn", "samo")
 INTRODUCTION = """\
@@ -22,7 +23,9 @@ alpha-beta links, schedules are played event by event.
 A row is `fitted` if a constant was made from it, else `predicted`. A machine has at most two fitted
 constants: the share of peak that passes reach, and the share of a node's network rate that its GPUs
 reach. Summit has a pair for each of its two papers, which ran other software two years apart; the
-last table takes AxoNN's for SAMO. Errors are percent of what was measured, of percentages points;
+last table takes AxoNN's for SAMO. What a paper does not tell of how it sent and where ranks lay is
+assumed, below its table, and was chosen knowing its figures: `predicted` means no more than that
+no constant was made from the row. Errors are percent of what was measured, of percentages points;
 of a range, how far outside it. Nothing of the papers was run again here.
 """
 
@@ -36,7 +39,7 @@ def tables(source: str) -> list[Table]:
         found += radius.tables(radius.fitted())
     if source in ("axonn", "samo", "all"):
         machine = axonn.fitted()
-        found += axonn.tables(machine) if source != "samo" else []
+        found += [axonn.ablation(machine), scaling(machine)] if source != "samo" else []
         found += samo.tables(samo.fitted(), machine) if source != "axonn" else []
     return found
 
@@ -50,8 +53,31 @@ def lines(found: Sequence[Table]) -> Iterator[str]:
     for each in found:
         yield f"| {each.name} | {len(each.constants)} | {each.summary} |"
     yield ""
+    yield from what_is_off(found)
     for each in found:
         yield from each.lines()
+
+
+def what_is_off(found: Sequence[Table]) -> Iterator[str]:
+    """Predictions that miss, in a section of their own."""
+    off = [(table, [row for row in table.rows if row.is_off]) for table in found]
+    if not any(rows for _, rows in off):
+        return
+    yield "### What does not come out"
+    yield ""
+    yield (
+        f"Predictions that are off by more than {FAR} % or points, or opposite to what the source "
+        "claims; why is below its table."
+    )
+    yield ""
+    for table, rows in off:
+        for row in rows:
+            claim = "" if row.holds else "; the claim does NOT hold"
+            yield (
+                f"- {table.name}: {row.what}: {row.told} {row.unit}, simulated "
+                f"{row.simulated:.{row.digits}f} ({row.shown}){claim}"
+            )
+    yield ""
 
 
 def write(found: Sequence[Table], folder: Path) -> None:

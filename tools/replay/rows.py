@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FITTED, PREDICTED, GIVEN = "fitted", "predicted", "given"
-"""Of a number: it made a constant; nothing here was made from it; it is put in as it stands."""
+FITTED, PREDICTED = "fitted", "predicted"
+"""Of a number: it made a constant; nothing here was made from it."""
+FAR = 10
+"""Percent, or points, from where on an error is told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """`measured` and `simulated`, in a unit. `low` and `high` in place of `measured`: a range that
-    is all that is told."""
+    is all that is told. `claim`: the source says that the figure is above this."""
 
     what: str
     unit: str
@@ -23,6 +25,7 @@ class Row:
     high: float | None = None
     kind: str = PREDICTED
     digits: int = 2
+    claim: float | None = None
 
     @property
     def is_share(self) -> bool:
@@ -39,6 +42,21 @@ class Row:
         return self.simulated - near if self.is_share else 100 * (self.simulated / near - 1)
 
     @property
+    def shown(self) -> str:
+        """The error with its unit."""
+        return f"{self.error:+.1f}" + (" points" if self.is_share else " %")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a prediction misses by a lot, or makes the opposite of what is claimed."""
+        return self.kind == PREDICTED and (abs(self.error) > FAR or not self.holds)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim does here."""
+        return self.claim is None or self.simulated > self.claim
+
+    @property
     def told(self) -> str:
         """What was measured."""
         if self.measured is not None:
@@ -48,13 +66,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of one source on one machine. `constants`: what was fitted, in words with its value."""
+    """Rows of one source on one machine. `constants`: what was fitted, in words with its value;
+    `source`: whose figures the measured ones are."""
 
     name: str
     machine: str
     constants: Mapping[str, str]
     rows: Sequence[Row]
     notes: Sequence[str] = field(default_factory=list[str])
+    source: str = "paper"
 
     def errors(self, unit: str | None = None) -> list[float]:
         """Of all that is predicted."""
@@ -86,6 +106,7 @@ class Table:
         return {
             "name": self.name,
             "machine": self.machine,
+            "source": self.source,
             "fitted": dict(self.constants),
             "rows": [
                 {
@@ -95,6 +116,7 @@ class Table:
                     "simulated": row.simulated,
                     "error": row.error,
                     "kind": row.kind,
+                    "holds": row.holds,
                 }
                 for row in self.rows
             ],
@@ -111,13 +133,12 @@ class Table:
         if not self.constants:
             yield "- nothing is fitted"
         yield ""
-        yield "| | unit | measured | simulated | error | |"
+        yield f"| figure | unit | {self.source} | simulated | error | fitted or predicted |"
         yield "|---|---|---:|---:|---:|---|"
         for row in self.rows:
-            error = f"{row.error:+.1f}" + (" points" if row.is_share else " %")
             yield (
                 f"| {row.what} | {row.unit} | {row.told} | {row.simulated:.{row.digits}f} "
-                f"| {error} | {row.kind} |"
+                f"| {row.shown} | {row.kind} |"
             )
         yield ""
         yield f"{self.summary}."

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import exp, log
 
+from megatron.config import ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.model.flops import parameter_count, recomputing_flops_per_token
 from megatron.planning.course import Setting
@@ -61,11 +62,15 @@ class Model:
             stages *= 2
         return stages
 
-    @property
+    @cached_property
+    def shape(self) -> ModelConfig:
+        """As a configuration has it."""
+        return SUMMIT.plan(self.flags(1), 1).grid.config.model
+
+    @cached_property
     def parameters(self) -> int:
         """Of the whole model, by the cost model's own count."""
-        plan = SUMMIT.plan(self.flags(1), 1)
-        return parameter_count(plan.grid.config.model, GPT2_VOCABULARY)
+        return parameter_count(self.shape, GPT2_VOCABULARY)
 
     def flags(self, stages: int) -> str:
         """Of a dense run; what a stage of SAMO's sends is told otherwise."""
@@ -118,8 +123,7 @@ def _rank(entries: float, *, ranks: int) -> RankShapes:
 
 def percent(model: Model, gpus: int, seconds: float) -> float:
     """Of peak, as the paper counts."""
-    config = SUMMIT.plan(model.flags(1), 1).grid.config.model
-    flops = recomputing_flops_per_token(config, GPT2_VOCABULARY) * model.batch * LENGTH
+    flops = recomputing_flops_per_token(model.shape, GPT2_VOCABULARY) * model.batch * LENGTH
     return 100 * flops / seconds / gpus / PEAK
 
 
