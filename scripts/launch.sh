@@ -17,6 +17,7 @@
 #   RENDEZVOUS      host:port of one node: torchrun with NODES > 1, started once on each node
 #   CPUS_PER_TASK   cores of each rank, for Slurm                                            (site's)
 #   MPIEXEC         program that LAUNCHER=mpiexec calls              (that of PYTHON, or mpiexec)
+#   SLURM_MPI_TYPE  srun's plugin that starts MPI, where a run needs it                      (pmi2)
 # For sbatch also: JOB_NAME (last part of RUN_DIR), STEP_LAUNCHER (srun; or mpiexec), MAX_RESTARTS
 # and LOST_STARTS (see job.sh), SAVE_SECONDS (longest step and a save, by which Slurm's warning comes
 # 60 + 2 x SAVE_SECONDS before the limit; 120, but at most a quarter of the limit).
@@ -144,7 +145,10 @@ command_of_srun() {
   fi
   [[ -z ${LOG_DIR:-} ]] || command+=(--output "$LOG_DIR/%x-%j-%t.log" --open-mode=append)
   # Without it every rank would be the only one for MPI.
-  if $needs_mpi && [[ " ${srun_flags[*]}" != *" --mpi"* ]]; then command+=(--mpi=pmi2); fi
+  if $needs_mpi && [[ " ${srun_flags[*]}" != *" --mpi"* ]]; then
+    $dry_run || require_mpi_plugin "${SLURM_MPI_TYPE:-pmi2}"
+    command+=("--mpi=${SLURM_MPI_TYPE:-pmi2}")
+  fi
   command+=("${srun_flags[@]}" "$PYTHON" "${program[@]}")
   # srun itself ends the ranks at once when it is told to end.
   hand_on() {

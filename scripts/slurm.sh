@@ -61,6 +61,16 @@ master_address() {
   echo "$address"
 }
 
+# Refuses a plugin of srun's, which starts MPI, where srun cannot load it: a name that is listed may
+# lack its library. srun says so in five lines.
+require_mpi_plugin() {
+  local said known
+  said=$(srun "--mpi=$1" --test-only true 2>&1) || true
+  [[ $said == *'Invalid MPI type'* ]] || return 0
+  known=$(srun --mpi=list 2>&1 | sed -n 's/^[[:space:]]\{1,\}\([a-z0-9_]*\)$/\1/p' | sort | paste -sd ' ')
+  refuse "srun --mpi=$1: Slurm cannot load that plugin; it lists: $known;" \
+    "name another with SLURM_MPI_TYPE, or start with mpiexec (in jobs STEP_LAUNCHER=mpiexec)"
+}
 # Flags for sbatch or nothing: --name or --name=value, of letters that need no quotes in a header.
 require_sbatch_flag() {
   [[ $1 =~ ^--[a-z][a-z-]*(=[][A-Za-z0-9_.,:@%+=*/\&\|-]*)?$ ]] ||

@@ -30,8 +30,15 @@ SAVING = f"{FLAGS['dense']} --save-interval 2"
 LAST = {name: 8 for name in PATHS} | {"dense": 80}
 FLAGS["dense"] += f" --train-iters {LAST['dense']}"  # the last one counts
 PIPELINE = f"{TINY} --pipeline-model-parallel-size 2"
-BY_MPI = {"by-mpiexec": {"STEP_LAUNCHER": "mpiexec"}}
-"""Jobs of a pipeline whose ranks MPI starts: launch.sh's variables."""
+MESSAGES = f"{PIPELINE} --pipeline-schedule message-driven"
+BY_MPI = {
+    "by-srun": ({"STEP_LAUNCHER": "srun"}, "srun ", " --mpi=pmi2 "),
+    "by-mpiexec": ({"STEP_LAUNCHER": "mpiexec"}, "mpiexec ", " -n 2 "),
+}
+"""Jobs of a pipeline whose messages travel over MPI: launch.sh's variables, and what must stand in
+the command that starts their ranks."""
+NO_PLUGIN = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "absent"}
+NO_MPI = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "none"}
 SLOWLY = "slow:0:3+:data"
 """So that a run is still there when what is to happen to it happens."""
 
@@ -78,10 +85,12 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     )
     found["failing"] = submit("failing", SAVING, sbatch=pair, FIRST_FAULT="raise:1:4:forward")
     if find_spec("mpi4py"):
-        for name, more in BY_MPI.items():
-            # By itself, so that launch.sh sees its flags and brings what the schedule needs.
-            plain = {"PROGRAM": "", "FIRST_FAULT": ""}
-            found[name] = submit(name, PIPELINE, sbatch=pair, **plain, **more)
+        # By itself, so that launch.sh sees its flags and brings what the schedule needs.
+        plain = {"PROGRAM": "", "FIRST_FAULT": ""}
+        for name, (more, *_) in BY_MPI.items():
+            found[name] = submit(name, MESSAGES, sbatch=pair, **plain, **more)
+        found["no-plugin"] = submit("no-plugin", MESSAGES, sbatch=pair, **plain, **NO_PLUGIN)
+        found["no-mpi"] = submit("no-mpi", MESSAGES, sbatch=pair, **plain, **NO_MPI)
     cluster.follow(limit=600)
     return found
 
@@ -95,6 +104,13 @@ def unbroken(ranks: Ranks, flags: str, folder: Path) -> list[float]:
 def train_pipeline(groups: ProcessGroups, flags: str, folder: Path) -> None:
     """`train` on two stages."""
     train(grid(groups, pp=2), flags, folder)
+
+
+def found_or_skip(name: str, jobs: dict[str, Job]) -> Job:
+    """A job that needs MPI, which need not be there."""
+    if name not in jobs:
+        pytest.skip("needs the extra mpi")
+    return jobs[name]
 
 
 def assert_resumed(job: Job, wanted: list[float]) -> None:
@@ -143,20 +159,40 @@ def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, Job]) ->
 
 
 @pytest.mark.parametrize("name", BY_MPI)
-def test_ranks_that_mpi_starts_compute_the_same(
+def test_a_message_driven_pipeline_of_two_nodes_computes_what_1f1b_does(
     name: str, jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
 ) -> None:
-    if name not in jobs:
-        pytest.skip("needs the extra mpi")
-    job = jobs[name]
+    job = found_or_skip(name, jobs)
     assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 0), job.log
+    (command,) = [line for line in job.log.splitlines() if " --pipeline-schedule " in line]
+    assert all(words in command for words in BY_MPI[name][1:])
+    config = (job.run_dir / "config.yaml").read_text()
+    assert "pipeline_schedule: message-driven" in config
+    assert all(metrics_of(job.run_dir, "bytes_pp"))
     ranks.run(2, train_pipeline, PIPELINE, tmp_path)
     assert metrics_of(job.run_dir) == metrics_of(tmp_path)
 
 
+def test_an_mpi_plugin_that_is_not_there_is_one_line(jobs: dict[str, Job]) -> None:
+    job = found_or_skip("no-plugin", jobs)
+    assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.log
+    (line,) = [line for line in job.log.splitlines() if "absent" in line]
+    assert line.startswith(
+        "launch.sh: srun --mpi=absent: Slurm cannot load that plugin; it lists: "
+    )
+    assert " none " in line and " pmi2" in line and "SLURM_MPI_TYPE" in line
+
+
+def test_ranks_that_mpi_takes_for_one_each_are_refused(jobs: dict[str, Job]) -> None:
+    job = found_or_skip("no-mpi", jobs)
+    assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.log
+    assert "MPI sees rank 0 of 1, srun's variables say" in job.log
+    assert "srun --mpi=pmi2" in job.log
+
+
 def test_each_rank_has_a_log_and_none_tells_a_secret(jobs: dict[str, Job]) -> None:
     for name, job in jobs.items():
-        for rank in range(0 if "mpiexec" in name else 2):
+        for rank in range(0 if name in ("by-mpiexec", "no-plugin") else 2):
             assert (job.run_dir / "logs" / f"{job.run_dir.name}-{job.number}-{rank}.log").is_file()
         assert "OMP_NUM_THREADS=1" in job.log
         files = [path for path in job.run_dir.rglob("*") if path.is_file()]

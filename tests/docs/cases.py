@@ -1,0 +1,115 @@
+"""How commands are cut short, and what stands in for a reader's own files, machine and cluster.
+
+Every command of the documents runs as it stands there unless it is listed here, in document order;
+one that takes a long time and is not listed fails at the time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TOY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+"""A model whose step takes milliseconds."""
+LASTING = "--micro-batch-size 1 --global-batch-size 2 --train-iters 100000 --log-interval 2"
+FEW = "--micro-batch-size 1 --global-batch-size 4 --train-iters 5 --eval-iters 1"
+BRIEF = f"{TOY} {FEW}"
+LIMIT = 240.0
+"""Seconds that a command may take on a busy machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`typed` is what is typed, {} in it the command itself, in which `instead` is replaced first.
+    `slurm`: needs the tests' Slurm."""
+
+    typed: str = "{}"
+    instead: Mapping[str, str] = field(default_factory=dict)
+    slurm: bool = False
+
+    def of(self, command: str) -> str:
+        """What is typed for a command."""
+        for old, new in self.instead.items():
+            assert old in command, f"{old} is not in: {command}"
+            command = command.replace(old, new)
+        return self.typed.replace("{}", command)
+
+
+PRELUDE = """\
+running() {  # run folder, lines of its metrics there are already
+  until (($(grep -sc lm_loss "$1/metrics.jsonl") > $2 + 2)); do sleep 0.2; done
+}
+ended() { while [[ -n $(squeue -h -j "$1" 2>/dev/null) ]]; do sleep 0.2; done; }
+says() { grep -F -- "$2" "$1" || { cat "$1"; return 1; }; }
+"""
+"""Words that the cases use."""
+
+CASES: dict[str, Case] = {
+    # ---- two commands ------------------------------------------------------------------------
+    "scripts/quickstart.sh": Case(typed=f"STEPS=4 {{}} {TOY} --eval-iters 1"),
+    "STEPS=2000 scripts/quickstart.sh": Case(
+        typed=f"RANKS=1 {{}} {TOY} --eval-iters 1", instead={"STEPS=2000": "STEPS=6"}
+    ),
+    "scripts/test.sh": Case(typed="LINT=0 WORKERS=0 {} tests/test_layers.py"),
+    # ---- gradient paths, parallelism -----------------------------------------------------------
+    "python tools/prune_checkpoint.py RUN": Case(instead={"RUN": "runs/quickstart/dense"}),
+    "python -m torch.distributed.run": Case(typed=f"{{}} {BRIEF}"),
+    "python tools/parity.py": Case(typed="{} --paths dense", instead={"--tp 2 --pp 2": "--pp 2"}),
+    "CONFIG=configs/gpt_tiny.yaml LAUNCHER=mpiexec": Case(
+        typed=f"{{}} {FEW}",
+        instead={
+            "RANKS_PER_NODE=4": "RANKS_PER_NODE=2",
+            "--pipeline-model-parallel-size 4": "--pipeline-model-parallel-size 2",
+        },
+    ),
+    # ---- own data and model --------------------------------------------------------------------
+    "RANKS_PER_NODE=8 scripts/gpt_124m.sh": Case(
+        typed=f"{{}} {BRIEF}", instead={"RANKS_PER_NODE=8": "RANKS_PER_NODE=1"}
+    ),
+    "GRAD_PATH=radius RANKS_PER_NODE=8": Case(
+        typed=f"{{}} {BRIEF} --radius-interval 2",
+        instead={"RANKS_PER_NODE=8": "RANKS_PER_NODE=2"},
+    ),
+    "python tools/generate.py runs/dense": Case(typed="{} --max-new-tokens 4"),
+    "python pretrain_gpt.py --config start/model.yaml": Case(
+        typed="{} --global-batch-size 4 --train-iters 2 --eval-iters 1"
+    ),
+    # ---- on a Slurm cluster: another clone, to which the wheels were carried ---------------------
+    "python3 -m venv .venv": Case(
+        typed="deactivate; mv wheels ../cluster; cp corpus_text_document* ../cluster; "
+        "cd ../cluster; {}"
+    ),
+    # No Perlmutter is here to be asked.
+    "SITE=perlmutter": Case(typed="SLURM_CONF=/dev/null {}"),
+    "LAUNCHER=sbatch": Case(
+        typed=f"submit() {{ {{}} {TOY} {LASTING}; }}; JOB=$(submit) && running runs/job 0",
+        instead={"RANKS_PER_NODE=4": "RANKS_PER_NODE=1"},
+        slurm=True,
+    ),
+    "squeue -j JOB": Case(instead={"JOB": "$JOB"}, slurm=True),
+    "tail -F RUN/log.txt": Case(
+        typed="timeout 1 {} | grep 'lm loss'", instead={"RUN": "runs/job"}, slurm=True
+    ),
+    "python tools/status.py RUN": Case(instead={"RUN": "runs/job"}, slurm=True),
+    "cat RUN/status.json": Case(instead={"RUN": "runs/job"}, slurm=True),
+    "touch RUN/STOP": Case(
+        typed="{}; ended $JOB; says runs/job/status.json STOP",
+        instead={"RUN": "runs/job"},
+        slurm=True,
+    ),
+    # The same again goes on, and is then cancelled.
+    "scancel JOB": Case(
+        typed="JOB=$(submit) && running runs/job $(grep -c lm_loss runs/job/metrics.jsonl); "
+        "{}; ended $JOB; says runs/job/log.txt 'loaded checkpoint'",
+        instead={"JOB": "$JOB"},
+        slurm=True,
+    ),
+    # ---- configuration, stopping ---------------------------------------------------------------
+    "python pretrain_gpt.py --config configs/gpt_tiny.yaml": Case(typed=f"{{}} {BRIEF}"),
+    "touch RUN/SAVE": Case(instead={"RUN": "runs/gpt_tiny"}),
+    "pretrain_gpt.py --help": Case(typed="python {}"),
+}
+"""By the beginning of the command."""
+
+NOT_RUN: dict[str, str] = {}
+"""Commands that are not run, by their beginning, and why."""

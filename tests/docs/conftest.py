@@ -1,0 +1,100 @@
+"""A reader's machine for the tests beside this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.documents import REPO
+from tests.docs.shell import Shell
+from tests.docs.wheelhouse import build_wheelhouse
+from tests.slurm.conftest import DAEMONS
+from tests.slurm.harness import Cluster
+
+WORDS = "the meaning of a word is its use in the language and not much else".split()
+
+
+def clone(folder: Path) -> None:
+    """The repository as it lies here, without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (REPO / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name)
+
+
+def write_own_files(folder: Path) -> None:
+    """What README.md takes for the reader's own: a corpus, GPT-2's vocabulary, a task."""
+    texts = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(2000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "corpus.jsonl").write_text(lines)
+    (folder / "lambada.jsonl").write_text("".join(lines.splitlines(keepends=True)[:5]))
+    # GPT-2's letters for the 256 bytes: the printable ones stand for themselves.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [*map(chr, shown), *(chr(256 + i) for i in range(256 - len(shown)))]
+    vocabulary = {token: i for i, token in enumerate([*letters, "th", "<|endoftext|>"])}
+    (folder / "encoder.json").write_text(json.dumps(vocabulary))
+    (folder / "vocab.bpe").write_text("#version: 0.2\nt h\n")
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
+    """The cluster, if this machine can be one."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if os.geteuid() != 0 or not all(shutil.which(name, path=path) for name in DAEMONS):
+        yield None
+        return
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """The shell of a reader who has Python and a fresh clone, and no network.
+
+    pip finds wheels of the packages that the tests' environment has; in jobs the same.
+    """
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("notes", "bin", "wheels", "scratch", "home"):
+        (folder / name).mkdir()
+    build_wheelhouse(folder / "wheels", REPO / "constraints.txt")
+    for name in ("clone", "cluster"):
+        clone(folder / name)
+    write_own_files(folder / "clone")
+    (folder / "bin" / "python3").symlink_to(Path(sys._base_executable).resolve())
+    environment = {
+        "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": str(folder / "home"),
+        "LANG": "C.UTF-8",
+        "SCRATCH": str(folder / "scratch"),
+        "OMP_NUM_THREADS": "1",
+        # What takes the place of a network.
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder / "wheels"),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_COMPILE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+    if slurm is not None:
+        environment["SLURM_CONF"] = str(slurm.folder / "slurm.conf")
+    shell = Shell(folder / "clone", notes=folder / "notes", environment=environment)
+    yield shell
+    shell.close()

@@ -1,0 +1,87 @@
+"""The commands that README.md and the pages under docs/ give: those a reader would type."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+DOCUMENTS = [
+    REPO / "README.md",
+    *(page for page in sorted((REPO / "docs").rglob("*.md")) if "benchmarks" not in page.parts),
+]
+"""docs/benchmarks tells how its figures were measured, which takes hours."""
+SHELL, OTHER = ("", "sh", "bash"), ("text", "python", "yaml")
+"""Labels of fences: what is in the first is run, what is in the second is none of the shell's."""
+PROGRAMS = (
+    "python", "pip", "pretrain_gpt.py", "touch", "cat", "tail", "squeue", "scancel", "sbatch",
+    "srun", "mpiexec", "torchrun",
+)  # fmt: skip
+"""What a command within a sentence begins with, if not with a script of ours."""
+_FENCE = re.compile(r"^ *```(\w*) *$")
+_SPAN = re.compile(r"`([^`\n]+)`")
+_SCRIPT = re.compile(r"(scripts|tools|docs)/[\w./-]+\.(sh|py)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, on one line, with what it stands on: `README.md:12`."""
+
+    text: str
+    place: str
+
+
+def fenced_commands(page: Path) -> list[Command]:
+    """What stands between fences, in order; `ValueError` for a fence of another language."""
+    commands: list[Command] = []
+    label: str | None = None
+    parts: list[str] = []
+    first = 0
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = _FENCE.match(line)
+        if fence is not None:
+            label = fence[1] if label is None else None
+            if label is not None and label not in SHELL + OTHER:
+                raise ValueError(f"{_place(page, number)}: label {label!r}: not in SHELL or OTHER")
+        elif label in SHELL and (parts or (line.strip() and not line.lstrip().startswith("#"))):
+            first = first if parts else number
+            parts.append(line.strip().removesuffix("\\").strip())
+            if not line.rstrip().endswith("\\"):
+                commands.append(Command(_without_comment(" ".join(parts)), _place(page, first)))
+                parts = []
+    if label is not None or parts:
+        raise ValueError(f"{page.name}: a fence or a command has no end")
+    return commands
+
+
+def spoken_commands(page: Path) -> list[Command]:
+    """What is given within sentences and tables, in order; each once."""
+    found: dict[str, Command] = {}
+    fenced = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if _FENCE.match(line):
+            fenced = not fenced
+        elif not fenced:
+            for span in _SPAN.findall(line):
+                if _is_command(span):
+                    found.setdefault(span, Command(span, _place(page, number)))
+    return list(found.values())
+
+
+def _is_command(span: str) -> bool:
+    words = span.split()
+    assigned = [word for word in words if re.match(r"[A-Z_]+=", word)]
+    rest = words[len(assigned) :]
+    # A name alone is a word about a program.
+    if not rest or len(words) == 1:
+        return False
+    return rest[0] in PROGRAMS or _SCRIPT.fullmatch(rest[0]) is not None
+
+
+def _without_comment(line: str) -> str:
+    return re.sub(r"\s+#\s.*$", "", line)
+
+
+def _place(page: Path, number: int) -> str:
+    return f"{page.relative_to(REPO)}:{number}"
