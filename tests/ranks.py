@@ -132,12 +132,18 @@ def _groups() -> list[Any]:
 
 
 def _drop_groups(groups: ProcessGroups) -> None:
+    import gc
+
     import torch.distributed as dist
 
     grid_of.cache_clear()
-    for group in _groups():
-        if group not in _FIRST_GROUPS:
-            dist.destroy_process_group(group)
+    made = [group for group in _groups() if group not in _FIRST_GROUPS]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        # Their threads end with the last that refers to them, such as an engine, in cycles.
+        del group, made
+        gc.collect()
 
 
 def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
