@@ -73,7 +73,9 @@ def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("reader")
     for name in ("notes", "bin", "wheels", "scratch", "home"):
         (folder / name).mkdir()
-    build_wheelhouse(folder / "wheels", REPO / "constraints.txt")
+    build_wheelhouse(
+        folder / "wheels", links=folder / "links", constraints=REPO / "constraints.txt"
+    )
     for name in ("clone", "cluster"):
         clone(folder / name)
     write_own_files(folder / "clone")

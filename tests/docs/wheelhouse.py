@@ -4,8 +4,9 @@
 
 Each wheel has the name, dependencies and commands of an installed package, and the version that
 constraints.txt gives it, so that pip has everything to decide as it would with those of a package
-index; in place of the package's files stands one line that leads Python to them. Setuptools, which
-builds our own, and MPICH, whose files lie outside of Python's folders, are here whole.
+index; in place of the package's files stands one line that leads Python to a folder of links to
+them, and to no other's. Setuptools, which builds our own, and MPICH, whose files lie outside of
+Python's folders, are here whole.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ OURS = "sparsetron"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-def build_wheelhouse(folder: Path, constraints: Path) -> None:
-    """Write a wheel of every installed package into `folder`."""
+def build_wheelhouse(folder: Path, *, links: Path, constraints: Path) -> None:
+    """Write a wheel of every installed package into `folder`, and its links into `links`."""
     pinned = dict(
         (_canonical(name), version)
         for name, _, version in (
@@ -39,7 +40,7 @@ def build_wheelhouse(folder: Path, constraints: Path) -> None:
         version = package.version.partition("+")[0]
         if not whole:
             version = pinned.get(name, version)
-        files = dict(_files(package)) if whole else _link(name)
+        files = dict(_files(package)) if whole else _link(package, links / name)
         _write(folder, name, version, _metadata(package, version, set(found)), files)
 
 
@@ -47,9 +48,13 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _link(name: str) -> dict[str, bytes]:
-    paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    return {f"{name}.pth": "\n".join(sorted(paths)).encode()}
+def _link(package: Distribution, folder: Path) -> dict[str, bytes]:
+    folder.mkdir(parents=True)
+    for top in {file.parts[0] for file in package.files or ()}:
+        # What is told of the package is in the wheel; `..` leads to its commands.
+        if not top.endswith((".dist-info", ".pth")) and top not in ("..", "__pycache__"):
+            (folder / top).symlink_to(Path(str(package.locate_file(top))))
+    return {f"{folder.name}.pth": str(folder).encode()}
 
 
 def _files(package: Distribution) -> Iterator[tuple[str, bytes]]:
