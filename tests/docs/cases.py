@@ -76,8 +76,8 @@ CASES: dict[str, Case] = {
     ),
     # ---- on a Slurm cluster: another clone, to which the wheels were carried ---------------------
     "python3 -m venv .venv": Case(
-        typed="deactivate; mv wheels ../cluster; cp corpus_text_document* ../cluster; "
-        "cd ../cluster; {}"
+        typed="deactivate; mv wheels $READER/cluster; cp corpus_text_document* $READER/cluster; "
+        "cd $READER/cluster; {}"
     ),
     # No Perlmutter is here to be asked.
     "SITE=perlmutter": Case(typed="SLURM_CONF=/dev/null {}"),

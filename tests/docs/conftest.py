@@ -49,7 +49,7 @@ def write_own_files(folder: Path) -> None:
     (folder / "vocab.bpe").write_text("#version: 0.2\nt h\n")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
     """The cluster, if this machine can be one."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -84,6 +84,7 @@ def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> It
         "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(folder / "home"),
         "LANG": "C.UTF-8",
+        "READER": str(folder),
         "SCRATCH": str(folder / "scratch"),
         "OMP_NUM_THREADS": "1",
         # What takes the place of a network.
