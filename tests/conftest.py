@@ -34,18 +34,23 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Rank processes shared by all tests of the session."""
+def shared_ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def ranks(shared_ranks: Ranks) -> Ranks:
+    """Rank processes shared by all tests of the session."""
+    return shared_ranks
+
+
 @pytest.fixture(autouse=True, scope="module")
-def groups_of_a_file(ranks: Ranks) -> Iterator[None]:
+def groups_of_a_file(shared_ranks: Ranks) -> Iterator[None]:
     """Process groups that its tests make end with a file."""
     yield
-    ranks.drop_groups()
+    shared_ranks.drop_groups()
 
 
 @pytest.fixture(scope="module")
