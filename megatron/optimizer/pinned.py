@@ -4,6 +4,7 @@ torch's own `pin_memory` takes the next power of two, up to twice as much."""
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import torch
 
@@ -15,13 +16,20 @@ class _Pages(mmap.mmap):
     locked_at = 0
 
     def lock(self, address: int) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        torch.cuda.check_error(_runtime().cudaHostRegister(address, len(self), 0))
         self.locked_at = address
 
     def __del__(self) -> None:
         # Before the pages are unmapped: their address may soon be another's.
         if self.locked_at:
-            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+            _runtime().cudaHostUnregister(self.locked_at)
+
+
+def _runtime() -> Any:
+    """CUDA's runtime library, as torch binds it."""
+    runtime = torch.cuda.cudart()
+    assert runtime is not None, "there is a CUDA device"
+    return runtime
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -79,7 +79,7 @@ def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> It
     for name in ("clone", "cluster"):
         clone(folder / name)
     write_own_files(folder / "clone")
-    (folder / "bin" / "python3").symlink_to(Path(sys._base_executable).resolve())
+    (folder / "bin" / "python3").symlink_to(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttributeAccessIssue]
     environment = {
         "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(folder / "home"),
