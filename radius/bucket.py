@@ -116,11 +116,18 @@ class RadiusBucket:
             ]
         return [values[part.start : part.stop] for part in self.parts]
 
+    def open_index(self) -> bool:
+        """Have an index, without a choice at first, and tell whether there was one. It stays so on
+        a tensor-parallel rank that holds no entry of the bucket."""
+        if self.index is not None:
+            return True
+        self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        return False
+
     def choose(self, part: Part, selection: Selection, *, compare: bool) -> tuple[int, int]:
         """Choose anew in a part; with `compare`, how many were chosen on this rank, and how many of
         those are again."""
-        if self.index is None:
-            self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        assert self.index is not None, "opened at the first resample"
         if not compare:
             self.index.choose(part.start, selection)
             return 0, 0

@@ -205,7 +205,7 @@ class RadiusReducer:
     def _resample(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
         """Choose anew in the whole bucket, by values for each part."""
         settings = self.settings
-        compare = own.index is not None
+        compare = own.open_index()
         pieces = settings.interval if settings.schedule == "rolling" else 1
         for part, whole in zip(own.parts, values, strict=True):
             for number in range(pieces):

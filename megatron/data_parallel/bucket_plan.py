@@ -237,7 +237,8 @@ def mean_traffic(
             sent.append(scattered if rank.device == "cuda" else Sent("all-reduce", nbytes, number))
             sent.append(Sent("all-gather", param_bytes * own, number))
         else:
-            for piece, start in enumerate(range(0, bucket.numel, most or bucket.numel)):
-                entries = min(most or bucket.numel, bucket.numel - start)
+            longest = most or max(bucket.numel, 1)
+            for piece, start in enumerate(range(0, bucket.numel, longest)):
+                entries = min(longest, bucket.numel - start)
                 sent.append(Sent("all-reduce", grad_bytes * entries, number, piece))
     return [StepTraffic("every step", steps, sent)]

@@ -72,8 +72,8 @@ class AllReduceReducer:
         pass
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
-        ranks = self.group.size
-        if ranks == 1:
+        # A tensor-parallel rank may have none of what is sent of a bucket, and its copies neither.
+        if self.group.size == 1 or not bucket.numel:
             return _AllReduceWork(bucket.grad, None, self)
         most = self.most or bucket.numel
         starts = range(0, bucket.numel, most)
