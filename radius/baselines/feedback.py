@@ -191,7 +191,11 @@ class FeedbackReducer(ABC):
     ) -> None:
         self.began = self._told = bool(own)
         for name, residual in own.items():
-            self._residual[name].copy_(residual)
+            if name in self._residual:
+                self._residual[name].copy_(residual)
+            else:
+                # On this grid its parts are so small that factors would not pay.
+                self._notes.append(f"{self.name}: sends {name} whole, what waited is dropped")
 
     # ---- for the methods -----------------------------------------------------------------------
 

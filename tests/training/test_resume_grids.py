@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.store import Checkpoint
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
-from tests.training.harness import TINY, metrics_of, train
+from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 from tests.training.test_resume import check_left_and_resumed
 
 SIZES = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -50,3 +50,44 @@ def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, path: s
         assert any(x.any() for name, x in left.items() if name.startswith("residual/"))
         sent = metrics_of(tmp_path / "left", "density")
         assert [density < 1 for density in sent] == [False] * 3 + [True, True, False, True, True]
+
+
+NEXT_TO_NOTHING = {
+    "radius": "--radius-density 0.00001 --radius-interval 3 --radius-start-iter 2",
+    "samo": "--samo-sparsity 0.9999 --samo-pruning random",
+    "samo+radius": "--samo-sparsity 0.999 --samo-pruning random --radius-density 0.1 "
+    "--radius-interval 3 --radius-start-iter 2",
+}
+
+
+def on_tensor_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    return train(grid(groups, tp=groups.world.size // 2 or 1), flags, run_dir)
+
+
+@pytest.mark.parametrize("path", NEXT_TO_NOTHING)
+def test_a_tensor_parallel_rank_may_have_nothing_of_a_bucket(
+    ranks: Ranks, tmp_path: Path, path: str
+) -> None:
+    """A matrix has an entry or two, which lie on one of its ranks: the other sends none."""
+    flags = f"{TINY} {NO_DROPOUT} --grad-path {path} {NEXT_TO_NOTHING[path]}"
+    ranks.run(1, on_tensor_rank, flags, tmp_path / "one")
+    ranks.run(4, on_tensor_rank, f"{flags} --tensor-model-parallel-size 2", tmp_path / "four")
+    assert metrics_of(tmp_path / "four") == pytest.approx(metrics_of(tmp_path / "one"), abs=2e-4)
+
+
+def on_four_tensor_ranks(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+    return train(grid(groups, tp=4), flags, run_dir)
+
+
+def test_factors_that_do_not_pay_on_the_new_grid_are_left_behind(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A rank's quarter of a projection of 32 x 32 is smaller than its two factors."""
+    flags = f"{TINY} --grad-path powersgd --powersgd-rank 8"
+    ranks.run(1, on_tensor_rank, flags, tmp_path)
+    more = flags.replace("--train-iters 8", "--train-iters 10")
+    cut = f"{more} --tensor-model-parallel-size 4"
+    found = ranks.run(4, on_four_tensor_ranks, cut, tmp_path)
+    assert [each["iteration"] for each in found] == [10] * 4
+    log = (tmp_path / "log.txt").read_text()
+    assert "sends layers.0.attention.dense.weight whole, what waited is dropped" in log
