@@ -33,15 +33,25 @@ class TorchUpdate:
             )
         self.optimizer = optimizer
         self._old_weights: dict[torch.Tensor, torch.Tensor] = {}
+        self._old_grads: dict[torch.Tensor, torch.Tensor] = {}
 
     def keep_weights(self) -> None:
-        """Copy the weights that the coming step's update contains."""
+        """Copy the weights that the coming step's update contains, and gradients that it may
+        overwrite."""
         self._old_weights = {
             parameter: parameter.detach().clone()
             for group in self.optimizer.param_groups
             if group["weight_decay"] and self._adds_weights(group)
             for parameter in group["params"]
             if _is_matrix(parameter)
+        }
+        # torch's kernels for many tensors at a time add Nesterov's momentum to the gradient itself.
+        self._old_grads = {
+            parameter: parameter.grad.clone()
+            for group in self.optimizer.param_groups
+            if group.get("nesterov")
+            for parameter in group["params"]
+            if _is_matrix(parameter) and parameter.grad is not None
         }
 
     @torch.no_grad()
@@ -51,12 +61,13 @@ class TorchUpdate:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if _is_matrix(parameter) and parameter.grad is not None:
-                    update = self._update(group, parameter, parameter.grad)
+                    grad = self._old_grads.get(parameter, parameter.grad)
+                    update = self._update(group, parameter, grad)
                     yield parameter, in_memory_order(update)
 
     def forget_weights(self) -> None:
         """Free what `keep_weights` copied."""
-        self._old_weights = {}
+        self._old_weights, self._old_grads = {}, {}
 
     def _update(
         self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
@@ -101,8 +112,9 @@ def _adam_update(group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
 def _sgd_update(group: dict[str, Any], state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
     """The velocity, or the gradient as far as it is used itself."""
     velocity = state.get("momentum_buffer")
-    if velocity is None:
-        return grad.to(torch.float32, copy=True)
-    if not group["nesterov"]:
+    if velocity is not None and not group["nesterov"]:
         return velocity.to(torch.float32, copy=True)
-    return grad.float().add(velocity, alpha=group["momentum"])
+    downhill = grad.to(torch.float32, copy=True)
+    if group["maximize"]:
+        downhill.neg_()
+    return downhill if velocity is None else downhill.add_(velocity, alpha=group["momentum"])

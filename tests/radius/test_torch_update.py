@@ -22,7 +22,10 @@ from radius.torch_update import TorchUpdate, in_memory_order
         lambda p: torch.optim.Adam(p, lr=1.0, weight_decay=0.3),
         lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.3),
         lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.3, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.3, maximize=True),
         lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.3, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True, maximize=True),
     ],
 )
 def test_update_is_what_the_step_takes_off_the_weights(
