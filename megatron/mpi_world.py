@@ -92,9 +92,9 @@ def _import_mpi(instead_of: str) -> ModuleType:
         # A thread moves messages while the main thread computes; a lock keeps their calls apart.
         mpi4py.rc.thread_level = "serialized"
         from mpi4py import MPI
-    except ImportError:
+    except ModuleNotFoundError:
         raise missing_extra(f"mpi4py{instead_of}", "mpi") from None
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise ConfigError(
             f"mpi4py: finds no MPI library ({said}); load your system's, or run: "

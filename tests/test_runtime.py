@@ -131,22 +131,23 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 def test_a_missing_mpi4py_names_its_extra() -> None:
     """Also where it is there and finds no library."""
     code = (
-        "import sys; from megatron.runtime import detect_launch;"
+        "import builtins, sys; from megatron.runtime import detect_launch;"
         "from megatron.mpi_world import require_mpi\n"
         "class Broken:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == sys.argv[1]: raise RuntimeError('cannot load MPI library')\n"
+        "        if name == 'mpi4py': raise getattr(builtins, sys.argv[1])('no libmpi.so')\n"
         "if sys.argv[1]: sys.meta_path.insert(0, Broken())\n"
         "else: sys.modules['mpi4py'] = None\n"
         "try: require_mpi(detect_launch({'PMI_RANK': '0', 'PMI_SIZE': '2'}))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    for missing in ("", "mpi4py"):
+    for missing in ("", "RuntimeError", "ImportError"):
         answer = subprocess.run(
             [sys.executable, "-c", code, missing], capture_output=True, text=True
         )
         assert answer.stdout.startswith("ConfigError mpi4py"), answer.stderr
         assert "pip install 'sparsetron[mpi]'" in answer.stdout
+        assert ("no libmpi.so" in answer.stdout) == bool(missing)
 
 
 def test_waiting_ends_with_its_limit_or_its_reason() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron.errors import missing_extra
+from megatron.errors import ConfigError, missing_extra
 
 LEAST = 1e-38
 """Stands for a beta of 0, which has no logarithm."""
@@ -169,8 +169,12 @@ class ApexAdamW(AdamW):
         try:
             import amp_C  # noqa: F401  # pyright: ignore[reportMissingImports]
             import apex.multi_tensor_apply  # noqa: F401  # pyright: ignore[reportMissingImports]
-        except ImportError:
+        except ModuleNotFoundError:
             raise missing_extra("apex (--optimizer-impl apex)", "gpu") from None
+        except ImportError as error:
+            raise ConfigError(
+                f"apex: does not load, as if built for another torch: {error}"
+            ) from None
 
     def apply(
         self,

@@ -19,6 +19,9 @@ from megatron.errors import ERRORS_BY_CODE, SparsetronError
 from megatron.parallel.dims import ParallelDims
 
 T = TypeVar("T")
+# torch 2.13 gave them new names and warns of these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Calls:
@@ -102,7 +105,7 @@ class Group:
             return None
         self.calls.note(about or "gather", mine)
         self.traffic.add((self.size - 1) * mine.nbytes)
-        return dist.all_gather_single(out, mine, group=self.handle, async_op=async_op)
+        return _all_gather(out, mine, group=self.handle, async_op=async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, source: int, *, async_op: bool = False, about: str = ""
@@ -131,7 +134,7 @@ class Group:
             return None
         self.calls.note(about or "reduce-scatter", whole)
         self.traffic.add((self.size - 1) * whole.nbytes // self.size)
-        return dist.reduce_scatter_single(out, whole, op=op, group=self.handle, async_op=async_op)
+        return _reduce_scatter(out, whole, op=op, group=self.handle, async_op=async_op)
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
         """Begin to send a contiguous tensor to the rank at place `to`; it must stay as it is until
