@@ -118,10 +118,10 @@ def pass_seconds(grid: Grid, site: Site, stage: int, *, hides_sums: bool = True)
         again = scores * sum(map(len, split))
     ahead, back = tokens * forward / rate, tokens * (2 * forward + again) / rate
     sent, link = tensor_traffic(grid, stage), site.link(grid.dims, "tp")
-    sums = link.ring(sent.forward, tp, rounds=2 * sent.forward_calls)
+    sums = link.ring(sent.forward, tp, rounds=sent.forward_rounds)
     # A forward that is made again waits for its sums as the first one did.
-    left = link.ring(sent.again, tp, rounds=2 * sent.again_calls)
-    answers = link.ring(sent.backward, tp, rounds=2 * sent.backward_calls)
+    left = link.ring(sent.again, tp, rounds=sent.again_rounds)
+    answers = link.ring(sent.backward, tp, rounds=sent.backward_rounds)
     # The gradients of the weights take as long as a forward.
     left += max(answers - ahead, 0.0) if hides_sums else answers
     return PassSeconds(ahead + sums, back + left, sums + left)

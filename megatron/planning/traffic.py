@@ -19,14 +19,15 @@ NUMBER = 8
 @dataclass(frozen=True)
 class TensorTraffic:
     """Of one microbatch on the tensor-parallel group: bytes sent `forward`, by forwards that
-    backward makes `again`, and by `backward` itself, and how many collectives these are."""
+    backward makes `again`, and by `backward` itself, and how often these go round the ring: a sum
+    twice, a gather or a scattered sum once."""
 
     forward: int = 0
     again: int = 0
     backward: int = 0
-    forward_calls: int = 0
-    again_calls: int = 0
-    backward_calls: int = 0
+    forward_rounds: int = 0
+    again_rounds: int = 0
+    backward_rounds: int = 0
 
     @property
     def total(self) -> int:
@@ -85,14 +86,15 @@ def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
         forward, backward = forward + 1, backward + cuts
     if grid.holds_head(stage):
         forward, backward = forward + cuts, backward + (2 if cuts else 1)
-    sent, calls = forward * unit, forward
+    each = 1 if cuts else 2
+    sent, rounds = forward * unit, each * forward
     if grid.holds_head(stage):
         config = grid.config
         rows = config.training.micro_batch_size * config.model.seq_length
         # Of each token the largest logit; then the sum of exponentials and the target's logit.
         sent += sum(ring_all_reduce_bytes(4 * count * rows, ranks) for count in (1, 2))
-        calls += 2
-    return TensorTraffic(sent, again * unit, backward * unit, calls, again, backward)
+        rounds += 4
+    return TensorTraffic(sent, again * unit, backward * unit, rounds, each * again, each * backward)
 
 
 def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:

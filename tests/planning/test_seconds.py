@@ -242,8 +242,19 @@ def test_sums_that_are_made_again_wait_and_those_of_backward_hide() -> None:
     assert seconds[0][0] < seconds[0][1] and seconds[1][0] > seconds[0][0]
     sums = tensor_traffic(again.grid, 0)
     link = again.site.link(again.grid.dims, "tp")
-    made_again = link.ring(sums.again, 4, rounds=2 * sums.again_calls)
+    made_again = link.ring(sums.again, 4, rounds=sums.again_rounds)
     assert seconds[1][1] - seconds[0][1] == pytest.approx(made_again)
+
+
+def test_a_sequence_that_is_cut_waits_as_long_for_its_sums() -> None:
+    flags = f"{MODEL} --tensor-model-parallel-size 4 --recompute-granularity full"
+    whole = tensor_traffic(plan_of(flags, 4).grid, 0)
+    cut = tensor_traffic(plan_of(f"{flags} --sequence-parallel", 4).grid, 0)
+    # A sum is a scattered sum and a gather: forward has as many of both, and backward gathers the
+    # inputs of two matrices a layer, and of the head, once more.
+    assert whole.forward_rounds == cut.forward_rounds
+    assert whole.again_rounds == cut.again_rounds == 2 * 2 * 8
+    assert cut.backward_rounds - whole.backward_rounds == 2 * 8 + 1
 
 
 def test_evaluations_go_forward_alone() -> None:
