@@ -145,6 +145,8 @@ class Trainer:
         elif (left := self._train_steps_and_settle()) is not None:
             return left
         request = self._evaluate("test", self.readers.test)
+        if request is Request.STOP:
+            self.requests.left()
         return Outcome(EXIT_REQUEUE, request.left) if request.leaves else Outcome(EXIT_DONE)
 
     def _train_steps_and_settle(self) -> Outcome | None:
