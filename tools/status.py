@@ -210,9 +210,14 @@ def _next_command(run: Path, found: Standing) -> str:
         return shlex.join(["python", "tools/report.py", str(run)])
     if found.exit_code == CheckpointError.exit_code:
         return shlex.join(["python", "tools/verify_checkpoint.py", str(run)])
+    if found.job:
+        # It may be in the queue again, and where it ran is more than one machine's ranks.
+        return f"squeue -j {found.job}; if it is not there any more, submit the same again"
     if not (run / CONFIG).is_file():
         return "the command that started it"
     variables = {"CONFIG": str(run / CONFIG), "RUN_DIR": str(run)}
+    if "message-driven" in (run / CONFIG).read_text(encoding="utf-8", errors="replace"):
+        variables["LAUNCHER"] = "mpiexec"
     if found.ranks is not None:
         variables["RANKS_PER_NODE"] = str(found.ranks)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -117,6 +117,21 @@ def test_a_run_that_ended(
     assert f"exit code  {status.exit_code}: " in words and "step_00000004" in words
 
 
+def test_a_job_goes_on_by_being_submitted_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(run, Status(state="left", left="SIGUSR1", exit_code=75, job_id="4711"))
+    found = told(run, capsys)
+    assert found["next_command"].startswith("squeue -j 4711;")
+    assert "launch.sh" not in found["next_command"]
+
+
+def test_messages_need_an_mpi_launcher(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.yaml").write_text("parallel:\n  pipeline_schedule: message-driven\n")
+    write_status(run, Status(state="left", left="STOP", exit_code=75))
+    assert " LAUNCHER=mpiexec " in told(run, capsys)["next_command"]
+
+
 def test_damaged_checkpoints_are_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(run, Status(state="left", left="STOP", exit_code=75))
     file = run / "checkpoints" / "step_00000004" / "rank_00000.safetensors"
