@@ -90,9 +90,29 @@ def _config(kind: str, mark: str, positions: int) -> bytes:
 def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
     """Tokenizer type of a model folder of Hugging Face's, and its files by our flags' fields;
     None where there is none that we read."""
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if vocab.is_file() and merges.is_file():
+    vocab, merges, whole = (folder / n for n in ("vocab.json", "merges.txt", "tokenizer.json"))
+    by_bytes = vocab.is_file() and merges.is_file()
+    if whole.is_file() and not (by_bytes and _is_gpt2s(whole)):
+        return "HuggingFaceTokenizer", {"tokenizer_model": whole.name}
+    if by_bytes:
         return "GPT2BPETokenizer", {"vocab_file": vocab.name, "merge_file": merges.name}
-    if (folder / "tokenizer.json").is_file():
-        return "HuggingFaceTokenizer", {"tokenizer_model": "tokenizer.json"}
     return None
+
+
+def _is_gpt2s(path: Path) -> bool:
+    """Whether a tokenizer.json cuts text as GPT-2 does, so that a vocabulary and merges say the
+    same. Others have both files too, and take digits apart or know more special tokens."""
+    try:
+        found = json.loads(path.read_bytes())
+        before = found["pre_tokenizer"]
+        marks = {token["content"] for token in found.get("added_tokens") or ()}
+    except (ValueError, KeyError, TypeError):
+        return False
+    return (
+        isinstance(before, dict)
+        and before.get("type") == "ByteLevel"
+        and before.get("use_regex", True)
+        and not before.get("add_prefix_space")
+        and not found.get("normalizer")
+        and marks <= {END_OF_TEXT}
+    )

@@ -17,6 +17,7 @@ from tests.ranks import Ranks, grid
 from tests.tools.runs import make_model_run
 from tests.training.harness import TINY, train
 from tools import export_hf, import_hf
+from tools.hf_tokenizer import files_of_folder
 from tools.run_model import find_model
 
 VOCAB = 101
@@ -82,6 +83,26 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     (tmp_path / "there" / "merges.txt").write_text("damaged")
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
     assert not (tmp_path / "not").exists()
+
+
+def test_a_tokenizer_that_cuts_otherwise_than_gpt2_is_taken_whole(tmp_path: Path) -> None:
+    """Many models have GPT-2's two files as well, which do not tell how text is cut."""
+    tokenizers = pytest.importorskip("tokenizers", reason="optional package")
+    vocab, merges = make_bpe(tmp_path / "bpe")
+    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    cuts = tokenizers.pre_tokenizers
+    of_bytes = cuts.ByteLevel(add_prefix_space=False)
+    digits = cuts.Sequence([cuts.Digits(individual_digits=True), of_bytes])
+    whole = tmp_path / "bpe" / "tokenizer.json"
+    for cut, kind in ((of_bytes, "GPT2BPETokenizer"), (digits, "HuggingFaceTokenizer")):
+        inner.pre_tokenizer = cut
+        inner.save(str(whole))
+        found = files_of_folder(tmp_path / "bpe")
+        assert found is not None and found[0] == kind
+    inner.pre_tokenizer = of_bytes
+    inner.add_special_tokens(["<|turn|>"])
+    inner.save(str(whole))
+    assert files_of_folder(tmp_path / "bpe") == (kind, {"tokenizer_model": "tokenizer.json"})
 
 
 def train_cut(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
