@@ -2,7 +2,7 @@
 # Check a machine before a job is given to it: versions, disk, clock, network, and every collective.
 #   tools/doctor.sh [RUN_DIR]          (runs/doctor; checked is the disk that it lies on)
 # LAUNCHER, NODES, RANKS_PER_NODE, SITE and PYTHON are those of scripts/launch.sh, which starts the
-# ranks as it would for training; without a GPU and without RANKS_PER_NODE there are two.
+# ranks as it would for training; without GPU, SITE and RANKS_PER_NODE there are two.
 # Prints what it finds, of the environment only the names listed below. Each problem is a line
 # "PROBLEM what: why"; the exit code is 0 without one, else that of the first: 2 for what is
 # installed, set or mounted wrongly, 6 where ranks do not find each other or a collective fails.
@@ -48,10 +48,19 @@ done
 
 code=0
 "$PYTHON" "$repo/tools/doctor_host.py" "$run_dir" --nodes "${NODES:-1}" || code=$?
-# Ranks cannot start without what they are made of.
-if ((code == 2)) && ! "$PYTHON" -c 'import torch' 2>/dev/null; then exit 2; fi
+# shellcheck disable=SC2016 # for that shell to expand
+starts_with=${LAUNCHER:-$(bash -c 'source "$1"; echo "${LAUNCHER:-}"' - "$repo/scripts/site/${SITE:-local}.env" 2>/dev/null || true)}
+if [[ $starts_with == sbatch && (-n ${LAUNCHER:-} || -z ${SLURM_JOB_ID:-}) ]]; then
+  printf 'PROBLEM ranks: LAUNCHER=sbatch would leave a job and look at nothing; run this in an allocation (salloc)\n'
+  exit 2
+fi
+# Ranks cannot start without what they are made of, which may be there and not load.
+if ! why=$("$PYTHON" -c 'import torch' 2>&1); then
+  [[ $why == *"No module named 'torch'"* ]] || printf 'PROBLEM versions: import torch: %s\n' "${why##*$'\n'}"
+  exit 2
+fi
 
-if [[ -z ${RANKS_PER_NODE:-} ]] && ! { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then
+if [[ -z ${RANKS_PER_NODE:-} && ${SITE:-local} == local ]] && ! { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then
   RANKS_PER_NODE=2
 fi
 export RANKS_PER_NODE=${RANKS_PER_NODE:-}
@@ -65,7 +74,9 @@ ranks=0
 env -u CONFIG -u GRAD_PATH PROGRAM="$repo/tools/doctor_ranks.py" RUN_DIR="$own" \
   "$repo/scripts/launch.sh" 2>"$said" || ranks=$?
 if ((ranks)); then
-  cause=$(grep '^launch.sh: ' "$said" | tail -n 1 || true)
+  # launch.sh's last word, but for what it says of a start; else the last error that anybody names.
+  cause=$(grep '^launch.sh: ' "$said" | grep -v 'doctor_ranks\.py\| node(s) x ' | tail -n 1 || true)
+  [[ -n $cause ]] || cause=$(grep -E '[A-Za-z]+(Error|Exception): .' "$said" | tail -n 1 || true)
   [[ -n $cause ]] || cause=$(tail -n 1 "$said")
   printf 'PROBLEM ranks: %s\n' "${cause#launch.sh: }"
   ((code)) || code=$ranks

@@ -57,6 +57,19 @@ def test_wrong_usage_is_one_line(tmp_path: Path) -> None:
     assert absent.returncode == 2 and "PROBLEM versions: PYTHON=nope: not found" in absent.stdout
 
 
+def test_a_machine_whose_jobs_are_submitted_is_looked_at_in_an_allocation(tmp_path: Path) -> None:
+    for settings in ({"SITE": "perlmutter"}, {"LAUNCHER": "sbatch"}):
+        done = doctor(tmp_path, **settings)
+        assert done.returncode == 2 and "run this in an allocation" in done.stdout, done.stdout
+
+
+def test_a_torch_that_does_not_load_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: cannot open')\n")
+    done = doctor(tmp_path / "run", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and "no problem" not in done.stdout
+    assert "PROBLEM versions: import torch: ImportError: libcudart.so.99" in done.stdout
+
+
 def problems(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
 
