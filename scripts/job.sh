@@ -80,9 +80,19 @@ lost_starts() {
   echo "$lost"
 }
 
+# This job's state in the queue. Slurm is asked for a while: a controller that is busy for a moment
+# must not end a chain of days. Nothing where it never answers; to requeue will tell.
+job_state() {
+  local pause
+  for pause in 5 10 20 0; do
+    ! ask_queue '%T' || return 0
+    sleep "$pause"
+  done
+}
+
 # Says why the job ends for good after exit code $1 and step $2; nothing if it may be requeued.
 why_not_again() {
-  local left lost
+  local left lost state
   case $1 in
     75 | 6) ;;
     *)
@@ -98,8 +108,8 @@ why_not_again() {
     echo "restarted $restarts times, MAX_RESTARTS"
   elif ((lost >= ${LOST_STARTS:-2})); then
     echo "$lost start(s) in a row brought nothing newer than the checkpoint of step $2"
-  elif [[ $(ask_queue T) != RUNNING ]]; then
-    echo "Slurm is ending the job, or does not answer"
+  elif state=$(job_state) && [[ -n $state && $state != RUNNING ]]; then
+    echo "Slurm is ending the job, which is $state"
   fi
 }
 

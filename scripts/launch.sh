@@ -11,7 +11,7 @@
 #   CONFIG          YAML file; may be left out where flags say it all
 #   GRAD_PATH       how gradients travel                                     (as the YAML file says)
 #   RUN_DIR         run folder                                          (runs/<name of CONFIG>)
-#   TIME            limit of a Slurm job or step, in Slurm's notation              (none; of a job: 60)
+#   TIME            limit of a Slurm job, in Slurm's notation; in an allocation its own counts   (60)
 #   SITE            settings of this machine, scripts/site/$SITE.env                         (local)
 #   PYTHON          interpreter             (active virtual environment, or .venv, or python3)
 #   RENDEZVOUS      host:port of one node: torchrun with NODES > 1, started once on each node
@@ -137,11 +137,10 @@ command_of_srun() {
   # srun does not inherit the allocation's value from Slurm 22.05 on.
   local cores=${SLURM_CPUS_PER_TASK:-${CPUS_PER_TASK:-}}
   [[ -z $cores ]] || command+=(--cpus-per-task "$cores")
-  if [[ -n $limit ]]; then
-    command+=(--time "$TIME")
-    # Nobody else tells a step that brings its own allocation.
+  # For a step that brings its own allocation, which nobody else would tell of its end.
+  if [[ -n $limit && -z ${SLURM_JOB_ID:-} ]]; then
     lead=$(lead_seconds "$limit")
-    [[ -n ${SLURM_JOB_ID:-} ]] || command+=(--signal "USR1@$lead")
+    command+=(--time "$TIME" --signal "USR1@$lead")
   fi
   [[ -z ${LOG_DIR:-} ]] || command+=(--output "$LOG_DIR/%x-%j-%t.log" --open-mode=append)
   # Without it every rank would be the only one for MPI.
@@ -175,6 +174,8 @@ command_of_torchrun() {
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RUN_DIR##*/}")
   fi
   command+=("${program[@]}")
+  # torchrun itself kills its ranks 30 seconds after a signal, saved or not.
+  hand_on() { pkill "-$1" -P "$2" 2>/dev/null || kill "-$1" "$2" 2>/dev/null || true; }
 }
 
 command_of_mpiexec() {
@@ -246,11 +247,7 @@ fi
 say "${line% }"
 
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
-  beside() {
-    local whole
-    whole=$(seconds_of "$(ask_queue l)")
-    [[ -z $whole ]] || watch_time_limit "$1" "${LEAVE_SECONDS:-$(lead_seconds "$whole")}"
-  }
+  beside() { watch_time_limit "$1"; }
 fi
 began=$(mktemp)
 trap 'rm -f "$began"' EXIT

@@ -51,8 +51,9 @@ make_environment() {
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
       refuse "$python has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)"
-    if [[ -e $venv && ! -e $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
-      refuse "VENV=$venv: exists and is no virtual environment; name another folder"
+    # One that others made may only lack a module that is not loaded, or a pip.
+    if [[ -e $venv && -n $(ls -A "$venv") ]] && ! compgen -G "$venv/.installed-*" >/dev/null; then
+      refuse "VENV=$venv: exists, and no Python 3.11 with pip starts in it; name another folder, or remove it"
     fi
     say "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"

@@ -27,23 +27,32 @@ lead_seconds() {
   echo "$lead"
 }
 
-# A field of this job's line in the queue (squeue's letters: L time left, l limit, T state).
-# Nothing where Slurm does not answer.
-ask_queue() { squeue -h -j "$SLURM_JOB_ID" -o "%$1" 2>/dev/null | head -n 1 || true; }
+# Fields of this job's line in the queue, in squeue's letters (%L time left, %l limit, %T state).
+# Fails where Slurm does not answer, as a busy controller now and then does not.
+ask_queue() {
+  local answer
+  answer=$(squeue -h -j "$SLURM_JOB_ID" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
+}
 
-# Sends USR1 to process $1 once the job's end is $2 seconds away. Slurm is asked again on the way
-# there, since a limit can be moved while the job runs.
+# Sends USR1 to process $1 when it is time to save and leave before the job's end: LEAVE_SECONDS, or
+# what the limit makes of them, before it. Slurm is asked again on the way there, since a limit can
+# be moved while the job runs. Does nothing for a job without limit.
 watch_time_limit() {
-  local pid=$1 lead=$2 left nap
-  while left=$(seconds_of "$(ask_queue L)") && [[ -n $left ]]; do
-    if ((left <= lead)); then
-      say "$left s are left of the job: asking the run to save and leave"
-      hand_on USR1 "$pid"
-      return
+  local pid=$1 answer whole left lead nap
+  while kill -0 "$pid" 2>/dev/null; do
+    nap=60
+    if answer=$(ask_queue '%l %L'); then
+      whole=$(seconds_of "${answer% *}") left=$(seconds_of "${answer#* }")
+      [[ -n $whole && -n $left ]] || return 0
+      lead=${LEAVE_SECONDS:-$(lead_seconds "$whole")}
+      if ((left <= lead)); then
+        say "$left s are left of the job: asking the run to save and leave"
+        hand_on USR1 "$pid"
+        return
+      fi
+      nap=$((left - lead < 1800 ? left - lead : 1800))
     fi
-    nap=$((left - lead))
-    sleep $((nap < 1800 ? nap : 1800))
-    kill -0 "$pid" 2>/dev/null || return
+    sleep "$nap"
   done
 }
 
@@ -95,6 +104,11 @@ prepare_job() {
   ((LEAVE_SECONDS < limit)) ||
     refuse "TIME=$TIME: SAVE_SECONDS=$SAVE_SECONDS asks for $LEAVE_SECONDS s at its end, which is all of it"
   require_header_path RUN_DIR "$RUN_DIR"
+  # Where Slurm hands out GPUs one by one, a job that names none computes on CPUs.
+  if [[ $SITE == local && " ${sbatch_flags[*]} ${asked_of_sbatch[*]}" != *' --g'[pr]* &&
+    " ${flags[*]} " != *' --device cpu '* ]]; then
+    say "no flag of sbatch asks for GPUs; if this Slurm wants one: --gpus-per-node=$RANKS_PER_NODE"
+  fi
   RUN_DIR=$(realpath -ms -- "$RUN_DIR")
   LOG_DIR=$RUN_DIR/logs
   require_header_path RUN_DIR "$RUN_DIR"

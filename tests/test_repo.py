@@ -204,6 +204,14 @@ def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) 
     assert refused.stderr == "quickstart.sh: PYTHON=nope: not found\n"
 
 
+def test_an_environment_that_others_made_is_left_alone(tmp_path: Path) -> None:
+    """Its Python may only be a module that is not loaded."""
+    (tmp_path / "pyvenv.cfg").write_text("home = /nowhere\n")
+    refused = _shell(REPO / "scripts" / "test.sh", VENV=str(tmp_path))
+    assert refused.returncode == 2 and "no Python 3.11 with pip starts in it" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pyvenv.cfg"]
+
+
 LAUNCH = REPO / "scripts" / "launch.sh"
 PROGRAM = """
 import json, os, pathlib, sys

@@ -94,7 +94,9 @@ def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
     run = start_launcher(2, tmp_path / "run", LONG)
     wait_for_step(run.run_dir, 3)
     send(run, signal.SIGTERM, 0)
-    check_left(run.finish(), "SIGTERM")
+    ended = run.finish()
+    check_left(ended, "SIGTERM")
+    assert "death signal" not in ended.all_stderr, "torchrun would kill ranks that save for long"
 
 
 def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:

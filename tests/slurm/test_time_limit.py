@@ -1,0 +1,81 @@
+"""When a run in an allocation is told that its time is up, by a queue that may not answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.harness import REPO
+from tests.slurm.test_job_script import dry
+
+WATCH = """
+source {repo}/scripts/common.sh
+source {repo}/scripts/slurm.sh
+sleep() {{ echo "slept $1"; }}
+hand_on() {{ echo "sent $1"; }}
+SLURM_JOB_ID=1 {settings}
+watch_time_limit $$
+"""
+
+
+def watched(folder: Path, answers: list[str], settings: str = "") -> list[str]:
+    """What is done on the way, with these answers of squeue's one after the other; "" for none."""
+    (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
+    squeue = folder / "squeue"
+    squeue.write_text(
+        f"#!/bin/sh\ncd {folder}\nhead -n 1 answers | grep . || code=1\nsed -i 1d answers\n"
+        "exit ${code:-0}\n"
+    )
+    squeue.chmod(0o755)
+    program = WATCH.format(repo=REPO, settings=settings)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", program],
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_queue_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    answers = ["", "2:00:00 1:00:00", "", "2:00:00 5:01", "2:00:00 5:00"]
+    naps = ["slept 60", "slept 1800", "slept 60", "slept 1"]
+    assert watched(tmp_path, answers) == [*naps, "sent USR1"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "done"),
+    [
+        ("UNLIMITED UNLIMITED", "", []),
+        ("1:00:00 9:00", "LEAVE_SECONDS=540", ["sent USR1"]),
+        ("1:00:00 0:00", "", ["sent USR1"]),
+    ],
+)
+def test_what_an_answer_leads_to(
+    tmp_path: Path, answer: str, settings: str, done: list[str]
+) -> None:
+    assert watched(tmp_path, [answer], settings) == done
+
+
+def test_a_limit_is_for_jobs_and_not_for_steps_of_an_allocation(tmp_path: Path) -> None:
+    """An allocation may be longer or shorter than what the scripts ask for a job."""
+    settings = {"LAUNCHER": "srun", "RANKS_PER_NODE": "2", "TIME": "24:00:00"}
+    alone = dry(tmp_path, **settings).stdout
+    assert "--time 24:00:00 --signal USR1@300" in alone
+    inside = dry(tmp_path, **settings, SLURM_JOB_ID="7").stdout
+    assert "srun" in inside and "--time" not in inside and "--signal" not in inside
+
+
+def test_a_job_that_asks_for_no_gpu_is_told_how(tmp_path: Path) -> None:
+    settings = {"RANKS_PER_NODE": "4", "RUN_DIR": "runs/a"}
+    hint = "if this Slurm wants one: --gpus-per-node=4"
+    assert hint in dry(tmp_path, **settings).stderr
+    for more in ("--gres=gpu:4", "--gpus=4"):
+        assert hint not in dry(tmp_path, more, **settings).stderr
+    assert hint not in dry(tmp_path, flags=("--device", "cpu"), **settings).stderr
+    assert hint not in dry(tmp_path, SITE="frontier", **settings).stderr
