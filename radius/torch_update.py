@@ -60,9 +60,9 @@ class TorchUpdate:
         1-D, in the order in which its entries lie in memory."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if _is_matrix(parameter) and parameter.grad is not None:
-                    grad = self._old_grads.get(parameter, parameter.grad)
-                    update = self._update(group, parameter, grad)
+                if _is_matrix(parameter) and (grad := parameter.grad) is not None:
+                    before = self._old_grads.get(parameter, grad)
+                    update = self._update(group, parameter, before)
                     yield parameter, in_memory_order(update)
 
     def forget_weights(self) -> None:

@@ -62,20 +62,26 @@ def test_what_an_answer_leads_to(
     assert watched(tmp_path, [answer], settings) == done
 
 
+def step(folder: Path, job: str = "") -> str:
+    """How the ranks of a step are started, of this job if any."""
+    shown = dry(folder, LAUNCHER="srun", RANKS_PER_NODE="2", TIME="24:00:00", SLURM_JOB_ID=job)
+    return shown.stdout
+
+
 def test_a_limit_is_for_jobs_and_not_for_steps_of_an_allocation(tmp_path: Path) -> None:
     """An allocation may be longer or shorter than what the scripts ask for a job."""
-    settings = {"LAUNCHER": "srun", "RANKS_PER_NODE": "2", "TIME": "24:00:00"}
-    alone = dry(tmp_path, **settings).stdout
-    assert "--time 24:00:00 --signal USR1@300" in alone
-    inside = dry(tmp_path, **settings, SLURM_JOB_ID="7").stdout
+    assert "--time 24:00:00 --signal USR1@300" in step(tmp_path)
+    inside = step(tmp_path, "7")
     assert "srun" in inside and "--time" not in inside and "--signal" not in inside
 
 
 def test_a_job_that_asks_for_no_gpu_is_told_how(tmp_path: Path) -> None:
-    settings = {"RANKS_PER_NODE": "4", "RUN_DIR": "runs/a"}
-    hint = "if this Slurm wants one: --gpus-per-node=4"
-    assert hint in dry(tmp_path, **settings).stderr
-    for more in ("--gres=gpu:4", "--gpus=4"):
-        assert hint not in dry(tmp_path, more, **settings).stderr
-    assert hint not in dry(tmp_path, flags=("--device", "cpu"), **settings).stderr
-    assert hint not in dry(tmp_path, SITE="frontier", **settings).stderr
+    def asked(*arguments: str, flags: tuple[str, ...] = (), site: str = "local") -> bool:
+        said = dry(tmp_path, *arguments, flags=flags, SITE=site, RANKS_PER_NODE="4", RUN_DIR="a")
+        assert said.returncode == 0, said.stderr
+        return "if this Slurm wants one: --gpus-per-node=4" not in said.stderr
+
+    assert not asked()
+    assert asked("--gres=gpu:4") and asked("--gpus=4")
+    assert asked(flags=("--device", "cpu"))
+    assert asked(site="frontier")
