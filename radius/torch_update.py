@@ -60,8 +60,9 @@ class TorchUpdate:
         1-D, in the order in which its entries lie in memory."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if _is_matrix(parameter) and (grad := parameter.grad) is not None:
-                    before = self._old_grads.get(parameter, grad)
+                if _is_matrix(parameter) and parameter.grad is not None:
+                    grad = parameter.grad
+                    before = self._old_grads[parameter] if parameter in self._old_grads else grad
                     update = self._update(group, parameter, before)
                     yield parameter, in_memory_order(update)
 
