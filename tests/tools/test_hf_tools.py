@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
 from tests.tools.runs import make_model_run
 from tests.training.harness import TINY, train
-from tools import export_hf, import_hf
+from tools import evaluate, export_hf, import_hf
 from tools.hf_tokenizer import files_of_folder
 from tools.run_model import find_model
 
@@ -83,6 +86,51 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     (tmp_path / "there" / "merges.txt").write_text("damaged")
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
     assert not (tmp_path / "not").exists()
+
+
+HARNESS_TASK = """
+task: last_word
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: loglikelihood
+test_split: test
+doc_to_text: "{{{{text.split(' ')[:-1] | join(' ')}}}}"
+doc_to_target: "{{{{' ' + text.split(' ')[-1]}}}}"
+metric_list: [{{metric: perplexity}}, {{metric: acc}}]
+"""
+
+
+@pytest.mark.slow
+def test_the_evaluation_harness_finds_what_our_tool_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From local files alone, as a cluster's nodes must."""
+    pytest.importorskip("lm_eval.models.huggingface", reason="optional package: lm_eval[hf]")
+    vocab, merges = make_bpe(tmp_path / "bpe")
+    flags = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}"
+    make_model_run(tmp_path / "run", flags, vocab_size=len(json.loads(vocab.read_text())))
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    file = tmp_path / "texts.jsonl"
+    texts = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "task.yaml").write_text(HARNESS_TASK.format(file=file))
+    command = [
+        *(sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu"),
+        *("--model_args", f"pretrained={tmp_path / 'there'},dtype=float32"),
+        *("--tasks", "last_word", "--include_path", str(tmp_path / "tasks")),
+        *("--output_path", str(tmp_path / "found")),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "found").rglob("results*.json")
+    theirs = json.loads(results.read_text())["results"]["last_word"]
+    capsys.readouterr()
+    assert evaluate.main([str(tmp_path / "run"), "--task", "lambada", str(file), "--json"]) == 0
+    ours = json.loads(capsys.readouterr().out)
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity,none"], rel=1e-5)
+    assert ours["accuracy"] == theirs["acc,none"]
 
 
 def test_a_tokenizer_that_cuts_otherwise_than_gpt2_is_taken_whole(tmp_path: Path) -> None:
