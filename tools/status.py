@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -216,7 +217,9 @@ def _next_command(run: Path, found: Standing) -> str:
     if not (run / CONFIG).is_file():
         return "the command that started it"
     variables = {"CONFIG": str(run / CONFIG), "RUN_DIR": str(run)}
-    if "message-driven" in (run / CONFIG).read_text(encoding="utf-8", errors="replace"):
+    # As launch.sh looks for it; a login node's Python may lack a YAML reader.
+    settings = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
+    if re.search(r'pipeline_schedule: "?message-driven', settings):
         variables["LAUNCHER"] = "mpiexec"
     if found.ranks is not None:
         variables["RANKS_PER_NODE"] = str(found.ranks)

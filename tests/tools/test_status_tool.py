@@ -130,6 +130,8 @@ def test_messages_need_an_mpi_launcher(run: Path, capsys: pytest.CaptureFixture[
     (run / "config.yaml").write_text("parallel:\n  pipeline_schedule: message-driven\n")
     write_status(run, Status(state="left", left="STOP", exit_code=75))
     assert " LAUNCHER=mpiexec " in told(run, capsys)["next_command"]
+    (run / "config.yaml").write_text("run:\n  run_dir: runs/message-driven\n")
+    assert "LAUNCHER" not in told(run, capsys)["next_command"]
 
 
 def test_damaged_checkpoints_are_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
