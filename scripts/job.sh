@@ -80,16 +80,6 @@ lost_starts() {
   echo "$lost"
 }
 
-# This job's state in the queue. Slurm is asked for a while: a controller that is busy for a moment
-# must not end a chain of days. Nothing where it never answers; to requeue will tell.
-job_state() {
-  local pause
-  for pause in 5 10 20 0; do
-    ! ask_queue '%T' || return 0
-    sleep "$pause"
-  done
-}
-
 # Says why the job ends for good after exit code $1 and step $2; nothing if it may be requeued.
 why_not_again() {
   local left lost state

@@ -34,6 +34,16 @@ ask_queue() {
   answer=$(squeue -h -j "$SLURM_JOB_ID" -o "$1" 2>/dev/null) && [[ -n $answer ]] && echo "${answer%%$'\n'*}"
 }
 
+# This job's state in the queue. Slurm is asked for a while: a controller that is busy for a moment
+# must not end a chain of days. Nothing where it never answers; to requeue will tell.
+job_state() {
+  local pause
+  for pause in 5 10 20 0; do
+    ! ask_queue '%T' || return 0
+    sleep "$pause"
+  done
+}
+
 # Sends USR1 to process $1 when it is time to save and leave before the job's end: LEAVE_SECONDS, or
 # what the limit makes of them, before it. Slurm is asked again on the way there, since a limit can
 # be moved while the job runs. Does nothing for a job without limit.

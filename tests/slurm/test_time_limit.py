@@ -1,4 +1,4 @@
-"""When a run in an allocation is told that its time is up, by a queue that may not answer."""
+"""What a job and a run in an allocation learn from a queue that may not answer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ source {repo}/scripts/slurm.sh
 sleep() {{ echo "slept $1"; }}
 hand_on() {{ echo "sent $1"; }}
 SLURM_JOB_ID=1 {settings}
-watch_time_limit $$
+{call}
 """
 
 
-def watched(folder: Path, answers: list[str], settings: str = "") -> list[str]:
+def watched(
+    folder: Path, answers: list[str], settings: str = "", call: str = "watch_time_limit $$"
+) -> list[str]:
     """What is done on the way, with these answers of squeue's one after the other; "" for none."""
     (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     squeue = folder / "squeue"
@@ -30,7 +32,7 @@ def watched(folder: Path, answers: list[str], settings: str = "") -> list[str]:
         "exit ${code:-0}\n"
     )
     squeue.chmod(0o755)
-    program = WATCH.format(repo=REPO, settings=settings)
+    program = WATCH.format(repo=REPO, settings=settings, call=call)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", program],
         env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
@@ -46,6 +48,13 @@ def test_a_queue_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     answers = ["", "2:00:00 1:00:00", "", "2:00:00 5:01", "2:00:00 5:00"]
     naps = ["slept 60", "slept 1800", "slept 60", "slept 1"]
     assert watched(tmp_path, answers) == [*naps, "sent USR1"]
+
+
+def test_a_jobs_state_is_asked_for_a_while(tmp_path: Path) -> None:
+    naps = ["slept 5", "slept 10"]
+    assert watched(tmp_path, ["", "", "RUNNING"], call="job_state") == [*naps, "RUNNING"]
+    assert watched(tmp_path, ["COMPLETING"], call="job_state") == ["COMPLETING"]
+    assert watched(tmp_path, [""] * 4, call="job_state")[-1] == "slept 0", "no state is told"
 
 
 @pytest.mark.parametrize(
