@@ -174,7 +174,7 @@ class RadiusHook:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.resamples:
-            self._update.keep_weights()
+            self._update.before_step()
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -183,7 +183,7 @@ class RadiusHook:
         if self._complete and (found_inf is None or float(found_inf) == 0):
             self._commit()
         self._under_way, self._complete = [], False
-        self._update.forget_weights()
+        self._update.forget()
 
     def _commit(self) -> None:
         if self.resamples:

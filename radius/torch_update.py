@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TorchUpdate:
     """Corrected updates of the matrices of an Adam, AdamW or SGD optimizer.
 
-    `keep_weights` just before the step to look at, `matrices` and `forget_weights` after it. Raises
+    `before_step` just before the step to look at, `matrices` and `forget` after it. Raises
     `ConfigError` for other optimizers.
     """
 
@@ -35,7 +35,7 @@ class TorchUpdate:
         self._old_weights: dict[torch.Tensor, torch.Tensor] = {}
         self._old_grads: dict[torch.Tensor, torch.Tensor] = {}
 
-    def keep_weights(self) -> None:
+    def before_step(self) -> None:
         """Copy the weights that the coming step's update contains, and gradients that it may
         overwrite."""
         self._old_weights = {
@@ -61,19 +61,18 @@ class TorchUpdate:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if _is_matrix(parameter) and parameter.grad is not None:
-                    grad = parameter.grad
-                    before = self._old_grads[parameter] if parameter in self._old_grads else grad
-                    update = self._update(group, parameter, before)
+                    update = self._update(group, parameter)
                     yield parameter, in_memory_order(update)
 
-    def forget_weights(self) -> None:
-        """Free what `keep_weights` copied."""
+    def forget(self) -> None:
+        """Free what `before_step` copied."""
         self._old_weights, self._old_grads = {}, {}
 
-    def _update(
-        self, group: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
-    ) -> torch.Tensor:
+    def _update(self, group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
         state = self.optimizer.state[parameter]
+        kept = parameter in self._old_grads
+        grad = self._old_grads[parameter] if kept else parameter.grad
+        assert grad is not None, "of those just updated"
         adam = isinstance(self.optimizer, torch.optim.Adam)
         update = _adam_update(group, state) if adam else _sgd_update(group, state, grad)
         if parameter in self._old_weights:

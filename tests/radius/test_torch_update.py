@@ -43,7 +43,7 @@ def test_update_is_what_the_step_takes_off_the_weights(
         for parameter in parameters[:3]:  # the last never gets a gradient
             parameter.grad = torch.randn_like(parameter)
         old = [parameter.detach().clone() for parameter in parameters]
-        update.keep_weights()
+        update.before_step()
         optimizer.step()
         found = dict(update.matrices())
         assert list(found) == parameters[:2]
