@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection
@@ -57,7 +58,7 @@ class Ranks:
             self._pools.popitem()[1].close()
 
 
-class Pool:
+class Pool(ABC):
     """Processes that serve, one behind each of `pipes`, which are in rank order."""
 
     def __init__(self) -> None:
@@ -86,9 +87,9 @@ class Pool:
             pipe.close()
         self.folder.cleanup()
 
+    @abstractmethod
     def end_processes(self) -> None:
         """At once, whatever they do."""
-        raise NotImplementedError
 
 
 class _Spawned(Pool):
