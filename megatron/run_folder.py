@@ -16,7 +16,7 @@ from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, to_yaml
 from megatron.config.layer_split import describe_split
 from megatron.errors import ConfigError, SparsetronError
-from megatron.low_memory.checkpoint_interval import describe_interval
+from megatron.low_memory.checkpoint_interval import recomputation_in_words
 from megatron.run_lock import RunLock
 from megatron.runtime import Runtime, job_environment
 from megatron.status import Status, write_status
@@ -97,10 +97,8 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     if groups.dims.pp > 1:
         split = config.parallel.layer_split(config.model.num_layers)
         metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
-    if config.recompute.recompute_method == "uniform":
-        layers, interval = config.model.num_layers, config.recompute.recompute_num_layers or 1
-        held = config.parallel.longest_run(layers)
-        metrics.say(f"recomputation: {describe_interval(layers, held, interval)}")
+    if told := recomputation_in_words(config):
+        metrics.say(f"recomputation: {told}")
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")

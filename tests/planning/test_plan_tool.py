@@ -65,6 +65,13 @@ def test_every_configuration_can_be_planned(file: Path, plan: Any) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_the_interval_of_recomputation_is_told_with_eq_1_of_axonn(plan: Any) -> None:
+    line = f"{REPO}/configs/gpt_12b.yaml --world-size 48 --site summit"
+    text = " ".join(plan(line).split())
+    assert "recomputed runs of 8 of 8 layers; by AxoNN's Eq. 1 a stage keeps 15 outputs" in text
+    assert "Eq. 1" not in plan(f"{REPO}/configs/gpt_124m.yaml --site summit")
+
+
 def test_what_does_not_fit_is_told_what_does(plan: Any) -> None:
     found = plan(f"{GPT_2_7B} {STAGES} 4 --json")
     assert not found["fits"] and found["needed"] > found["site"]["memory"]
