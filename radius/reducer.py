@@ -123,6 +123,8 @@ class RadiusReducer:
             self._held.append(work)
         else:
             work.under_way = work.launch()
+        if own.sent is not None:
+            own.residual.prepare(step.loss_scale)
         return work
 
     def _phase(self, step: StepContext) -> Phase:

@@ -7,8 +7,6 @@ paper does, and in the gradient buffer itself.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 
 from megatron.data_parallel.interface import ALIGNMENT, GradBucket
@@ -50,6 +48,10 @@ class Residual:
     def join_part(self, index: BucketIndex, part: Part, loss_scale: float) -> None:
         """Add what waits in one part to the gradient; saved state does not change."""
 
+    def prepare(self, loss_scale: float) -> None:
+        """What is sent has left: find what is to wait once the step is applied. The gradient is
+        used up."""
+
     def keep(self, loss_scale: float) -> None:
         """The step was applied and sent what is chosen: the rest of the gradient waits from now."""
 
@@ -66,18 +68,25 @@ class Residual:
 class SeparateResidual(Residual):
     """A buffer of its own, as in the paper.
 
-    The whole gradient is added to it, chosen entries as well, which is a plain sum of two vectors;
-    these are cleared when it is next sent. The index stays the same until then.
+    Its sum with the gradient is formed in the gradient's memory while what is sent is on its way,
+    and the two trade places when the step is applied, so that a dropped step leaves it as it was.
+    It cannot trade with 16-bit gradients, which are added to it then. Chosen entries are added as
+    well, which is a plain sum of two vectors, and cleared when it is next sent; the index stays the
+    same until then.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
         super().__init__(bucket)
         self._waits = False
+        self._trades = bucket.grad.dtype == torch.float32
+        self._made: torch.Tensor | None = None
 
-    @cached_property
+    @property
     def _buffer(self) -> torch.Tensor:
         """Made when something is first to wait: coordinates may be others before that."""
-        return torch.zeros_like(self.bucket.grad, dtype=torch.float32)
+        if self._made is None:
+            self._made = torch.zeros_like(self.bucket.grad, dtype=torch.float32)
+        return self._made
 
     @property
     def pending(self) -> torch.Tensor | None:
@@ -105,9 +114,17 @@ class SeparateResidual(Residual):
             index.clear_part(self._buffer, part.start, part.length)
             _add(self.bucket.grad[part.start : part.stop], waiting, loss_scale)
 
+    def prepare(self, loss_scale: float) -> None:
+        if self._trades:
+            grad = self.bucket.grad
+            torch.add(self._buffer, grad, alpha=1.0 / loss_scale, out=grad)
+
     def keep(self, loss_scale: float) -> None:
         self._waits = True
-        _add(self._buffer, self.bucket.grad, 1.0 / loss_scale)
+        if self._trades:
+            self._made, self.bucket.grad = self.bucket.grad, self._buffer
+        else:
+            _add(self._buffer, self.bucket.grad, 1.0 / loss_scale)
 
     def flush(self, part: Part) -> None:
         self._buffer[part.start : part.stop] = 0.0

@@ -58,10 +58,15 @@ REWIRER = "rewirer/"
 class _Slot:
     """Where a parameter's gradient goes. `fresh`: nothing was accumulated in this step yet."""
 
-    bucket: int
-    out: torch.Tensor
+    bucket: GradBucket
+    where: Slice
     arrivals: int
     fresh: bool = True
+
+    @property
+    def out(self) -> torch.Tensor:
+        """View of the bucket, whose memory may be another in each step."""
+        return self.where.of(self.bucket.grad)
 
 
 class _Term(NamedTuple):
@@ -139,7 +144,7 @@ class GradientEngine:
         ]
         self.reducer.attach(self.buckets, layout)
         self._slots = {
-            name: _Slot(bucket.index, where.of(bucket.grad), len(self.infos[name].leaves))
+            name: _Slot(bucket, where, len(self.infos[name].leaves))
             for bucket in self.buckets
             for name, where in bucket.slices.items()
         }
@@ -170,7 +175,7 @@ class GradientEngine:
         store(name, grad, slot.out)
         slot.fresh = False
         if name in self._last:
-            self._pending[slot.bucket] -= 1
+            self._pending[slot.bucket.index] -= 1
             if self._overlap:
                 self._launch_full()
 
@@ -280,8 +285,8 @@ class GradientEngine:
 
     def place(self, name: str) -> tuple[GradBucket, Slice]:
         """A parameter's bucket and its place in it."""
-        bucket = self.buckets[self._slots[name].bucket]
-        return bucket, bucket.slices[name]
+        slot = self._slots[name]
+        return slot.bucket, slot.where
 
     def why_idle(self, first: int, last: int) -> str:
         """Why the path would do nothing of its own in these updates; "" where it does."""
