@@ -90,6 +90,11 @@ class RadiusBucket:
             gathered[run.values].add_(not_chosen, alpha=steps - 1)
         self.gathered = gathered
 
+    def prepare(self, loss_scale: float) -> None:
+        """What is chosen is on its way: see to the rest."""
+        if self.sent is not None:
+            self.residual.prepare(loss_scale)
+
     def forget_step(self) -> None:
         """The step is over."""
         self.flushed, self.sent, self.gathered, self.mean = (), None, None, ()

@@ -123,8 +123,10 @@ class RadiusReducer:
             self._held.append(work)
         else:
             work.under_way = work.launch()
-        if own.sent is not None:
-            own.residual.prepare(step.loss_scale)
+        if bucket.index == len(self._own) - 1:
+            # What leaves last is waited for most, so all of this is done meanwhile.
+            for each in self._own:
+                each.prepare(step.loss_scale)
         return work
 
     def _phase(self, step: StepContext) -> Phase:
