@@ -119,11 +119,11 @@ class BucketShard:
 class GradBucket:
     """A flat run of parameters of one class, the unit that is sent and updated.
 
-    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. A reducer may put
-    another of the kind in its place when it commits a step. `tp_sharded`:
-    its parameters are cut over the tensor-parallel group; `partial`: their gradients are to be
-    summed over it. Where optimizer states are sharded, `shard` says what this rank has of them and
-    `room` is the memory that `grad` begins, as long as all shards together.
+    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. A reducer may
+    put another of the kind in its place when it commits a step. `tp_sharded`: its parameters are
+    cut over the tensor-parallel group; `partial`: their gradients are to be summed over it. Where
+    optimizer states are sharded, `shard` says what this rank has of them and `room` is the memory
+    that `grad` begins, as long as all shards together.
     """
 
     index: int

@@ -24,7 +24,7 @@ DEFAULT = (
     COMPUTE,
     "dense",
     "dense-no-overlap",
-    *(f"radius-{density}" for density in (0.9, 0.5, 0.4, 0.1)),
+    *(f"radius-{density}" for density in (0.9, 0.5, 0.4, 0.1, 0.01)),
     *(f"topk-{density}" for density in (0.01, 0.1)),
     *(f"powersgd-{rank}" for rank in (4, 32)),
     "ddp-4mb",

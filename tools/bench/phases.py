@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from megatron.optimizer.rules import UpdateRule
@@ -22,6 +22,10 @@ OPTIMIZER, SCATTER = "optimizer", "scatter"
 LOGGING, REST = "logging", "data and the rest"
 REDUCE, PLACE, KEEP = "gather what is sent", "place what was received", "keep the rest, choose"
 PATH_PHASES = (REDUCE, PLACE, KEEP)
+HANDLING = (GATHER, CHECK, NORM, OPTIMIZER, SCATTER, *PATH_PHASES)
+CPU_TIME = "CPU time on gradients and weights"
+"""Of the phases in `HANDLING`, and of the thread that trains: where ranks share cores, a stopwatch
+also counts the threads that send."""
 PHASES = (FORWARD, BACKWARD, GATHER, CHECK, WAIT, NORM, OPTIMIZER, SCATTER, LOGGING, REST)
 
 
@@ -97,11 +101,12 @@ class Phases:
 
 
 class PathPhases(Phases):
-    """Also tells what a sparse step does of its own: `PATH_PHASES`."""
+    """Also tells what a sparse step does of its own: `PATH_PHASES`, and the `CPU_TIME`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._seconds |= {phase: 0.0 for phase in PATH_PHASES}
+        self._seconds |= {phase: 0.0 for phase in PATH_PHASES} | {CPU_TIME: 0.0}
+        self._cpu_since = thread_time()
         rule = trainer.optimizer.rule
         trainer.optimizer.rule = _TimedRule(rule, self._timed(rule.apply, OPTIMIZER))
 
@@ -113,6 +118,17 @@ class PathPhases(Phases):
             (engine.reducer, "commit", KEEP),
             (trainer.optimizer, "_update", PLACE),
         ]
+
+    def start(self) -> None:
+        super().start()
+        self._cpu_since = thread_time()
+
+    def _change(self) -> None:
+        now = thread_time()
+        if self._running[-1] in HANDLING:
+            self._seconds[CPU_TIME] += now - self._cpu_since
+        self._cpu_since = now
+        super()._change()
 
 
 class _TimedRule:
