@@ -16,7 +16,7 @@ from tools.bench.methods import DEFAULT, SAMO, method
 from tools.bench.netlab import Network, Wire
 from tools.bench.path_cost import DENSE, SPARSE, radius_targets
 from tools.bench.path_messages import counted_share, messages, sent_share
-from tools.bench.path_report import as_markdown, memory_as_markdown, plot
+from tools.bench.path_report import as_markdown, memory_as_markdown, plot, read, write
 from tools.bench.path_rows import Table, table
 from tools.bench.path_targets import targets
 from tools.bench.phases import CPU_TIME, KEEP, PLACE, REDUCE
@@ -250,6 +250,19 @@ def test_tables_and_plot_show_what_was_found(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     shown = memory_as_markdown({"parameters": 1e6, "dense": 16e6})
     assert "| dense | 16.0 | 16.00 |" in shown
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tables, memory, facts = [_table()], {"parameters": 1e6, "dense": 16e6}, {"cores": 2}
+    write(tmp_path, "page", tables, memory, facts)
+    again = read(tmp_path, "page")
+    written = (tmp_path / "page.md").read_text(encoding="utf-8")
+    write(tmp_path, "page", *again)
+    assert again[1:] == (memory, facts) and written.count("###") == 3
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == written
+    with pytest.raises(ConfigError, match="other.json: no such file"):
+        read(tmp_path, "other")
 
 
 def test_packets_headers_are_no_payload() -> None:

@@ -309,3 +309,31 @@ def test_in_place_every_sum_of_a_resample_is_launched_before_one_is_waited_for(
     for told, matrices in ranks.run(2, on_rank_resampled_in_place):
         assert matrices > 1 and told.count("launch") >= matrices
         assert "launch" not in told[told.index("wait") :]
+
+
+def test_what_waits_is_found_while_the_last_bucket_is_on_its_way() -> None:
+    toy = Toy(alone(), radius())
+    reducer, buckets = reducer_of(toy), toy.engine.buckets
+    for t in range(1, 6):
+        toy.step([gradients(t)])
+    waiting = {own.bucket.index: own.residual.pending for own in reducer._own if own.parts}
+    changed: list[set[int]] = []
+    before: dict[int, torch.Tensor] = {}
+    reduce = reducer.reduce
+
+    def watched(bucket: GradBucket, step: StepContext) -> Any:
+        before[bucket.index] = bucket.grad.clone()
+        work = reduce(bucket, step)
+        changed.append({n for n, grad in before.items() if not torch.equal(grad, buckets[n].grad)})
+        return work
+
+    reducer.reduce = watched
+    toy.backward([gradients(6)])
+    step = toy.finish()
+    *earlier, last = changed
+    assert len(waiting) > 1 and not any(earlier) and last == set(waiting)
+    sums = {n: pending + before[n] for n, pending in waiting.items()}
+    toy.apply(step)
+    for n, pending in waiting.items():
+        assert torch.equal(reducer._own[n].residual.pending, sums[n])
+        assert buckets[n].grad is pending, "the two trade places"

@@ -6,6 +6,8 @@
     python tools/bench/gradient_path.py --set samo          a pruned network's rows, half an hour
     python tools/bench/gradient_path.py --cost              what a sparse step costs at 124M; with
                                                             --set samo, a pruned network's
+    python tools/bench/gradient_path.py --again FOLDER --rates 1gbit --worlds 2 --out FOLDER
+                                                            one network of a report, once more
 
 One process a rank takes a step of every method in turn, so that whatever else the machine does
 falls on all alike. Two protocols: `emulated` computing sleeps (150 ms forward, 300 ms backward, 8
@@ -36,7 +38,7 @@ from megatron.errors import ConfigError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.bench.methods import DEFAULT, SAMO, method, with_computing  # noqa: E402
 from tools.bench.netlab import NO_LIMIT, Network, run, why_not  # noqa: E402
-from tools.bench.path_report import as_markdown, memory_as_markdown, write  # noqa: E402
+from tools.bench.path_report import as_markdown, memory_as_markdown, read, write  # noqa: E402
 from tools.bench.path_rows import EMULATED, REAL, TARGET_RATE, Table, table  # noqa: E402
 from tools.bench.path_targets import targets  # noqa: E402
 
@@ -80,16 +82,31 @@ def compare(options: argparse.Namespace) -> int:
     names = with_computing(options.methods or default)
     _check_methods(names)
     networks = _networks(options)
-    tables: list[Table] = []
+    tables, memory, facts = ((), None, _facts())
+    if options.again is not None:
+        tables, memory, facts = read(options.again, stem)
+    order = {table.title: number for number, table in enumerate(tables)}
     began = time.monotonic()
-    facts = _facts()
-    memory = _memory(names, smoke=options.smoke) if options.memory else None
+    if options.memory and memory is None:
+        memory = _memory(names, smoke=options.smoke)
     for network in networks:
         for protocol in options.protocols:
-            found = _measure(names, network, protocol, options)
-            tables.append(found)
+            found = measure(
+                names,
+                network,
+                protocol,
+                rounds=options.rounds,
+                interval=options.interval,
+                smoke=options.smoke,
+            )
+            tables = [*(table for table in tables if table.title != found.title), found]
+            tables.sort(key=lambda table: order.get(table.title, len(order)))
             print(as_markdown(found), flush=True)
-            facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
+            if found.title in order:
+                again = facts.get("measured again", "")
+                facts["measured again"] = f"{again}, {found.title}" if again else found.title
+            else:
+                facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
             if options.out is not None:  # each time, so that what is measured is never lost
                 write(options.out, stem, tables, memory, facts)
     print(memory_as_markdown(memory) if memory else "")
@@ -107,24 +124,36 @@ def _networks(options: argparse.Namespace) -> list[Network]:
         if rate != NO_LIMIT or ranks == min(options.worlds)
     ]
     for network in networks:
-        if (reason := why_not(network)) is not None:
-            raise ConfigError(f"--rates {network.rate}: {reason}; --rates none needs no netlab")
+        check_network(network)
     return networks
 
 
-def _measure(
-    names: Sequence[str], network: Network, protocol: str, options: argparse.Namespace
+def check_network(network: Network) -> None:
+    """Raise `ConfigError` for one that there can be none of here."""
+    if (reason := why_not(network)) is not None:
+        raise ConfigError(f"--rates {network.rate}: {reason}; --rates none needs no netlab")
+
+
+def measure(
+    names: Sequence[str],
+    network: Network,
+    protocol: str,
+    *,
+    rounds: int,
+    interval: int,
+    smoke: bool = False,
 ) -> Table:
+    """These methods, computing alone among them, on one network: a process a rank."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "protocol": protocol,
             "methods": names,
-            "rounds": options.rounds,
+            "rounds": rounds,
             "warm_up": WARM_UP,
-            "interval": options.interval,
+            "interval": interval,
             "folder": folder,
             "interface": network.interface,
-            "smoke": options.smoke,
+            "smoke": smoke,
         }
         command = network.command([str(RANK), json.dumps(settings)], folder=Path(folder))
         if code := run(command):
@@ -184,6 +213,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cost", action="store_true", help="a sparse step's own work at 124M parameters")
     add("--dtype", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"], help="of --cost")
     add("--out", type=Path, default=None, help="folder for the report")
+    add("--again", type=Path, help="folder of a report whose other tables and memory are kept")
     add("--smoke", action="store_true", help="a tiny model: does the tool work?")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import missing_extra
+from megatron.errors import ConfigError, missing_extra
+from tools.bench.alpha_beta import Link
+from tools.bench.netlab import Network
 from tools.bench.path_rows import SPREAD, Row, Table
 from tools.bench.path_targets import targets
 
@@ -86,6 +88,28 @@ def write(
     parts += ["### Targets\n\n" + "".join(f"- {target}\n" for target in found)]
     (folder / f"{stem}.md").write_text("\n".join(parts), encoding="utf-8")
     plot(folder / f"{stem}.png", tables)
+
+
+def read(
+    folder: Path, stem: str
+) -> tuple[Sequence[Table], dict[str, float] | None, dict[str, Any]]:
+    """Tables, memory and facts of what `write` wrote. Raises `ConfigError` where there is none."""
+    file = folder / f"{stem}.json"
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; leave --again out to measure everything")
+    values = json.loads(file.read_text(encoding="utf-8"))
+    tables = [
+        Table(
+            **each
+            | {
+                "network": Network(**each["network"]),
+                "link": Link(**each["link"]),
+                "rows": [Row(**row) for row in each["rows"]],
+            }
+        )
+        for each in values["tables"]
+    ]
+    return tables, values["memory"] or None, values["facts"]
 
 
 def plot(file: Path, tables: Sequence[Table]) -> None:

@@ -1,0 +1,260 @@
+"""What loss a gradient path has after how much time, where the network is slow.
+
+    python tools/bench/time_to_loss.py --out docs/benchmarks      as root; ten minutes, 4 ranks
+    python tools/bench/time_to_loss.py --rates none               the loopback alone, no root
+
+Fewer bytes a step are one thing, more steps to the same loss another. Losses by step are those of
+the convergence study, of its first seed (`convergence.jsonl`); what a step of each path lasts is
+measured here on four ranks, as `gradient_path.py` does with emulated computing, since that is the
+number of ranks that the study's baselines are of. Writes time_to_loss.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from megatron.errors import ConfigError, SparsetronError  # noqa: E402
+from megatron.report.charts import PALETTE  # noqa: E402
+from megatron.report.series import smooth  # noqa: E402
+from tools.bench.convergence_plot import SMOOTHED  # noqa: E402
+from tools.bench.convergence_rows import Row as Trained  # noqa: E402
+from tools.bench.convergence_rows import read_rows  # noqa: E402
+from tools.bench.convergence_study import SEEDS, Plan  # noqa: E402
+from tools.bench.gradient_path import INTERVAL, check_network, measure  # noqa: E402
+from tools.bench.methods import with_computing  # noqa: E402
+from tools.bench.netlab import Network  # noqa: E402
+from tools.bench.page_files import write_page  # noqa: E402
+from tools.bench.path_rows import EMULATED, TARGET_RATE, Row, Table  # noqa: E402
+
+DENSE = "dense"
+GROUPS = {
+    DENSE: "dense",
+    "radius-0.4": "radius_0.4",
+    "radius-0.1": "radius_0.1",
+    "topk-0.1": "topk_0.1",
+    "powersgd-4": "powersgd_4",
+    "radius-0.4-rolling": "rolling_0.4-update",
+    "radius-0.1-rolling": "rolling_0.1-update",
+}
+"""The runs of the study that took steps of each method."""
+RANKS = 4
+RESULTS = REPO / "docs" / "benchmarks" / "convergence.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A run in time. `step`: median seconds of a step after the fork from dense; `seconds`: those
+    of the run. `points`: (seconds, mean training loss around then). `dense_then`: the dense run's
+    at the time when this one is over."""
+
+    method: str
+    step: float
+    seconds: float
+    loss: float
+    dense_then: float
+    points: Sequence[tuple[float, float]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    options = _arguments(arguments)
+    networks = [Network(ranks=RANKS, rate=rate) for rate in options.rates]
+    try:
+        if options.rounds < 2:
+            raise ConfigError(f"--rounds {options.rounds}: must be at least 2")
+        for network in networks:
+            check_network(network)
+        trained = runs_of(read_rows(options.results))
+        found = {
+            str(network): courses(trained, steps_on(network, trained, options))
+            for network in networks
+        }
+    except SparsetronError as error:
+        print(f"time_to_loss.py: {error}", file=sys.stderr)
+        return 2
+    write_page(
+        options.out,
+        "time_to_loss",
+        text=as_markdown(found, trained),
+        found={name: [asdict(each) for each in rows] for name, rows in found.items()},
+        draw=partial(draw, found=found),
+    )
+    return 0
+
+
+def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
+    """The study's run of each method. Raises `ConfigError` where one is missing or failed."""
+    found: dict[str, Trained] = {}
+    for name, group in GROUPS.items():
+        here = [row for row in rows if (row["group"], row["seed"]) == (group, SEEDS[0])]
+        if not here or here[0]["valid_loss"] is None:
+            raise ConfigError(
+                f"--results: no finished run {group!r} of seed {SEEDS[0]}; convergence.py makes it"
+            )
+        found[name] = here[0]
+    return found
+
+
+def steps_on(
+    network: Network, trained: Mapping[str, Trained], options: argparse.Namespace
+) -> dict[str, Row]:
+    """What a step of each method lasts. A resample's length does not depend on how many steps lie
+    between two, so few do; what a rolling schedule sends does, so that has the study's interval."""
+    rolling = [name for name in GROUPS if name.endswith("rolling")]
+    (interval,) = {trained[name]["interval"] for name in rolling}
+    plain = [name for name in GROUPS if name not in rolling]
+
+    def table(names: Sequence[str], interval: int) -> Table:
+        return measure(
+            with_computing(names),
+            network,
+            EMULATED,
+            rounds=options.rounds,
+            interval=interval,
+            smoke=options.smoke,
+        )
+
+    tables = table(plain, INTERVAL), table(rolling, interval)
+    return {row.method: row for found in tables for row in found.rows if row.method in GROUPS}
+
+
+def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Course]:
+    """Each run in time, in the order of `GROUPS`."""
+    dense = steps[DENSE].median
+    timed = {
+        name: [
+            (seconds_until(i, trained[name], steps[name], dense), loss) for i, loss in _curve(row)
+        ]
+        for name, row in trained.items()
+    }
+    return [
+        Course(
+            method=name,
+            step=steps[name].median,
+            seconds=points[-1][0],
+            loss=points[-1][1],
+            dense_then=at(timed[DENSE], points[-1][0]),
+            points=points,
+        )
+        for name, points in timed.items()
+    ]
+
+
+def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
+    """What the first `step` steps of a run last: dense ones up to the fork and then its own, of
+    which each `interval`-th is a resample where the method has those."""
+    if run["start"] is None:
+        return step * dense
+    fork = min(step, Plan(**run["plan"]).start_step(run["start"]))
+    own = step - fork
+    if row.resample is None:
+        return fork * dense + own * row.median
+    resamples = step // run["interval"] - fork // run["interval"]
+    return fork * dense + (own - resamples) * row.median + resamples * row.resample
+
+
+def at(points: Sequence[tuple[float, float]], seconds: float) -> float:
+    """The loss of the last point up to then."""
+    return [loss for then, loss in points if then <= seconds][-1]
+
+
+def _curve(run: Trained) -> list[tuple[int, float]]:
+    steps, losses = zip(*run["curve"], strict=True)
+    return list(zip(steps, smooth(losses, SMOOTHED), strict=True))
+
+
+def as_markdown(found: Mapping[str, Sequence[Course]], trained: Mapping[str, Trained]) -> str:
+    """The page."""
+    lines = ["# What loss after how much time", "", *NOTE, ""]
+    lines += ["![Training loss by time](time_to_loss.png)", ""]
+    head = (
+        "step, ms | run / dense's | training loss | dense's by then | less that | validation loss"
+    )
+    for network, rows in found.items():
+        dense = next(row for row in rows if row.method == DENSE)
+        lines += [f"## {network}", "", f"| method | {head} |", "|---|" + "---:|" * 6]
+        for row in rows:
+            cells = [
+                f"{1e3 * row.step:.0f}",
+                f"{row.seconds / dense.seconds:.2f}",
+                f"{row.loss:.3f}",
+                f"{row.dense_then:.3f}",
+                f"{row.loss - row.dense_then:+.3f}",
+                f"{trained[row.method]['valid_loss']:.3f}",
+            ]
+            lines.append(f"| {row.method} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+NOTE = (
+    "Losses: the first seed of [convergence.md](convergence.md), a GPT of 5M parameters, by step;",
+    "paths take over from the dense run after 20 % of the steps. Time: a step of four ranks with",
+    "emulated computing (450 ms, 11.5M parameters; see [README.md](README.md)), resamples each",
+    "25th step, as in those runs. Training loss is smoothed over 5 % of the run. A path that takes",
+    "less time is over when the dense run's learning rate is still high: to be below what dense",
+    "has by then takes less than to be as good as a dense run of that length would be.",
+)
+
+
+def draw(path: Path, *, found: Mapping[str, Sequence[Course]]) -> bool:
+    """The losses from the fork on, a panel for each network. False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(5.5 * len(found), 4.5), dpi=130, layout="constrained")
+    for place, (network, rows) in enumerate(found.items(), 1):
+        axes: Any = figure.add_subplot(1, len(found), place)
+        colors = iter(PALETTE)
+        for row in rows:
+            style = {"color": "#6b7280", "linestyle": "--"} if row.method == DENSE else {}
+            style = style or {"color": next(colors)}
+            minutes = [then / 60 for then, _ in row.points]
+            losses = [loss for _, loss in row.points]
+            axes.plot(minutes, losses, label=row.method, linewidth=1.6, **style)
+            axes.plot(minutes[-1:], losses[-1:], "o", markersize=4, color=style["color"])
+        # What comes before the fork is the same run, and steep.
+        later = [loss for row in rows for _, loss in row.points[len(row.points) // 5 :]]
+        axes.set_ylim(min(later) - 0.05, max(later) + 0.05)
+        axes.set_title(network, loc="left", fontsize=11)
+        axes.set_xlabel("minutes")
+        axes.set_ylabel("training loss")
+        axes.grid(color="#e5e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+    return True
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="time_to_loss.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    rates = [TARGET_RATE, "200mbit"]
+    add("--rates", nargs="+", default=rates, help="of each link, as tc writes them; none: loopback")
+    add("--rounds", type=int, default=8, help="measured steps of each method")
+    add("--results", type=Path, default=RESULTS, help="the convergence study's runs")
+    add("--out", type=Path, default=None, help="folder for the page")
+    add("--smoke", action="store_true", help="a tiny model: does the tool work?")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
