@@ -147,7 +147,7 @@ def packed(value: object) -> bytes:
 def _reduced(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
     import torch
 
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().cpu().contiguous()
     return _tensor, (whole.view(-1).view(torch.uint8).numpy(), whole.dtype, whole.shape)
 
 
@@ -209,7 +209,7 @@ def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
         except EOFError:
             return
         try:
-            reply = (True, function(groups, *args))
+            reply = packed((True, function(groups, *args)))
         except Exception:
-            reply = (False, traceback.format_exc())
-        pipe.send_bytes(packed(reply))
+            reply = packed((False, traceback.format_exc()))
+        pipe.send_bytes(reply)

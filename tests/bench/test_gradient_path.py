@@ -277,7 +277,9 @@ def test_cost_is_judged_by_dense_steps() -> None:
     }
     assert [target.met for target in radius_targets(found, "bf16")] == [True, True, True]
     own, whole, resample = radius_targets(found, "fp32")
-    assert not own.met and "keep: 0.0350, dense 0.1000) 0.0350" in own.text
+    assert (
+        not own.met and ") 0.0350" in own.text and "0.0350 by the clock, -0.0650 beyond" in own.text
+    )
     assert whole.met and "0.9500" in whole.text
     assert resample.met and "0.0050" in resample.text
 

@@ -82,9 +82,12 @@ def compare(options: argparse.Namespace) -> int:
     names = with_computing(options.methods or default)
     _check_methods(names)
     networks = _networks(options)
-    tables, memory, facts = ((), None, _facts())
+    tables: list[Table] = []
+    memory, facts = None, _facts()
     if options.again is not None:
         tables, memory, facts = read(options.again, stem)
+        if options.smoke or not all(table.has(*names) for table in tables):
+            raise ConfigError("--again: must measure what the report's other tables have")
     order = {table.title: number for number, table in enumerate(tables)}
     began = time.monotonic()
     if options.memory and memory is None:
@@ -99,13 +102,16 @@ def compare(options: argparse.Namespace) -> int:
                 interval=options.interval,
                 smoke=options.smoke,
             )
-            tables = [*(table for table in tables if table.title != found.title), found]
-            tables.sort(key=lambda table: order.get(table.title, len(order)))
-            print(as_markdown(found), flush=True)
             if found.title in order:
-                again = facts.get("measured again", "")
-                facts["measured again"] = f"{again}, {found.title}" if again else found.title
+                tables[order[found.title]] = found
+                told = f"{found.title} at load {os.getloadavg()[0]:.1f}"
+                facts["measured again"] = " | ".join(
+                    filter(None, [facts.get("measured again"), told])
+                )
             else:
+                tables.append(found)
+            print(as_markdown(found), flush=True)
+            if options.again is None:
                 facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
             if options.out is not None:  # each time, so that what is measured is never lost
                 write(options.out, stem, tables, memory, facts)

@@ -86,11 +86,14 @@ def measure_cost(
 def radius_targets(found: Seconds, dtype: str) -> list[Target]:
     """Of `DENSE`, `SPARSE` and `RESAMPLE` steps. A sparse step's own work is what it takes beyond a
     dense one, neither computing nor waiting, as the Radius paper's overhead is (table 3). What it
-    takes to gather, place and keep, by the clock and in all, is told beside it."""
+    takes by the clock to gather, place and keep alone is told beside it."""
     dense, sparse, resample = found[DENSE], found[SPARSE], found[RESAMPLE]
     own = (sparse[CPU_TIME] - dense[CPU_TIME]) / dense[STEP]
     whole, shared = (sum(kind[phase] for phase in PATH_PHASES) for kind in (sparse, dense))
-    told = f"gather, place, keep: {whole / dense[STEP]:.4f}, dense {shared / dense[STEP]:.4f}"
+    told = (
+        f"gather, place, keep alone: {whole / dense[STEP]:.4f} by the clock, "
+        f"{(whole - shared) / dense[STEP]:.4f} beyond a dense one's"
+    )
     share = (resample[STEP] - sparse[STEP]) / (SPREAD * dense[STEP])
     return [
         _share(f"{dtype}: own work of a sparse step / dense step ({told})", own, OWN_SHARE[dtype]),

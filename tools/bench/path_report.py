@@ -35,7 +35,8 @@ def as_markdown(table: Table) -> str:
     lines = [
         f"### {table.title}",
         "",
-        f"alpha {alpha:.2f} ms, 1 / beta {bandwidth:.1f} MB/s, from all-reduces of two sizes.",
+        f"{len(next(iter(table.turns.values())))} rounds; alpha {alpha:.2f} ms, 1 / beta "
+        f"{bandwidth:.1f} MB/s, from all-reduces of two sizes.",
         *([f"f, stored entries over all: {stored}."] if stored else []),
         "",
         f"| method | {' | '.join(COLUMNS)} |",
@@ -90,9 +91,7 @@ def write(
     plot(folder / f"{stem}.png", tables)
 
 
-def read(
-    folder: Path, stem: str
-) -> tuple[Sequence[Table], dict[str, float] | None, dict[str, Any]]:
+def read(folder: Path, stem: str) -> tuple[list[Table], dict[str, float] | None, dict[str, Any]]:
     """Tables, memory and facts of what `write` wrote. Raises `ConfigError` where there is none."""
     file = folder / f"{stem}.json"
     if not file.is_file():

@@ -131,23 +131,29 @@ def steps_on(
 def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Course]:
     """Each run in time, in the order of `GROUPS`."""
     dense = steps[DENSE].median
-    timed = {
-        name: [
-            (seconds_until(i, trained[name], steps[name], dense), loss) for i, loss in _curve(row)
-        ]
+    times = {
+        name: [seconds_until(step, row, steps[name], dense) for step, _ in row["curve"]]
         for name, row in trained.items()
     }
-    return [
-        Course(
-            method=name,
-            step=steps[name].median,
-            seconds=points[-1][0],
-            loss=points[-1][1],
-            dense_then=at(timed[DENSE], points[-1][0]),
-            points=points,
+    losses = {name: [loss for _, loss in row["curve"]] for name, row in trained.items()}
+    found: list[Course] = []
+    for name, seconds in times.items():
+        # Smoothed as the end of a run is, which has nothing to its right.
+        then = [
+            loss for t, loss in zip(times[DENSE], losses[DENSE], strict=True) if t <= seconds[-1]
+        ]
+        smoothed = smooth(losses[name], SMOOTHED)
+        found.append(
+            Course(
+                method=name,
+                step=steps[name].median,
+                seconds=seconds[-1],
+                loss=smoothed[-1],
+                dense_then=smooth(then, SMOOTHED)[-1],
+                points=list(zip(seconds, smoothed, strict=True)),
+            )
         )
-        for name, points in timed.items()
-    ]
+    return found
 
 
 def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
@@ -161,16 +167,6 @@ def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
         return fork * dense + own * row.median
     resamples = step // run["interval"] - fork // run["interval"]
     return fork * dense + (own - resamples) * row.median + resamples * row.resample
-
-
-def at(points: Sequence[tuple[float, float]], seconds: float) -> float:
-    """The loss of the last point up to then."""
-    return [loss for then, loss in points if then <= seconds][-1]
-
-
-def _curve(run: Trained) -> list[tuple[int, float]]:
-    steps, losses = zip(*run["curve"], strict=True)
-    return list(zip(steps, smooth(losses, SMOOTHED), strict=True))
 
 
 def as_markdown(found: Mapping[str, Sequence[Course]], trained: Mapping[str, Trained]) -> str:
