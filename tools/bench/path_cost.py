@@ -21,7 +21,7 @@ from tools.bench.cost_rank import RESAMPLE, STEP
 from tools.bench.netlab import Network, run
 from tools.bench.path_rows import SPREAD
 from tools.bench.path_targets import Target, at_most
-from tools.bench.phases import CPU_TIME, GATHER, PATH_PHASES, SCATTER
+from tools.bench.phases import CPU_TIME, GATHER, KEEP, PATH_PHASES, PLACE, REDUCE, SCATTER
 
 RANK = Path(__file__).with_name("cost_rank.py")
 DENSE, SPARSE = "dense", "radius-0.4"
@@ -84,16 +84,15 @@ def measure_cost(
 
 
 def radius_targets(found: Seconds, dtype: str) -> list[Target]:
-    """Of `DENSE`, `SPARSE` and `RESAMPLE` steps. A sparse step's own work is what it takes beyond a
-    dense one, neither computing nor waiting, as the Radius paper's overhead is (table 3). What it
-    takes by the clock to gather, place and keep alone is told beside it."""
+    """Of `DENSE`, `SPARSE` and `RESAMPLE` steps. A dense step launches its buckets and scales what
+    it receives in the same phases, so a sparse one's own work is what it takes beyond that. Told
+    beside it: what it takes in all, and the CPU time on everything but computing and waiting,
+    beyond a dense step's, which is less what a short vector saves elsewhere."""
     dense, sparse, resample = found[DENSE], found[SPARSE], found[RESAMPLE]
-    own = (sparse[CPU_TIME] - dense[CPU_TIME]) / dense[STEP]
     whole, shared = (sum(kind[phase] for phase in PATH_PHASES) for kind in (sparse, dense))
-    told = (
-        f"gather, place, keep alone: {whole / dense[STEP]:.4f} by the clock, "
-        f"{(whole - shared) / dense[STEP]:.4f} beyond a dense one's"
-    )
+    own = (whole - shared) / dense[STEP]
+    net = (sparse[CPU_TIME] - dense[CPU_TIME]) / dense[STEP]
+    told = f"{whole / dense[STEP]:.4f} in all; {CPU_TIME} beyond a dense one's {net:.4f}"
     share = (resample[STEP] - sparse[STEP]) / (SPREAD * dense[STEP])
     return [
         _share(f"{dtype}: own work of a sparse step / dense step ({told})", own, OWN_SHARE[dtype]),
@@ -148,7 +147,7 @@ STUDIES = {
         stem="path_cost",
         ranks=2,
         methods=dict.fromkeys(OWN_SHARE, (DENSE, SPARSE)),
-        own=f"Own work of a sparse step: {CPU_TIME}, beyond a dense step's.",
+        own=f"Own work of a sparse step: {REDUCE}; {PLACE}; {KEEP}; beyond a dense one's.",
         judge=radius_targets,
     ),
     "samo": Study(
