@@ -169,7 +169,7 @@ def test_numbers_too_small_are_refused(flag: str, capsys: pytest.CaptureFixture[
     assert f"{flag} 1: must be at least 2" in capsys.readouterr().err
 
 
-def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES) -> Table:
+def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES, topk: float = 0.5) -> Table:
     steps = {
         "compute": [(0.30, 0.0, 1.0)] * 4,
         "dense": [(seconds, DENSE_BYTES, 1.0) for seconds in (0.50, 0.55, 0.50, 0.50)],
@@ -179,6 +179,7 @@ def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES) -> Table:
             (sparse + 0.01, sent, 0.4),
             (sparse - 0.01, sent, 0.4),
         ],
+        "topk-0.1": [(topk, 1e6, 0.1)] * 4,
     }
     return table(result("emulated", steps), Network(ranks=2, rate="800mbit"))
 
@@ -206,12 +207,21 @@ def test_ratios_are_of_steps_of_the_same_round() -> None:
 
 def test_targets_are_met_and_missed() -> None:
     good = {target.text: target.met for target in targets([_table()])}
-    assert len(good) == 4 and all(good.values())
-    bad = targets([_table(sparse=0.45, sent=1.02 * SPARSE_BYTES)])
+    assert len(good) == 5 and all(good.values())
+    bad = targets([_table(sparse=0.45, sent=1.02 * SPARSE_BYTES, topk=0.4)])
     missed = [str(target) for target in bad if not target.met]
-    assert [text.count("MISSED") for text in missed] == [1] * 3
-    said = ["radius-0.4 / dense 0.900", "sends 0.4", "off its prediction"]
-    assert all(words in text for words, text in zip(said, missed, strict=True))
+    assert [text.count("MISSED") for text in missed] == [1] * 4
+    for text, said in zip(
+        missed,
+        [
+            "radius-0.4 / dense 0.900",
+            "sends 0.4",
+            "off its prediction",
+            "radius-0.4 / topk-0.1",
+        ],
+        strict=True,
+    ):
+        assert said in text
 
 
 def test_topk_is_met_at_equal_density_and_on_every_network() -> None:
@@ -222,9 +232,8 @@ def test_topk_is_met_at_equal_density_and_on_every_network() -> None:
                     "real",
                     {
                         "compute": [(0.1, 0.0, 1.0)] * 3,
-                        "radius-0.1": [(step, 1.0, 0.1)] * 3,
-                        "radius-0.4": [(0.9, 4.0, 0.4)] * 3,
-                        "topk-0.1": [(0.5, 2.0, 0.1)] * 3,
+                        "radius-0.01": [(step, 1.0, 0.01)] * 3,
+                        "topk-0.01": [(0.5, 2.0, 0.01)] * 3,
                     },
                 ),
                 Network(ranks=2, rate=rate),
@@ -234,7 +243,7 @@ def test_topk_is_met_at_equal_density_and_on_every_network() -> None:
         return {t.text: t.met for t in targets(tables) if "topk" in t.text}
 
     (met,) = against(slow=0.4).items()
-    assert "radius-0.1 / topk-0.1, at worst" in met[0] and "200mbit) 0.800" in met[0] and met[1]
+    assert "radius-0.01 / topk-0.01, at worst" in met[0] and "200mbit) 0.800" in met[0] and met[1]
     assert list(against(slow=0.6).values()) == [False]
 
 
@@ -263,6 +272,19 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == written
     with pytest.raises(ConfigError, match="other.json: no such file"):
         read(tmp_path, "other")
+
+
+def test_again_measures_what_the_report_s_other_tables_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path, "gradient_path", [_table()], None, {"cores": 2})
+    flags = ["--rates", "none", "--again", str(tmp_path)]
+    for methods in (["dense"], [*_table().turns, "topk-0.01"]):
+        assert gradient_path.main([*flags, "--methods", *methods]) == 2
+        assert "--again: the report has other methods" in capsys.readouterr().err
+    assert gradient_path.main([*flags, "--smoke", "--methods", *_table().turns]) == 2
+    assert "--again with --smoke" in capsys.readouterr().err
 
 
 def test_packets_headers_are_no_payload() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.report.charts import BLUE, GREEN, ORANGE
 from tools.bench.axonn_validation_page import OURS, PLAIN, STOCK
+from tools.bench.figures import plain_axes, save
 
 LEAST = 1e-8
 """Stands for no difference on a logarithmic axis."""
@@ -38,11 +38,7 @@ def write_plot(path: Path, curves: Mapping[str, Any]) -> bool:
     right.set_title(f"difference from {PLAIN}, without sign", loc="left", fontsize=11)
     for axes in (left, right):
         axes.set_xlabel("step")
-        axes.grid(color="#e5e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         axes.legend(frameon=False, fontsize=8)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save(figure, path)
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from megatron.report.charts import PALETTE
 from megatron.report.series import smooth
 from tools.bench.convergence_rows import Row, setting
 from tools.bench.convergence_study import DENSE
+from tools.bench.figures import plain_axes, save
 
 if TYPE_CHECKING:
     from tools.bench.convergence_report import Group
@@ -49,9 +49,7 @@ def write_plot(
     for column, panel in enumerate(panels):
         _curves(figure.add_subplot(grid[0, column]), panel, rows)
     _gaps(figure.add_subplot(grid[1, :]), shown, colors)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save(figure, path)
     return True
 
 
@@ -84,7 +82,7 @@ def _curves(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
     axes.axhline(0, color="#6b7280", linewidth=0.8)
     axes.set_xlabel("step")
     axes.set_title(panel.title, loc="left", fontsize=11)
-    _plain(axes)
+    plain_axes(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
 
@@ -106,10 +104,4 @@ def _gaps(axes: Any, groups: Sequence[Group], colors: Mapping[str, str]) -> None
     axes.set_yticks(range(len(groups)), [f"{g.title} ({len(g.gaps)})" for g in groups], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("validation loss less dense (nats a token), standard error; hollow: one seed")
-    _plain(axes)
-
-
-def _plain(axes: Any) -> None:
-    axes.grid(color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain_axes(axes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.report.charts import PALETTE
+from tools.bench.figures import plain_axes, save
 
 POINTS = 200
 """Of a curve, evenly spread over the logarithm of the percentage."""
@@ -154,12 +154,9 @@ def write_plot(path: Path, curves: Sequence[Curve], kept: Sequence[Kept]) -> boo
         axes[-1].set_xlabel("step")
         axes[-1].set_ylim(0, 1)
     for panel in axes:
-        panel.grid(color="#e5e7eb", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
+        plain_axes(panel)
         panel.legend(frameon=False, fontsize=8)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save(figure, path)
     return True
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.report.charts import BLUE, ORANGE
+from tools.bench.figures import save
 from tools.bench.uneven_stage import DRIVEN, PROFILES, REFERENCE
 
 COLUMNS = (REFERENCE, DRIVEN)
@@ -61,9 +61,7 @@ def write_plot(path: Path, panels: Mapping[str, Any]) -> bool:
     for axes in grid[-1]:
         axes.set_xlabel("ms")
     _legend(figure)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save(figure, path)
     return True
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from megatron.errors import missing_extra
 from megatron.report.charts import PALETTE
+from tools.bench.figures import plain_axes, save
 from tools.bench.sparse_linear_kernels import DENSE
 
 STEM = "sparse_linear"
@@ -125,9 +125,7 @@ def _plot(file: Path, report: Report) -> None:
             axis.set_title(f"{dtype}, {one_pass}", loc="left", fontsize=11)
         axes[0].set_ylabel("ms")
         axes[0].legend(frameon=False, fontsize=9)
-    temporary = file.with_name(f".{file.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, file)
+    save(figure, file)
 
 
 def _panel(axis: Any, rows: Sequence[Row]) -> None:
@@ -141,6 +139,4 @@ def _panel(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_yscale("log")
     axis.set_xticks(sizes, [f"{size}\u00b2" for size in sizes])
     axis.set_xlabel("weights")
-    axis.grid(color="#e5e7eb", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    plain_axes(axis)

@@ -12,8 +12,8 @@ number of ranks that the study's baselines are of. Writes time_to_loss.md, .json
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,9 +27,11 @@ from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.report.charts import PALETTE  # noqa: E402
 from megatron.report.series import smooth  # noqa: E402
 from tools.bench.convergence_plot import SMOOTHED  # noqa: E402
+from tools.bench.convergence_rows import WINDOWS, read_rows  # noqa: E402
 from tools.bench.convergence_rows import Row as Trained  # noqa: E402
-from tools.bench.convergence_rows import read_rows  # noqa: E402
 from tools.bench.convergence_study import SEEDS, Plan  # noqa: E402
+from tools.bench.emulated import Emulation  # noqa: E402
+from tools.bench.figures import plain_axes, save  # noqa: E402
 from tools.bench.gradient_path import INTERVAL, check_network, measure  # noqa: E402
 from tools.bench.methods import with_computing  # noqa: E402
 from tools.bench.netlab import Network  # noqa: E402
@@ -171,7 +173,7 @@ def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
 
 def as_markdown(found: Mapping[str, Sequence[Course]], trained: Mapping[str, Trained]) -> str:
     """The page."""
-    lines = ["# What loss after how much time", "", *NOTE, ""]
+    lines = ["# What loss after how much time", "", *_note(trained["radius-0.4"]), ""]
     lines += ["![Training loss by time](time_to_loss.png)", ""]
     head = (
         "step, ms | run / dense's | training loss | dense's by then | less that | validation loss"
@@ -193,14 +195,21 @@ def as_markdown(found: Mapping[str, Sequence[Course]], trained: Mapping[str, Tra
     return "\n".join(lines)
 
 
-NOTE = (
-    "Losses: the first seed of [convergence.md](convergence.md), a GPT of 5M parameters, by step;",
-    "paths take over from the dense run after 20 % of the steps. Time: a step of four ranks with",
-    "emulated computing (450 ms, 11.5M parameters; see [README.md](README.md)), resamples each",
-    "25th step, as in those runs. Training loss is smoothed over 5 % of the run. A path that takes",
-    "less time is over when the dense run's learning rate is still high: to be below what dense",
-    "has by then takes less than to be as good as a dense run of that length would be.",
-)
+def _note(run: Trained) -> list[str]:
+    """What the numbers are, with those of a Radius run of the study."""
+    emulation = Emulation()
+    computing = f"{1e3 * (emulation.forward + emulation.backward):.0f} ms"
+    return textwrap.wrap(
+        "Losses: the first seed of [convergence.md](convergence.md), by step; paths take over from "
+        f"the dense run after {run['start']:.0%} of the steps. Time: a step of {RANKS} ranks with "
+        f"emulated computing ({computing}; the model is that of [gradient_path.md]"
+        f"(gradient_path.md)), where one of {run['interval']} steps is a resample, as in those "
+        f"runs. Training loss is smoothed over {SMOOTHED / WINDOWS:.0%} of the run. A path that "
+        "takes less time is over when the dense run's learning rate is still high: to be below "
+        "what dense has by then takes less than to be as good as a dense run of that length would "
+        "be.",
+        width=100,
+    )
 
 
 def draw(path: Path, *, found: Mapping[str, Sequence[Course]]) -> bool:
@@ -214,25 +223,21 @@ def draw(path: Path, *, found: Mapping[str, Sequence[Course]]) -> bool:
         axes: Any = figure.add_subplot(1, len(found), place)
         colors = iter(PALETTE)
         for row in rows:
-            style = {"color": "#6b7280", "linestyle": "--"} if row.method == DENSE else {}
-            style = style or {"color": next(colors)}
+            dense = row.method == DENSE
+            color, line = ("#6b7280", "--") if dense else (next(colors), "-")
             minutes = [then / 60 for then, _ in row.points]
             losses = [loss for _, loss in row.points]
-            axes.plot(minutes, losses, label=row.method, linewidth=1.6, **style)
-            axes.plot(minutes[-1:], losses[-1:], "o", markersize=4, color=style["color"])
+            axes.plot(minutes, losses, line, color=color, label=row.method, linewidth=1.6)
+            axes.plot(minutes[-1:], losses[-1:], "o", color=color, markersize=4)
         # What comes before the fork is the same run, and steep.
         later = [loss for row in rows for _, loss in row.points[len(row.points) // 5 :]]
         axes.set_ylim(min(later) - 0.05, max(later) + 0.05)
         axes.set_title(network, loc="left", fontsize=11)
         axes.set_xlabel("minutes")
         axes.set_ylabel("training loss")
-        axes.grid(color="#e5e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         axes.legend(frameon=False, fontsize=9)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    save(figure, path)
     return True
 
 
