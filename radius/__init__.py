@@ -10,9 +10,10 @@ resample, which also chooses the entries anew.
 `share`, `telling`       the part of a model that is here, on grids; what is told of the whole
 `bucket`                 one bucket: what is chosen in it, what waits, what a checkpoint holds
 `residual`               what was not sent: in its own buffer, in the gradient buffer, or lost
-`index`                  which entries are sent, and who serves which device:
-`chunk_index`, `pieces`  on a CPU int32 offsets within chunks, which stay in cache,
-`bitmap`, `kernels`      on a GPU a bit for each entry, compacted without asking the host
+`index`                  which entries are sent, and how that is kept:
+`bitmap`, `marked`       a bit for each, where there are kernels: in Triton (`kernels`) or compiled
+                         for a CPU (`native`), both held to plain torch (`reference`)
+`chunk_index`, `pieces`  else int32 offsets within chunks, which stay in cache
 `ddp_hook`, `by_hand`    the same in other people's loops, with or without torch's DDP
 `baselines`              the methods that the paper compares with
 =======================  ==========================================================================

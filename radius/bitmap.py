@@ -1,4 +1,4 @@
-"""Which entries of a bucket are sent, in the form a GPU gathers by fastest: a bit for each.
+"""Which entries of a bucket are sent, in the form that kernels gather by fastest: a bit for each.
 
 An eighth of a byte for each entry of the bucket, whatever the density, where positions take four or
 eight for each entry sent; and with the number of entries sent before each block, every block's
@@ -60,7 +60,7 @@ class BitmapIndex(Marked):
         flushed = self._flushed() if self._flushed is not None else None
         if flushed is not None:
             flushed.keep(start, stop)
-        if isinstance(selection, Largest):
+        if isinstance(selection, Largest) and selection.values.device.type != "cpu":
             found = selection
             where = (found.values, found.threshold, found.cutoff, found.shard)
             # Places told by a list of runs are looked up, which no kernel does.
@@ -68,9 +68,7 @@ class BitmapIndex(Marked):
             kernels.write_bits(self._words, start, *where)
         else:
             for lo, hi in aligned_pieces(start, stop):
-                chosen = torch.zeros(hi - lo, dtype=torch.bool)
-                chosen[selection.positions(lo - start, hi - start).long().cpu()] = True
-                put(self._words, lo, chosen)
+                put(self._words, lo, _marked(selection, lo - start, hi - start))
         self._tally.replace(start, stop, selection.count)
         self._bits = None
 
@@ -141,3 +139,12 @@ class BitmapIndex(Marked):
 
     def _count_on_device(self, start: int, stop: int) -> int:
         return sum(int(chosen.sum()) for _, _, chosen in self._chosen(start, stop))
+
+
+def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:
+    """Whether each of [start, stop) is chosen: bool, on the CPU."""
+    if isinstance(selection, Largest) and selection.values.device.type == "cpu":
+        return selection.mask(start, stop)
+    chosen = torch.zeros(stop - start, dtype=torch.bool)
+    chosen[selection.positions(start, stop).long().cpu()] = True
+    return chosen

@@ -30,7 +30,8 @@ class Phase(Enum):
 
 @dataclass
 class RadiusBucket:
-    """`parts`: its matrices, none where it is always sent whole. Of the step under way: `phase`;
+    """`parts`: its matrices, none where it is always sent whole. `bits`: whether the index is a
+    bitmap. Of the step under way: `phase`;
     `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, of which those that have
     entries on this rank are the runs of `sent`;
     `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
@@ -39,6 +40,7 @@ class RadiusBucket:
     bucket: GradBucket
     parts: Sequence[Part]
     residual: Residual
+    bits: bool
     index: BucketIndex | None = None
     phase: Phase = Phase.WHOLE
     flushed: Sequence[Part] = ()
@@ -126,8 +128,11 @@ class RadiusBucket:
         a tensor-parallel rank that holds no entry of the bucket."""
         if self.index is not None:
             return True
-        self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        self.index = self._new_index()
         return False
+
+    def _new_index(self) -> BucketIndex:
+        return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
     def choose(self, part: Part, selection: Selection, *, compare: bool) -> tuple[int, int]:
         """Choose anew in a part; with `compare`, how many were chosen on this rank, and how many of
@@ -184,7 +189,7 @@ class RadiusBucket:
         """Take back both."""
         if not self.parts:
             return
-        index = self.index = new_index(self.bucket.numel, self.bucket.grad.device)
+        index = self.index = self._new_index()
         for part in self.parts:
             index.choose(part.start, Given(shared[f"{INDEX}{part.name}"]))
         self.residual.empty()

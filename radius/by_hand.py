@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
-from radius.index import BucketIndex, new_index, quota
+from radius.index import BucketIndex, keeps_bits, new_index, quota
 
 
 def select(update: torch.Tensor, density: float) -> BucketIndex:
@@ -30,8 +30,10 @@ def select(update: torch.Tensor, density: float) -> BucketIndex:
     ranks, so they select the same without a word.
     """
     require_flat("update", update)
-    count = quota(exact_density(density), update.numel())
-    index = new_index(update.numel(), update.device)
+    exact = exact_density(density)
+    count = quota(exact, update.numel())
+    bits = keeps_bits(update.device.type, exact)
+    index = new_index(update.numel(), update.device, bits=bits)
     index.choose(0, select_largest(update.float(), count))
     return index
 

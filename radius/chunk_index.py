@@ -1,4 +1,4 @@
-"""Which entries of a bucket are sent, in the form a CPU gathers by fastest.
+"""Which entries of a bucket are sent, in the form by which torch gathers fastest on a CPU.
 
 An int32 offset for each entry, counted from the start of its chunk of 256k: half the memory of
 torch's usual int64 positions, and a fifth of the time that a boolean mask takes to gather by.

@@ -14,6 +14,7 @@ kept by parameter. Every DDP option that leaves gradients dense works, `model.no
 # Annotations stay objects here: DDP compares those of the hook with the types themselves.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Self
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
 from radius.by_hand import exact_density, gather_sent
-from radius.index import BucketIndex, new_index, quota
+from radius.index import BucketIndex, keeps_bits, new_index, quota
 from radius.torch_update import TorchUpdate
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
@@ -40,10 +41,11 @@ class Kept:
     local: torch.Tensor
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Self:
+    def of(cls, parameter: torch.Tensor, density: Fraction) -> Self:
         """Nothing chosen, nothing waiting."""
+        bits = keeps_bits(parameter.device.type, density)
         return cls(
-            index=new_index(parameter.numel(), parameter.device),
+            index=new_index(parameter.numel(), parameter.device, bits=bits),
             residual=torch.zeros(parameter.numel(), device=parameter.device),
             local=torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device),
         )
@@ -200,7 +202,7 @@ class RadiusHook:
     def _select(self) -> None:
         for parameter, update in self._update.matrices():
             if parameter not in self.kept:
-                self.kept[parameter] = Kept.of(parameter)
+                self.kept[parameter] = Kept.of(parameter, self.density)
             count = quota(self.density, update.numel())
             self.kept[parameter].index.choose(0, select_largest(update, count))
 
@@ -228,13 +230,35 @@ class RadiusHook:
             names = f"index.{number}", f"residual.{number}"
             if unknown.isdisjoint(names):
                 continue
-            kept[parameter] = _loaded(parameter, *names, state)
+            kept[parameter] = self._loaded(parameter, *names, state)
             unknown -= set(names)
         if unknown or APPLIED not in state:
             wrong = min(unknown) + ": there is no such parameter" if unknown else f"no {APPLIED!r}"
             raise ConfigError(f"{wrong}; load what state_dict gave for the same optimizer groups")
         self.applied, self.kept = int(state[APPLIED]), kept
         self._under_way, self._complete = [], False
+
+    def _loaded(
+        self, parameter: torch.Tensor, index: str, residual: str, state: Mapping[str, torch.Tensor]
+    ) -> Kept:
+        """What was saved of one matrix."""
+        kept = Kept.of(parameter, self.density)
+        entries = parameter.numel()
+        if index not in state or residual not in state:
+            raise ConfigError(f"{index}, {residual}: one is missing; load the whole state_dict")
+        if state[index].numel() != -(-entries // 8):
+            raise ConfigError(
+                f"{index}: {state[index].numel()} bytes for {entries} entries; must be a bit for "
+                "each; load what state_dict gave for a parameter of this shape"
+            )
+        kept.index.load(0, entries, state[index].cpu())
+        if state[residual].numel() != kept.rest:
+            raise ConfigError(
+                f"{residual}: {state[residual].numel()} entries; must be the {kept.rest} that "
+                f"{index} has not chosen; load both from one state_dict"
+            )
+        kept.index.place_rest(state[residual].to(kept.residual), kept.residual, 0, entries)
+        return kept
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -243,29 +267,6 @@ class RadiusHook:
 def radius_hook(state: RadiusHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What to register on the DDP model, with a `RadiusHook`."""
     return state.reduce(bucket)
-
-
-def _loaded(
-    parameter: torch.Tensor, index: str, residual: str, state: Mapping[str, torch.Tensor]
-) -> Kept:
-    """What was saved of one matrix."""
-    kept = Kept.of(parameter)
-    entries = parameter.numel()
-    if index not in state or residual not in state:
-        raise ConfigError(f"{index}, {residual}: one is missing; load the whole state_dict")
-    if state[index].numel() != -(-entries // 8):
-        raise ConfigError(
-            f"{index}: {state[index].numel()} bytes for {entries} entries; must be a bit for each; "
-            "load what state_dict gave for a parameter of this shape"
-        )
-    kept.index.load(0, entries, state[index].cpu())
-    if state[residual].numel() != kept.rest:
-        raise ConfigError(
-            f"{residual}: {state[residual].numel()} entries; must be the {kept.rest} that "
-            f"{index} has not chosen; load both from one state_dict"
-        )
-    kept.index.place_rest(state[residual].to(kept.residual), kept.residual, 0, entries)
-    return kept
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron.data_parallel.interface import SparseIndex
 from megatron.sparse.sizes import bitmap_bytes
+from radius.native_library import native_library
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.sparse.selection import Selection
     from megatron.sparse.shard import Shard
+
+FEWEST = 16
+"""Entries among which at least one is chosen, on average, where a CPU keeps a bitmap."""
 
 
 def quota(density: Fraction, entries: int) -> int:
@@ -112,9 +116,20 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
 
-def new_index(length: int, device: torch.device) -> BucketIndex:
-    """The kind that serves the device best, for a bucket of this length."""
-    if device.type == "cpu":
+def keeps_bits(device: str, density: Fraction, *, native: bool | None = None) -> bool:
+    """Whether an index on "cpu" or "cuda" is best kept as a bitmap. On a CPU that takes the kernels
+    of `native.c` (`native`: whether to count on them, None: whether they are here), and as many
+    chosen entries as that most of the memory between them is read either way."""
+    if device != "cpu":
+        return True
+    if native is None:
+        native = native_library() is not None
+    return native and FEWEST * density >= 1
+
+
+def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
+    """The kind that serves the device best, for a bucket of this length; see `keeps_bits`."""
+    if not bits:
         from radius.chunk_index import ChunkIndex
 
         return ChunkIndex(length)
@@ -123,8 +138,6 @@ def new_index(length: int, device: torch.device) -> BucketIndex:
     return BitmapIndex(length, device)
 
 
-def index_bytes(length: int, chosen: int, device: str) -> int:
-    """What such an index keeps for `chosen` of `length` entries, on "cpu" or "cuda"."""
-    if device == "cpu":
-        return 4 * chosen
-    return bitmap_bytes(length)
+def index_bytes(length: int, chosen: int, *, bits: bool) -> int:
+    """What such an index keeps for `chosen` of `length` entries."""
+    return bitmap_bytes(length) if bits else 4 * chosen

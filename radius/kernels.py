@@ -37,11 +37,15 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
     launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
 
 
-def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0) -> None:
+def expand(
+    bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
+) -> None:
     """See `reference.expand`; `first` divides by `reference.GROUP`."""
     assert first % GROUP == 0
     blocks = -(-out.numel() // BLOCK)
     launch_over(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:

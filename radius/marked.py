@@ -14,6 +14,7 @@ import torch
 from megatron.data_parallel.interface import Reduced, Run
 from megatron.sparse.reference import BLOCK, CHUNK, Bits, pack
 from radius import reference
+from radius.native_library import native_library
 
 if TYPE_CHECKING:
     from megatron.optimizer.rules import Hyper, UpdateRule
@@ -28,9 +29,8 @@ class Marked(ABC):
     runs: Sequence[Run] = ()
 
     def __init__(self, device: torch.device) -> None:
-        on_cuda = device.type == "cuda" and find_spec("triton") is not None
-        self._kernels: ModuleType = _triton() if on_cuda else reference
-        self._fused = on_cuda
+        self._kernels = _kernels_for(device)
+        self._fused = device.type == "cuda" and self._kernels is not reference
         self._chunk = CHUNK if device.type == "cpu" else CUDA_CHUNK
 
     @property
@@ -108,9 +108,8 @@ class Marked(ABC):
         for start in range(0, length, self._chunk):
             cut = slice(start, min(start + self._chunk, length))
             grad = scratch[: cut.stop - start]
-            self._kernels.expand(bits, reduced.values, grad, first=start // BLOCK)
-            if factor != 1.0:
-                grad.mul_(factor)
+            first = start // BLOCK
+            self._kernels.expand(bits, reduced.values, grad, first=first, scale=factor)
             rule.apply(weight[cut], grad, [moment[cut] for moment in moments], hyper)
 
     def _apply_to_chosen(
@@ -122,14 +121,28 @@ class Marked(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on the chosen entries alone, taken together and put back."""
-        bits, states = self.bits, (weight, *moments)
-        held = [state.new_empty(self.numel) for state in states]
-        for state, mine in zip(states, held, strict=True):
-            self._kernels.compact(bits, state, mine)
-        rule.apply(held[0], reduced.values.float() * factor, held[1:], hyper, reduced.gathered)
-        for state, mine in zip(states, held, strict=True):
-            self._kernels.place(bits, mine, state)
+        """The rule on the chosen entries alone, taken together and put back. A CPU does so within
+        cache; a GPU would have to be waited for to tell how many there are in each piece."""
+        bits, at = self.bits, 0
+        length = weight.numel()
+        # Half a chunk: where all of it is sent, it is held once for each state.
+        together = CHUNK // 2 if weight.device.type == "cpu" else length
+        for start in range(0, length, together):
+            cut = slice(start, min(start + together, length))
+            here = bits if together >= length else bits.part(start // BLOCK, -(-cut.stop // BLOCK))
+            count = self.numel if here is bits else int(here.counts.sum())
+            values = slice(at, at + count)
+            at += count
+            states = [state[cut] for state in (weight, *moments)]
+            held = [state.new_empty(count) for state in states]
+            for state, mine in zip(states, held, strict=True):
+                self._kernels.compact(here, state, mine)
+            counts = None if reduced.gathered is None else reduced.gathered[values]
+            if here is not bits and counts is not None and bool((counts == 1).all()):
+                counts = None  # which spares the rule a few passes
+            rule.apply(held[0], reduced.values[values].float() * factor, held[1:], hyper, counts)
+            for state, mine in zip(states, held, strict=True):
+                self._kernels.place(here, mine, state)
 
 
 class FlushedBitmap(Marked):
@@ -195,7 +208,13 @@ def _set_run(words: torch.Tensor, start: int, stop: int) -> None:
         flat[word : word + 1].bitwise_or_(int(pack(mask)))
 
 
-def _triton() -> ModuleType:
-    from radius import kernels
+def _kernels_for(device: torch.device) -> ModuleType:
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from radius import kernels
 
-    return kernels
+        return kernels
+    if device.type == "cpu" and native_library() is not None:
+        from radius import native
+
+        return native
+    return reference

@@ -18,11 +18,11 @@ def radius_bytes(
     residual: str,
     rolling_interval: int | None,
     value_bytes: int,
-    device: str,
+    bits: bool,
 ) -> dict[str, int]:
-    """Bytes by kind for matrices of so many entries. `values`: what is sent, in `value_bytes` each,
-    and the counts of steps that a rolling schedule adds to them; a CPU keeps their memory from step
-    to step, on a GPU they are there while they are sent."""
+    """Bytes by kind for matrices of so many entries. `bits`: see `index.keeps_bits`. `values`: what
+    is sent, in `value_bytes` each, and the counts of steps that a rolling schedule adds to them; a
+    CPU keeps their memory from step to step, on a GPU they are there while they are sent."""
     sizes = list(matrices)
     if density >= 1:
         return {"index": 0, "residual": 0, "values": 0}
@@ -32,19 +32,20 @@ def radius_bytes(
         sent += -(-(entries - chosen) // rolling_interval)
         each += 4 if residual != "none" else 0
     return {
-        "index": index_bytes(entries, chosen, device),
+        "index": index_bytes(entries, chosen, bits=bits),
         "residual": 4 * entries if residual == "separate" else 0,
         "values": each * sent,
     }
 
 
-def memory_note(entries: int, kinds: dict[str, int], device: str) -> str:
+def memory_note(entries: int, kinds: dict[str, int], device: str, *, bits: bool) -> str:
     """The sentence for the log of a rank whose matrices have so many entries."""
     index, residual, values = (_size(kinds[kind]) for kind in ("index", "residual", "values"))
     papers = f"(the paper: {_size(PAPERS * entries)} of booleans and residual)"
     if device == "cpu":
         kept = f"{index} of index, {residual} of residual and {values} of values"
-        return f"radius: keeps {kept} for {entries:,} entries {papers}"
+        by = "compiled kernels" if bits else "torch"
+        return f"radius: keeps {kept} for {entries:,} entries {papers}; moves them by {by}"
     return (
         f"radius: keeps {index} of index and {residual} of residual for {entries:,} entries, and "
         f"{values} of values while they are sent {papers}"

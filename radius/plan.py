@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import PathBytes, RankShapes, Sent, StepTraffic
-from radius.index import index_bytes, quota
+from radius.index import index_bytes, keeps_bits, quota
 
 
 class Chosen(NamedTuple):
@@ -31,8 +31,9 @@ def planned_bytes(
     """Once entries are chosen and others wait. `values`: see `memory.radius_bytes`, which counts
     entries where this counts buckets, to the byte."""
     index = waiting = values = rest = everything = 0
+    bits = keeps_bits(rank.device, density)
     for bucket in _chosen(rank, density):
-        index += index_bytes(bucket.numel, bucket.chosen, rank.device)
+        index += index_bytes(bucket.numel, bucket.chosen, bits=bits)
         waiting += 4 * bucket.numel * (residual == "separate")
         sent, each = bucket.chosen, value_bytes
         if rolling_interval is not None:

@@ -35,7 +35,7 @@ from megatron.data_parallel.interface import (
 from megatron.sparse.selection import Selection, draw_seeded, select_largest
 from megatron.sparse.shard import Shard
 from radius.bucket import Phase, RadiusBucket
-from radius.index import Part, quota
+from radius.index import Part, keeps_bits, quota
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
 from radius.share import ModelShare
@@ -71,7 +71,7 @@ class RadiusReducer:
         self.settings = settings
         self.share = share or ModelShare()
         self._entries = entries if settings.density < 1 else {}
-        self._whole = AllReduceReducer(group)
+        self._group, self._whole = group, AllReduceReducer(group)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
@@ -91,11 +91,22 @@ class RadiusReducer:
             if name in self._entries
         }
         places = self.share.places(stored, layout) if buckets else {}
-        self._own = [self._take_on(bucket, places) for bucket in buckets]
+        bits = bool(buckets) and self._all_keep_bits(buckets[0].grad.device)
+        self._own = [self._take_on(bucket, places, bits) for bucket in buckets]
         if buckets:
             self._telling.attached()
 
-    def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard]) -> RadiusBucket:
+    def _all_keep_bits(self, device: torch.device) -> bool:
+        """Ranks with another kind of index would update frozen entries in other pieces, whose last
+        few round differently. Collective."""
+        mine = keeps_bits(device.type, self.settings.density)
+        if device.type != "cpu":
+            return mine
+        copies = self._group.gather_text("bits" if mine else "")
+        model, ranks = self.share.total([all(copies), 1], device)
+        return model == ranks
+
+    def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard], bits: bool) -> RadiusBucket:
         density = self.settings.density
         parts = [
             Part(name, where.start, places[name], quota(density, places[name].total))
@@ -103,7 +114,7 @@ class RadiusReducer:
             if name in places
         ]
         kind = RESIDUALS[self.settings.residual] if parts or self.carries else Residual
-        return RadiusBucket(bucket, parts, kind(bucket))
+        return RadiusBucket(bucket, parts, kind(bucket), bits)
 
     # ---- the step ------------------------------------------------------------------------------
 

@@ -30,12 +30,16 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
         piece.index_fill_(0, at, 0)
 
 
-def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0) -> None:
+def expand(
+    bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
+) -> None:
     """Place `values` at the chosen ones of the entries from block `first` on that `out` holds, 0 at
-    the others; cast to its dtype."""
+    the others; cast to its dtype, and then multiplied by `scale`."""
     out.zero_()
     for piece, at, some in _pieces(bits, out, values, first):
         piece.index_copy_(0, at, some.to(out.dtype))
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:

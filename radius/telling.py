@@ -83,17 +83,17 @@ class Telling:
         settings, grad = self._settings, buckets[0].bucket.grad
         counted = [own for own in buckets if self._share.counts(own.bucket)]
         matrices = [part.length for own in counted for part in own.parts]
-        rolling = settings.schedule == "rolling"
+        rolling, bits = settings.schedule == "rolling", buckets[0].bits
         kinds = radius_bytes(
             matrices,
             density=settings.density,
             residual=settings.residual,
             rolling_interval=settings.interval if rolling else None,
             value_bytes=grad.element_size(),
-            device=grad.device.type,
+            bits=bits,
         )
         entries, *sizes = self._share.total([sum(matrices), *kinds.values()], grad.device)
         if not entries:
             return ""
         whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}
-        return memory_note(int(entries), whole, grad.device.type)
+        return memory_note(int(entries), whole, grad.device.type, bits=bits)

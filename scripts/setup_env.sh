@@ -62,7 +62,7 @@ make_environment() {
     constraints=(-c constraints.txt)
   fi
   # The folder belongs in it: the package is installed as a link to the sources.
-  wanted=$(cat "$repo/pyproject.toml" "$repo/constraints.txt" - <<<"$repo ${constraints[*]}" | cksum)
+  wanted=$(cat "$repo/pyproject.toml" "$repo/constraints.txt" "$repo/radius/native.c" - <<<"$repo ${constraints[*]}" | cksum)
   stamp=$venv/.installed-$extras
   if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     return

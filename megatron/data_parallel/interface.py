@@ -197,7 +197,7 @@ class SparseIndex(Protocol):
     """Which positions of a flat bucket, in ascending order, a compact vector of values is for.
 
     How positions are kept is the index's own affair, so it also is what brings values, weights and
-    moments together: int32 positions serve a CPU, a bitmap serves a GPU.
+    moments together: int32 positions serve torch, a bitmap serves kernels.
     """
 
     @property

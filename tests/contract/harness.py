@@ -64,6 +64,7 @@ class PathCase:
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
 """Dense up to step 4, which is the first resample; 8 and 12 are the next."""
+FEW = {"radius_density": 0.06}
 RANDOM = {"samo_sparsity": 0.5, "samo_pruning": "random"}
 EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
 """Whose ticket is the fifth draw."""
@@ -86,6 +87,9 @@ PATHS = [
         fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
         keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
     ),
+    # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
+    PathCase("radius", SHORT | FEW, lossless=False),
+    PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
     PathCase("samo", RANDOM),
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),

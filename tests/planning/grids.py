@@ -17,6 +17,7 @@ from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, bucket_elements
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
+from radius.bitmap import BitmapIndex
 from radius.chunk_index import ChunkIndex
 from radius.reducer import RadiusReducer
 from samo.layout import CompressedLayout
@@ -133,7 +134,9 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
     if isinstance(reducer, RadiusReducer):
         own = [each for each in reducer._own if each.index is not None]
         waits = [each.residual.pending for each in own]
-        index += sum(i.nbytes for each in own if isinstance(i := each.index, ChunkIndex))
+        index += sum(
+            i.nbytes for each in own if isinstance(i := each.index, ChunkIndex | BitmapIndex)
+        )
         apart = [w for w in waits if w is not None and w.data_ptr() not in known]
         found["residual"] = sum(bytes_of(apart).values())
         found["values"] = sum(v.nbytes for each in reducer._own for v in each._kept.values())

@@ -19,6 +19,7 @@ from megatron.parallel.groups import Group
 from radius.bitmap import BitmapIndex
 from radius.index import index_bytes
 from radius.memory import memory_note, radius_bytes
+from radius.native_library import native_library
 from radius.reducer import RadiusReducer, RadiusSettings
 from tools.bench.tensors import storages
 
@@ -65,6 +66,8 @@ class Bench:
         """Bytes the reducer holds: state, and vectors for what is sent."""
         own = self.reducer._own[0]
         values = sum(tensor.nbytes for tensor in own._kept.values())
+        if isinstance(own.index, BitmapIndex):
+            assert own.index.bits.counts.numel(), "counted when it is next used"
         new = {at: size for at, size in storages().items() if at not in self.before}
         return sum(new.values()) - values, values
 
@@ -77,10 +80,21 @@ def on_one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(params=[False, True], ids=["offsets", "bits"])
+def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Each kind of index that a CPU may have."""
+    if request.param and native_library() is None:
+        pytest.skip("needs the kernels of radius/native.c, and AVX-512")
+    monkeypatch.setattr("radius.reducer.keeps_bits", lambda *_: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("density", ["0.4", "0.1"])
 @pytest.mark.parametrize("residual", ["separate", "in-place", "none"])
 @pytest.mark.parametrize("schedule", ["paper", "rolling"])
-def test_what_lasts_is_index_and_residual(density: str, residual: str, schedule: str) -> None:
+def test_what_lasts_is_index_and_residual(
+    density: str, residual: str, schedule: str, bits: bool
+) -> None:
     if (residual, schedule) == ("in-place", "rolling"):
         pytest.skip("refused together")
     bench = Bench(density, residual=residual, schedule=schedule)
@@ -93,7 +107,7 @@ def test_what_lasts_is_index_and_residual(density: str, residual: str, schedule:
         residual=residual,
         rolling_interval=4 if schedule == "rolling" else None,
         value_bytes=4,
-        device="cpu",
+        bits=bits,
     )
     assert planned["index"] <= 4 * float(density) * ENTRIES + 4
     assert planned["residual"] == (4 * ENTRIES if residual == "separate" else 0)
@@ -128,7 +142,7 @@ def test_the_peak_is_seen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("density", ["0.4", "0.1"])
 def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
-    density: str, dtype: torch.dtype
+    density: str, dtype: torch.dtype, bits: bool
 ) -> None:
     bench = Bench(density, dtype)
     for t in range(1, 5):
@@ -150,15 +164,15 @@ def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
     [("separate", torch.float32), ("in-place", torch.float32), ("separate", torch.bfloat16)],
 )
 def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(
-    residual: str, dtype: torch.dtype
+    residual: str, dtype: torch.dtype, bits: bool
 ) -> None:
     """The old one, whose end the profiler does not see, goes chunk by chunk as the new one comes;
     both are compared as bits."""
     bench = Bench("0.4", dtype, residual=residual)
     for t in range(1, 8):
         bench.step(t)
-    index, bits = 4 * 0.4 * ENTRIES, 2 * ENTRIES / 8
-    assert most_at_once(lambda: bench.step(8)) <= index + bits + 5 * MIB
+    index, compared = 0 if bits else 4 * 0.4 * ENTRIES, 2 * ENTRIES / 8
+    assert most_at_once(lambda: bench.step(8)) <= index + compared + 5 * MIB
 
 
 class Whole:
@@ -180,7 +194,7 @@ class Whole:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
-    dtype: torch.dtype, weight_decay: float
+    dtype: torch.dtype, weight_decay: float, bits: bool
 ) -> None:
     """One part in four; without weight decay they are not read."""
     bench = Bench("0.1", dtype, schedule="rolling")
@@ -199,7 +213,7 @@ def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
 
 def test_a_bitmap_is_as_large_as_planned() -> None:
     index = BitmapIndex(ENTRIES // 1024 * 1024, torch.device("cpu"))
-    planned = index_bytes(index.length, index.length // 3, "cuda")
+    planned = index_bytes(index.length, index.length // 3, bits=True)
     assert planned <= index.nbytes < 1.01 * planned < 0.2 * index.length
 
 
@@ -210,14 +224,15 @@ def test_the_log_tells_it_beside_the_papers() -> None:
         residual="separate",
         rolling_interval=None,
         value_bytes=4,
-        device="cpu",
+        bits=True,
     )
-    assert memory_note(10_000_500, kinds, "cpu") == (
-        "radius: keeps 16 MB of index, 40 MB of residual and 16 MB of values for 10,000,500 "
-        "entries (the paper: 50 MB of booleans and residual)"
+    assert memory_note(10_000_500, kinds, "cpu", bits=True) == (
+        "radius: keeps 1.41 MB of index, 40 MB of residual and 16 MB of values for 10,000,500 "
+        "entries (the paper: 50 MB of booleans and residual); moves them by compiled kernels"
     )
-    assert memory_note(10_000_500, kinds, "cuda") == (
-        "radius: keeps 16 MB of index and 40 MB of residual for 10,000,500 entries, and 16 MB of "
+    assert memory_note(10_000_500, kinds, "cuda", bits=True) == (
+        "radius: keeps 1.41 MB of index and 40 MB of residual for 10,000,500 entries, and 16 MB of "
         "values while they are sent (the paper: 50 MB of booleans and residual)"
     )
-    assert "9.02 kB of index" in memory_note(1, kinds | {"index": 9020}, "cpu")
+    told = memory_note(1, kinds | {"index": 9020}, "cpu", bits=False)
+    assert "9.02 kB of index" in told and told.endswith("; moves them by torch")

@@ -222,13 +222,26 @@ BUCKET = 1024 + 64
         ("--device cuda", {"index": 4 * (1024 // 8 + 16), "residual": 4 * BUCKET}),
     ],
 )
-def test_planned_bytes(flags: str, expected: dict[str, int]) -> None:
+def test_planned_bytes(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: dict[str, int]
+) -> None:
+    monkeypatch.setattr("radius.index.native_library", lambda: None)
     config = read(flags)
     rank = rank_of(SHAPES, device=config.run.device or "cpu")
     assert [bucket.numel for bucket in rank.buckets] == [128, BUCKET]
     found = RadiusPath().plan_bytes(config, rank)
     assert {**found.kept, **found.passing} == {**found.kept, **found.passing, **expected}
     assert found.passing.keys() == ({"values"} if "cuda" in flags else set())
+
+
+@pytest.mark.parametrize(("density", "index"), [(0.4, 4 * (1024 // 8 + 16)), (0.06, 4 * 62)])
+def test_planned_index_of_a_cpu_with_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch, density: float, index: int
+) -> None:
+    monkeypatch.setattr("radius.index.native_library", object)
+    rank = rank_of(SHAPES, device="cpu")
+    planned = RadiusPath().plan_bytes(read(f"--radius-density {density}"), rank)
+    assert planned.kept["index"] == index
 
 
 @pytest.mark.parametrize(("schedule", "resamples"), [("paper", 4), ("rolling", 1)])

@@ -1,0 +1,190 @@
+/* Brings together a flat tensor and the compact vector of its chosen entries, on a CPU.
+ *
+ * What `kernels.py` has in Triton, but for AdamW; `native.py` calls it. A bitmap is that of
+ * `megatron.sparse.reference`: 128 bytes for a block of 1024 entries, the first of eight entries in
+ * a byte's highest bit. Whichever are set, nothing is touched beyond the lengths that are given.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__GNUC__) || !defined(__x86_64__)
+#error "needs GCC or Clang, and is for x86-64 alone; torch does the same work without this"
+#endif
+#include <immintrin.h>
+
+enum { VERSION = 1 };              /* of the functions' arguments, for `native_library.py` */
+enum { BLOCK = 1024, GROUP = 64 }; /* entries: of a block, and looked at together */
+
+#define INLINE static inline __attribute__((always_inline))
+#define AVX512 __attribute__((target("avx512f,popcnt")))
+
+typedef struct {
+    const char *words;    /* [blocks] of 128 bytes */
+    const int32_t *patch; /* [blocks], or NULL: where it is not negative, that one of `patches` */
+    const char *patches;  /* stands for a block's words */
+} Bitmap;
+
+/* Which of the 64 entries from `entry` on are chosen, the first in the lowest bit. */
+INLINE uint64_t chosen(Bitmap bits, int64_t entry) {
+    int64_t block = entry / BLOCK;
+    const char *words = bits.words;
+    if (bits.patch != NULL && bits.patch[block] >= 0) {
+        words = bits.patches;
+        block = bits.patch[block];
+    }
+    uint64_t w;
+    memcpy(&w, words + block * (BLOCK / 8) + entry % BLOCK / 8, sizeof w);
+    w = (w & 0x0f0f0f0f0f0f0f0f) << 4 | (w >> 4 & 0x0f0f0f0f0f0f0f0f);
+    w = (w & 0x3333333333333333) << 2 | (w >> 2 & 0x3333333333333333);
+    return (w & 0x5555555555555555) << 1 | (w >> 1 & 0x5555555555555555);
+}
+
+/* ---- up to 64 entries ------------------------------------------------------------------------ */
+
+INLINE void compact_some(uint64_t w, char *flat, char *out, int size, int clear) {
+    for (; w; w &= w - 1) {
+        char *entry = flat + __builtin_ctzll(w) * size;
+        if (out != NULL) {
+            memcpy(out, entry, size);
+            out += size;
+        }
+        if (clear) memset(entry, 0, size);
+    }
+}
+
+INLINE void expand_some(uint64_t w, const char *values, char *out, int size) {
+    for (; w; w &= w - 1, values += size) memcpy(out + __builtin_ctzll(w) * size, values, size);
+}
+
+/* The same for 64 entries, with room for as many values: 16 at a time, as 32-bit integers. */
+
+AVX512 INLINE __m512i load(const char *from, int size) {
+    if (size == 4) return _mm512_loadu_si512(from);
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+}
+
+AVX512 INLINE void store(char *to, __m512i entries, int size) {
+    if (size == 4)
+        _mm512_storeu_si512(to, entries);
+    else
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(entries));
+}
+
+AVX512 INLINE void compact_64(uint64_t w, char *flat, char *out, int size, int clear) {
+    for (int i = 0; i < GROUP; i += 16, w >>= 16, flat += 16 * size) {
+        __mmask16 mask = (__mmask16)w;
+        __m512i entries = load(flat, size);
+        if (out != NULL) {
+            /* What is written too much is overwritten by the values that follow. */
+            store(out, _mm512_maskz_compress_epi32(mask, entries), size);
+            out += __builtin_popcount(mask) * size;
+        }
+        if (clear) store(flat, _mm512_maskz_mov_epi32(~mask, entries), size);
+    }
+}
+
+AVX512 INLINE void expand_64(uint64_t w, const char *values, char *out, int size, int zeros,
+                             float scale) {
+    __m512 times = _mm512_set1_ps(scale);
+    for (int i = 0; i < GROUP; i += 16, w >>= 16, out += 16 * size) {
+        __mmask16 mask = (__mmask16)w;
+        __m512i some = load(values, size);
+        /* Else compilers make this load a part of the expansion, which takes twice as long. */
+        __asm__("" : "+v"(some));
+        if (!zeros)
+            some = _mm512_mask_expand_epi32(load(out, size), mask, some);
+        else
+            some = _mm512_maskz_expand_epi32(mask, some);
+        if (scale != 1)
+            some = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(some), times));
+        store(out, some, size);
+        values += __builtin_popcount(mask) * size;
+    }
+}
+
+/* ---- all of a tensor ------------------------------------------------------------------------- */
+
+AVX512 INLINE int64_t compact_all(Bitmap bits, char *flat, int64_t length, char *out,
+                                  int64_t count, int size, int clear) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < length; i += GROUP) {
+        uint64_t w = chosen(bits, i);
+        int64_t left = length - i, some = __builtin_popcountll(w);
+        if (done + some > count || (left < GROUP && w >> left)) return -1;
+        char *from = flat + i * size, *to = out == NULL ? NULL : out + done * size;
+        if (left >= GROUP && done + GROUP <= count)
+            compact_64(w, from, to, size, clear);
+        else
+            compact_some(w, from, to, size, clear);
+        done += some;
+    }
+    return done;
+}
+
+AVX512 INLINE int64_t expand_all(Bitmap bits, int64_t first, const char *values, int64_t count,
+                                 char *out, int64_t length, int size, int zeros, float scale) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < length; i += GROUP) {
+        uint64_t w = chosen(bits, first + i);
+        int64_t left = length - i;
+        if (left < GROUP) w &= ((uint64_t)1 << left) - 1;
+        int64_t some = __builtin_popcountll(w);
+        if (done + some > count) return -1;
+        const char *from = values + done * size;
+        char *to = out + i * size;
+        if (left >= GROUP && done + GROUP <= count) {
+            expand_64(w, from, to, size, zeros, scale);
+        } else {
+            int64_t room = left < GROUP ? left : GROUP;
+            if (zeros) memset(to, 0, room * size);
+            expand_some(w, from, to, size);
+            if (scale != 1)
+                for (float *each = (float *)to; each < (float *)to + room; each++) *each *= scale;
+        }
+        done += some;
+    }
+    return done;
+}
+
+/* ---- what `native.py` calls ------------------------------------------------------------------ */
+
+int sparsetron_version(void) { return VERSION; }
+
+int sparsetron_has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("popcnt");
+}
+
+/* Write the chosen ones of `length` entries of `size` bytes, 2 or 4, to `out`, unless that is NULL,
+ * and zeros in their places if told to `clear`. How many they are; -1 where they are more than
+ * `count`, or lie beyond the length. */
+AVX512 int64_t sparsetron_compact(const char *words, const int32_t *patch, const char *patches,
+                                  char *flat, int64_t length, char *out, int64_t count, int size,
+                                  int clear) {
+    Bitmap bits = {words, patch, patches};
+    if (size == 2) return compact_all(bits, flat, length, out, count, 2, clear);
+    return compact_all(bits, flat, length, out, count, 4, clear);
+}
+
+/* Place values at the chosen ones of `length` entries, of which the first is entry `first` of the
+ * bitmap; the others stay, or become 0 with `zeros`. A `scale` other than 1 multiplies them all,
+ * which must be floats then. How many were placed; -1 where that would be more than `count`. */
+AVX512 int64_t sparsetron_expand(const char *words, const int32_t *patch, const char *patches,
+                                 int64_t first, const char *values, int64_t count, char *out,
+                                 int64_t length, int size, int zeros, float scale) {
+    Bitmap bits = {words, patch, patches};
+    if (size == 2) return expand_all(bits, first, values, count, out, length, 2, zeros, 1);
+    return expand_all(bits, first, values, count, out, length, 4, zeros, scale);
+}
+
+/* How many bits are set in each of so many blocks. */
+AVX512 void sparsetron_count(const char *words, int64_t blocks, int64_t *counts) {
+    for (int64_t block = 0; block < blocks; block++) {
+        counts[block] = 0;
+        for (int i = 0; i < BLOCK / 8; i += 8) {
+            uint64_t w;
+            memcpy(&w, words + block * (BLOCK / 8) + i, sizeof w);
+            counts[block] += __builtin_popcountll(w);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+"""What `reference.py` does, by the C of `native.c`, which goes over each bit once.
+
+Entries of other sizes than 2 and 4 bytes are left to the reference. Every result is that of the
+reference to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.sparse.reference import BLOCK, Bits
+from radius import reference
+from radius.native_library import native_library
+
+SIZES = (2, 4)
+"""Bytes of an entry."""
+_library: Any = native_library()
+
+
+def compact(
+    bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
+) -> None:
+    """See `reference.compact`."""
+    if flat.element_size() not in SIZES:
+        reference.compact(bits, flat, out, scale=scale, clear=clear)
+        return
+    assert out.dtype == flat.dtype
+    _compact(bits, flat, out, clear=clear)
+    if scale != 1.0:
+        torch.mul(out, scale, out=out)
+
+
+def clear(bits: Bits, flat: torch.Tensor) -> None:
+    """See `reference.clear`."""
+    if flat.element_size() not in SIZES:
+        reference.clear(bits, flat)
+        return
+    _compact(bits, flat, None, clear=True)
+
+
+def expand(
+    bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
+) -> None:
+    """See `reference.expand`."""
+    if out.dtype == torch.float32:
+        _expand(bits, values, out, first=first, zeros=True, scale=scale)
+        return
+    _expand(bits, values, out, first=first, zeros=True)
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
+    """See `reference.place`."""
+    _expand(bits, values, out, first=0, zeros=False)
+
+
+def count_blocks(words: torch.Tensor) -> torch.Tensor:
+    """See `megatron.sparse.reference.count_blocks`."""
+    counts = torch.empty(words.shape[0], dtype=torch.int64)
+    _library.sparsetron_count(_at(words), words.shape[0], _at(counts))
+    return counts
+
+
+def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None, *, clear: bool) -> None:
+    assert flat.numel() <= bits.blocks * BLOCK
+    count = flat.numel() if out is None else out.numel()
+    done = _library.sparsetron_compact(
+        *(_at(bits.words), _at(bits.patch), _at(bits.patches), _at(flat), flat.numel()),
+        *(_at(out), count, flat.element_size(), clear),
+    )
+    assert done >= 0 and (out is None or done == count)
+
+
+def _expand(
+    bits: Bits,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    first: int,
+    zeros: bool,
+    scale: float = 1.0,
+) -> None:
+    size = out.element_size()
+    if size not in SIZES:
+        if zeros:
+            reference.expand(bits, values, out, first=first)
+        else:
+            reference.place(bits, values, out)
+        return
+    last = first + -(-out.numel() // BLOCK)
+    assert last <= bits.blocks
+    if first:
+        values = values[int(bits.offsets[first]) :]
+    if values.dtype != out.dtype:
+        values = values[: int(bits.counts[first:last].sum())].to(out.dtype)
+    done = _library.sparsetron_expand(
+        *(_at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
+        *(_at(values), values.numel(), _at(out), out.numel(), size, zeros, scale),
+    )
+    assert done >= 0
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    """Address of a contiguous tensor."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()

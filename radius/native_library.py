@@ -1,0 +1,49 @@
+"""Whether the kernels of `native.c` are there. Loads no torch.
+
+pip builds them where it finds a C compiler; nothing needs them. They are a module of their own
+beside the packages, so that a clone finds those that were installed in its environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+
+MODULE = "sparsetron_native"
+VERSION = 1
+"""Of the functions' arguments, as `native.c` says."""
+_POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_BITMAP = [_POINTER, _POINTER, _POINTER]
+_FROM_TO = [_POINTER, _INT64, _POINTER, _INT64]
+_HOW = [_INT, _INT]
+_ARGUMENTS = {
+    "sparsetron_compact": [*_BITMAP, *_FROM_TO, *_HOW],
+    "sparsetron_expand": [*_BITMAP, _INT64, *_FROM_TO, *_HOW, ctypes.c_float],
+    "sparsetron_count": [_POINTER, _INT64, _POINTER],
+}
+
+
+@cache
+def native_library() -> ctypes.CDLL | None:
+    """The library, None where it was not built, or not from this version of its source, or where
+    the processor has no AVX-512, without which torch is as fast."""
+    origin = _origin()
+    if origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(origin)
+        if library.sparsetron_version() != VERSION or not library.sparsetron_has_avx512():
+            return None
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = None if name == "sparsetron_count" else _INT64
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def _origin() -> str | None:
+    spec = find_spec(MODULE)
+    return None if spec is None else spec.origin
