@@ -1,4 +1,4 @@
-"""What an index of sent entries can do, and which kind serves a device. Loads no torch."""
+"""What an index of sent entries can do, and how it is kept where. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron.sparse.selection import Selection
     from megatron.sparse.shard import Shard
 
-FEWEST = 16
-"""Entries among which at least one is chosen, on average, where a CPU keeps a bitmap."""
+LEAST_DENSITY = Fraction(1, 16)
+"""Of a bitmap on a CPU."""
 
 
 def quota(density: Fraction, entries: int) -> int:
@@ -116,19 +116,15 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
 
-def keeps_bits(device: str, density: Fraction, *, native: bool | None = None) -> bool:
-    """Whether an index on "cpu" or "cuda" is best kept as a bitmap. On a CPU that takes the kernels
-    of `native.c` (`native`: whether to count on them, None: whether they are here), and as many
-    chosen entries as that most of the memory between them is read either way."""
-    if device != "cpu":
-        return True
-    if native is None:
-        native = native_library() is not None
-    return native and FEWEST * density >= 1
+def keeps_bits(device: str, density: Fraction) -> bool:
+    """Whether an index on "cpu" or "cuda" is a bitmap. On a CPU that takes the kernels of
+    `native.c`, and a density at which most cache lines hold a chosen entry; offsets need not read
+    the others."""
+    return device != "cpu" or (density >= LEAST_DENSITY and native_library() is not None)
 
 
 def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
-    """The kind that serves the device best, for a bucket of this length; see `keeps_bits`."""
+    """For a bucket of this length: a bitmap, or offsets, which are for a CPU alone."""
     if not bits:
         from radius.chunk_index import ChunkIndex
 

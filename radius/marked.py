@@ -125,7 +125,7 @@ class Marked(ABC):
         cache; a GPU would have to be waited for to tell how many there are in each piece."""
         bits, at = self.bits, 0
         length = weight.numel()
-        # Half a chunk: where all of it is sent, it is held once for each state.
+        # Half a chunk: copies of all states of a piece that is sent whole stay in cache.
         together = CHUNK // 2 if weight.device.type == "cpu" else length
         for start in range(0, length, together):
             cut = slice(start, min(start + together, length))

@@ -13,7 +13,7 @@
 #endif
 #include <immintrin.h>
 
-enum { VERSION = 1 };              /* of the functions' arguments, for `native_library.py` */
+enum { VERSION = 1 };              /* raise it with every change, here and in native_library.py */
 enum { BLOCK = 1024, GROUP = 64 }; /* entries: of a block, and looked at together */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -156,8 +156,8 @@ int sparsetron_has_avx512(void) {
 }
 
 /* Write the chosen ones of `length` entries of `size` bytes, 2 or 4, to `out`, unless that is NULL,
- * and zeros in their places if told to `clear`. How many they are; -1 where they are more than
- * `count`, or lie beyond the length. */
+ * and zeros in their places if told to `clear`. How many they are; -1, with some of it done, where
+ * they are more than `count`, or one of the last 64 lies beyond the length. */
 AVX512 int64_t sparsetron_compact(const char *words, const int32_t *patch, const char *patches,
                                   char *flat, int64_t length, char *out, int64_t count, int size,
                                   int clear) {
@@ -168,7 +168,8 @@ AVX512 int64_t sparsetron_compact(const char *words, const int32_t *patch, const
 
 /* Place values at the chosen ones of `length` entries, of which the first is entry `first` of the
  * bitmap; the others stay, or become 0 with `zeros`. A `scale` other than 1 multiplies them all,
- * which must be floats then. How many were placed; -1 where that would be more than `count`. */
+ * which must be floats then. How many were placed; -1, with some of it done, where that would be
+ * more than `count`. */
 AVX512 int64_t sparsetron_expand(const char *words, const int32_t *patch, const char *patches,
                                  int64_t first, const char *values, int64_t count, char *out,
                                  int64_t length, int size, int zeros, float scale) {

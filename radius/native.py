@@ -1,7 +1,7 @@
-"""What `reference.py` does, by the C of `native.c`, which goes over each bit once.
+"""What `reference.py` does but for `write_bits`, by the C of `native.c`, to the last bit.
 
-Entries of other sizes than 2 and 4 bytes are left to the reference. Every result is that of the
-reference to the last bit.
+Entries of other sizes than 2 and 4 bytes are left to the reference. Tensors that do not go with the
+bitmap raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ def compact(
     if flat.element_size() not in SIZES:
         reference.compact(bits, flat, out, scale=scale, clear=clear)
         return
-    assert out.dtype == flat.dtype
     _compact(bits, flat, out, clear=clear)
     if scale != 1.0:
         torch.mul(out, scale, out=out)
@@ -65,13 +64,13 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
 
 
 def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None, *, clear: bool) -> None:
-    assert flat.numel() <= bits.blocks * BLOCK
     count = flat.numel() if out is None else out.numel()
+    _require(flat.numel() <= bits.blocks * BLOCK and (out is None or out.dtype == flat.dtype))
     done = _library.sparsetron_compact(
         *(_at(bits.words), _at(bits.patch), _at(bits.patches), _at(flat), flat.numel()),
         *(_at(out), count, flat.element_size(), clear),
     )
-    assert done >= 0 and (out is None or done == count)
+    _require(done >= 0 and (out is None or done == count))
 
 
 def _expand(
@@ -91,7 +90,7 @@ def _expand(
             reference.place(bits, values, out)
         return
     last = first + -(-out.numel() // BLOCK)
-    assert last <= bits.blocks
+    _require(last <= bits.blocks)
     if first:
         values = values[int(bits.offsets[first]) :]
     if values.dtype != out.dtype:
@@ -100,12 +99,17 @@ def _expand(
         *(_at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
         *(_at(values), values.numel(), _at(out), out.numel(), size, zeros, scale),
     )
-    assert done >= 0
+    _require(done >= 0)
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:
-    """Address of a contiguous tensor."""
+    """Address of a tensor."""
     if tensor is None:
         return None
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    _require(tensor.is_contiguous() and tensor.device.type == "cpu")
     return tensor.data_ptr()
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise ValueError("the tensors are not of the bitmap's length, count, device or dtype")

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
 VERSION = 1
-"""Of the functions' arguments, as `native.c` says."""
+"""As `native.c` says: raised there and here with every change of it, so that what was built of an
+older one is left alone."""
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _BITMAP = [_POINTER, _POINTER, _POINTER]
 _FROM_TO = [_POINTER, _INT64, _POINTER, _INT64]
@@ -26,8 +27,8 @@ _ARGUMENTS = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The library, None where it was not built, or not from this version of its source, or where
-    the processor has no AVX-512, without which torch is as fast."""
+    """The library, None where it was not built, or of another version, or where the processor has
+    no AVX-512, without which torch is as fast."""
     origin = _origin()
     if origin is None:
         return None

@@ -1,4 +1,4 @@
-"""What `kernels.py` does but for AdamW, in plain torch: its reference, and all that a CPU needs."""
+"""What `kernels.py` does but for AdamW, and `native.py`, in plain torch: the reference for both."""
 
 from __future__ import annotations
 

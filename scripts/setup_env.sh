@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: one virtual environment, made once, brought up to date when
-# pyproject.toml or constraints.txt change.
+# pyproject.toml, constraints.txt or radius/native.c change, or a C compiler comes.
 #   PYTHON  interpreter to make it with   (first of python3, python3.14 .. 3.11 that is new enough)
 #   VENV    where it lies                 (.venv in the repository)
 
@@ -62,7 +62,7 @@ make_environment() {
     constraints=(-c constraints.txt)
   fi
   # The folder belongs in it: the package is installed as a link to the sources.
-  wanted=$(cat "$repo/pyproject.toml" "$repo/constraints.txt" "$repo/radius/native.c" - <<<"$repo ${constraints[*]}" | cksum)
+  wanted=$(cat "$repo/pyproject.toml" "$repo/constraints.txt" "$repo/radius/native.c" - <<<"$repo ${constraints[*]} $(command -v cc || true)" | cksum)
   stamp=$venv/.installed-$extras
   if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     return

@@ -126,8 +126,8 @@ class GradientEngine:
         """Between steps: have buckets for the coordinates of `layout`, which hold no gradient yet.
 
         Whoever keeps states by the buckets there were has to bring them over
-        (`BucketOptimizer.rebucket`). Collective over each data-parallel group: raises `ConfigError`
-        where its ranks have different coordinates.
+        (`BucketOptimizer.rebucket`). Collective over all ranks: raises `ConfigError` where those of
+        a data-parallel group have different coordinates.
         """
         infos = list(self.infos.values())
         plans = plan_buckets(entries_of(infos, layout), cap=self._cap)

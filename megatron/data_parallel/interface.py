@@ -389,9 +389,8 @@ class GradientReducer(Protocol):
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         """These are the buckets, in the coordinates of `layout`; called before anything else, and
         again when other coordinates exist (`StepContext.settled` was False until then), which finds
-        no state. Collective over the model-parallel ranks but for no buckets at all. A reducer that
-        shards optimizer states gives them their `shard` and, with it, the memory of their
-        gradients."""
+        no state. Collective over all ranks but for no buckets at all. A reducer that shards
+        optimizer states gives them their `shard` and, with it, the memory of their gradients."""
         ...
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:

@@ -1,4 +1,4 @@
-"""What the kernels of a GPU do, in plain torch: the reference for them, and all that a CPU needs.
+"""What kernels do, in plain torch: the reference for them, and all that need be on a CPU.
 
 A bitmap is int32 words, 32 to a block of 1024 entries, in the order of `numpy.packbits`: the bytes
 of a word in memory are those of entries 8i to 8i + 7, the first entry in the highest bit.

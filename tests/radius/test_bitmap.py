@@ -1,24 +1,37 @@
-"""The bitmap index against a plain list of booleans, by the reference that a CPU runs."""
+"""The bitmap index against a plain list of booleans, by each kind of kernels that a CPU has."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data_parallel.interface import Reduced, Run
 from megatron.optimizer.rules import SGD, AdamW, Hyper
 from megatron.sparse.reference import BLOCK, CHUNK
-from megatron.sparse.selection import draw_seeded, select_largest
+from megatron.sparse.selection import Given, draw_seeded, select_largest
 from radius.bitmap import BitmapIndex
-from radius.marked import Marked
+from radius.marked import FlushedBitmap, Marked
+from radius.native_library import native_library
 
 CPU = torch.device("cpu")
+KERNELS = ["reference", "native"]
 LENGTH = 5 * BLOCK + 333
+HYPER = Hyper(t=3, lr=0.1, weight_decay=0.1)
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that every index made from here on has."""
+    if request.param == "native" and native_library() is None:
+        pytest.skip("needs the kernels of radius/native.c, and AVX-512")
+    module = import_module(f"radius.{request.param}")
+    monkeypatch.setattr("radius.marked._kernels_for", lambda device: module)
 
 
 def choose_randomly(index: BitmapIndex, model: torch.Tensor, start: int, length: int) -> None:
@@ -47,7 +60,11 @@ def assert_marks(index: Marked, model: torch.Tensor) -> None:
     assert torch.equal(out, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(
         st.tuples(st.integers(0, LENGTH - 1), st.integers(0, LENGTH), st.booleans()), max_size=6
@@ -204,18 +221,49 @@ def test_optimizer_sees_values_among_zeros_or_nothing_else(
     counts = torch.ones(LENGTH)
     if gathered is not None:
         counts[model] = gathered
-    hyper = Hyper(t=3, lr=0.1, weight_decay=0.1)
     expected = [state.clone() for state in states]
-    rule.apply(expected[0], dense, expected[1:], hyper, counts if gathered is not None else None)
+    rule.apply(expected[0], dense, expected[1:], HYPER, counts if gathered is not None else None)
     found = [state.clone() for state in states]
     reduced = Reduced(values=values, index=index, rest=rest, gathered=gathered)
-    index.apply(rule, reduced, found[0], found[1:], hyper, factor=0.5)
+    index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
     for mine, wanted, before in zip(found, expected, states, strict=True):
         if rest == "frozen":
             assert torch.equal(mine[~model], before[~model])
             wanted = torch.where(model, wanted, before)
         torch.testing.assert_close(mine, wanted)
         assert not torch.equal(mine, before)
+
+
+@pytest.mark.parametrize("rule", [AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)])
+@pytest.mark.parametrize("flush", [None, (CHUNK // 2 - 5000, CHUNK + 777)])
+def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
+    rule: AdamW | SGD, flush: tuple[int, int] | None
+) -> None:
+    """Of which one piece has nothing chosen, and one only gradients of a single step."""
+    length = 2 * CHUNK + 4096
+    model = torch.rand(length) < 0.4
+    model[CHUNK : CHUNK * 3 // 2] = False
+    base = BitmapIndex(length, CPU)
+    base.choose(0, Given(model))
+    index: BitmapIndex | FlushedBitmap = base
+    if flush is not None:
+        index = base.flushed([flush])
+        model = model.clone()
+        model[slice(*flush)] = True
+    gathered = torch.randint(1, 5, (index.numel,)).float()
+    gathered[: int(model[: CHUNK // 2].sum())] = 1.0
+    values = torch.randn(index.numel)
+    states = [torch.rand(length) for _ in range(1 + len(rule.moments))]
+    alone = [state[model] for state in states]
+    rule.apply(alone[0], values * 0.5, alone[1:], HYPER, gathered)
+    found = [state.clone() for state in states]
+    reduced = Reduced(values=values, index=index, rest="frozen", gathered=gathered)
+    index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
+    for mine, wanted, before in zip(found, alone, states, strict=True):
+        # In one go and in pieces: equal but for the rounding of scalar tails.
+        torch.testing.assert_close(mine[model], wanted, rtol=1e-6, atol=1e-7)
+        assert torch.equal(mine[~model], before[~model])
+        assert not torch.equal(mine[model], before[model])
 
 
 def test_memory_is_a_fifth_of_a_byte_for_each_entry_at_most() -> None:

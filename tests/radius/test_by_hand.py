@@ -11,13 +11,19 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
 from radius.by_hand import select, sparse_all_reduce
+from tests.radius.toys import index_of
 from tests.ranks import Ranks
 
 ZERO = 74
 """Where the update is 0, which is never chosen."""
 
 
-def on_rank_by_hand(groups: ProcessGroups, bad: float) -> dict[str, torch.Tensor]:
+def on_rank_by_hand(groups: ProcessGroups, bad: float, bits: bool) -> dict[str, torch.Tensor]:
+    with index_of(bits):
+        return by_hand(groups, bad)
+
+
+def by_hand(groups: ProcessGroups, bad: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(groups.dp.rank)
     local, residual = (torch.randn(300, generator=generator) for _ in range(2))
     if groups.dp.rank == 1 and not math.isfinite(bad):
@@ -35,8 +41,9 @@ def on_rank_by_hand(groups: ProcessGroups, bad: float) -> dict[str, torch.Tensor
     return found | {"sparse": sparse, "rest": rest, "dense": dense, "flushed": flushed}
 
 
-def test_by_hand_sends_what_is_chosen_and_keeps_the_rest(ranks: Ranks) -> None:
-    one, two = ranks.run(2, on_rank_by_hand, 0.0)
+@pytest.mark.parametrize("bits", [False, True])
+def test_by_hand_sends_what_is_chosen_and_keeps_the_rest(ranks: Ranks, bits: bool) -> None:
+    one, two = ranks.run(2, on_rank_by_hand, 0.0, bits)
     positions = one["positions"]
     # Of equal magnitudes the first: there are four entries of each.
     order = torch.sort(one["update"].abs(), descending=True, stable=True).indices
@@ -50,8 +57,9 @@ def test_by_hand_sends_what_is_chosen_and_keeps_the_rest(ranks: Ranks) -> None:
         assert not rank["flushed"].any()
 
 
-def test_by_hand_every_rank_sees_a_gradient_that_is_not_finite(ranks: Ranks) -> None:
-    found = ranks.run(2, on_rank_by_hand, math.inf)
+@pytest.mark.parametrize("bits", [False, True])
+def test_by_hand_every_rank_sees_a_gradient_that_is_not_finite(ranks: Ranks, bits: bool) -> None:
+    found = ranks.run(2, on_rank_by_hand, math.inf, bits)
     assert all(ZERO not in rank["positions"].tolist() for rank in found)
     assert not any(rank["sparse"].isfinite().all() for rank in found)
 

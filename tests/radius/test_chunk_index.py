@@ -1,4 +1,4 @@
-"""The CPU's index against booleans over the whole bucket, across chunks and slices."""
+"""The index of offsets against booleans over the whole bucket, across chunks and slices."""
 
 from __future__ import annotations
 

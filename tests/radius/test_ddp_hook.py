@@ -17,6 +17,7 @@ from megatron.parallel.groups import ProcessGroups
 from radius.ddp_hook import RadiusHook, radius_hook
 from radius.torch_update import in_memory_order
 from tests.radius.loops import INTERVAL, LR, START, Loop, unpacked
+from tests.radius.toys import index_of
 from tests.ranks import Ranks
 
 STEPS = 3 * INTERVAL + 1
@@ -188,7 +189,12 @@ def test_what_a_resample_does_not_use_goes_on_waiting(ranks: Ranks) -> None:
 # ---- state --------------------------------------------------------------------------------------
 
 
-def on_rank_resumed(groups: ProcessGroups, saved_at: int) -> list[str]:
+def on_rank_resumed(groups: ProcessGroups, saved_at: int, bits: bool) -> list[str]:
+    with index_of(bits):
+        return resumed_at(saved_at, groups)
+
+
+def resumed_at(saved_at: int, groups: ProcessGroups) -> list[str]:
     loop = Loop(groups)
     for number in range(saved_at):
         loop.step(number)
@@ -207,9 +213,10 @@ def on_rank_resumed(groups: ProcessGroups, saved_at: int) -> list[str]:
     return different + [name for name in wanted if not torch.equal(wanted[name], found[name])]
 
 
+@pytest.mark.parametrize("bits", [False, True])
 @pytest.mark.parametrize("saved_at", [2, INTERVAL, INTERVAL + 2])
-def test_10_resumed_is_uninterrupted(ranks: Ranks, saved_at: int) -> None:
-    assert ranks.run(2, on_rank_resumed, saved_at) == [[], []]
+def test_10_resumed_is_uninterrupted(ranks: Ranks, saved_at: int, bits: bool) -> None:
+    assert ranks.run(2, on_rank_resumed, saved_at, bits) == [[], []]
 
 
 def _optimizer() -> torch.optim.Optimizer:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import platform
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,19 +18,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.reference import BLOCK, GROUP, Bits, count_blocks
 from megatron.sparse.selection import Given
 from radius import native_library as finder
 from radius import reference
 from radius.bitmap import BitmapIndex
 from radius.index import keeps_bits
+from radius.reducer import RadiusReducer
+from radius.schedule import RadiusSettings
+from radius.share import ModelShare
+from tests.conftest import REPO
 from tests.contract.harness import Toy, gradients
-from tests.radius.toys import radius, reducer_of
+from tests.radius.toys import index_of, radius, reducer_of
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+SOURCE = REPO / "radius" / "native.c"
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+ON_X86 = platform.machine() == "x86_64" and sys.platform == "linux"
 GUARD = 99
 """What lies around a tensor, which nobody may touch."""
 needs_native = pytest.mark.skipif(
@@ -132,27 +144,61 @@ def test_blocks_are_counted() -> None:
 
 
 @needs_native
-def test_vectors_that_are_too_short_are_refused() -> None:
-    bits = bits_of(5 * BLOCK, 0.4, flushed=False)
-    flat, numel = torch.randn(5 * BLOCK), int(bits.counts.sum())
+def test_tensors_that_do_not_go_with_the_bitmap_are_refused() -> None:
+    chosen = torch.zeros(5 * BLOCK, dtype=torch.bool)
+    chosen[::3] = True
+    index = BitmapIndex(5 * BLOCK, CPU)
+    index.choose(0, Given(chosen))
+    bits, flat, numel = index.bits, torch.randn(5 * BLOCK), int(chosen.sum())
     short, around = guarded(torch.zeros(numel - 1))
-    with pytest.raises(AssertionError):
-        native.compact(bits, flat, short)
+    values = torch.zeros(numel)
+    cut = 3 * BLOCK - 7
+    refused: list[Callable[[], None]] = [
+        lambda: native.compact(bits, flat, short),
+        lambda: native.compact(bits, flat, torch.zeros(numel + 1)),
+        lambda: native.compact(bits, flat, values.bfloat16()),
+        lambda: native.compact(bits, flat[:cut], torch.zeros(int(chosen[:cut].sum()))),
+        lambda: native.clear(bits, flat[:cut]),
+        lambda: native.compact(bits, torch.randn(9 * BLOCK), values),
+        lambda: native.compact(bits, torch.randn(5 * BLOCK, 2)[:, 0], values),
+        lambda: native.expand(bits, short, flat),
+        lambda: native.expand(bits, values, torch.empty(9 * BLOCK)),
+        lambda: native.expand(bits, values, torch.empty(5 * BLOCK), first=GROUP),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="not of the bitmap's length"):
+            call()
     assert_untouched(around)
-    with pytest.raises(AssertionError):
-        native.expand(bits, short, flat)
-    with pytest.raises(AssertionError):
-        native.compact(bits, flat[: 3 * BLOCK - 7], short)  # bits beyond the end
-    with pytest.raises(AssertionError):
-        native.expand(bits, short, torch.empty(20 * BLOCK))
 
 
-def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries() -> None:
-    for density in (Fraction("0.4"), Fraction(1, 16)):
-        assert keeps_bits("cpu", density, native=True)
-        assert not keeps_bits("cpu", density, native=False)
-    assert not keeps_bits("cpu", Fraction("0.06"), native=True)
-    assert keeps_bits("cuda", Fraction("0.01"), native=False)
+def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, enough = Fraction("0.06"), Fraction(1, 16)
+    monkeypatch.setattr("radius.index.native_library", object)
+    assert keeps_bits("cpu", enough) and not keeps_bits("cpu", few)
+    monkeypatch.setattr("radius.index.native_library", lambda: None)
+    assert not keeps_bits("cpu", enough) and keeps_bits("cuda", few)
+
+
+# ---- the library -------------------------------------------------------------------------------
+
+
+def test_the_version_is_raised_with_every_change() -> None:
+    """A clone may find what was built of an older source."""
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    known = {1: "8f8efb93a71267e2"}
+    assert known.get(finder.VERSION) == digest, (
+        "raise VERSION in native.c and native_library.py, install again, and note the digest here"
+    )
+    assert f"VERSION = {finder.VERSION} " in SOURCE.read_text()
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="elsewhere a build may be old or missing")
+def test_a_machine_that_can_have_the_kernels_has_them() -> None:
+    if COMPILER is None or not ON_X86 or not has_avx512():
+        pytest.skip("needs a C compiler, and an x86-64 with AVX-512")
+    assert finder.native_library() is not None
 
 
 @pytest.mark.parametrize(
@@ -160,53 +206,70 @@ def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries() -> None:
     [
         ("int sparsetron_version(void) { return -1; }", False),
         ("int something_else(void) { return 1; }", False),
-        ("not a library", False),
         (None, True),
     ],
 )
-def test_a_library_of_another_version_or_kind_is_left_alone(
+def test_a_library_of_another_version_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, usable: bool
 ) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
+    if COMPILER is None or not ON_X86:
+        pytest.skip("needs a C compiler, and an x86-64")
     built, source = tmp_path / f"{finder.MODULE}.so", tmp_path / "source.c"
-    if text == "not a library":
-        built.write_text(text)
-    else:
-        path = Path(finder.__file__).with_name("native.c")
-        source.write_text(path.read_text() if text is None else text)
-        command = [compiler, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-        subprocess.run([*command, str(source), "-o", str(built)], check=True)
-    monkeypatch.setattr(finder, "_origin", lambda: str(built))
-    finder.native_library.cache_clear()
-    try:
-        found = finder.native_library()
-    finally:
-        finder.native_library.cache_clear()
-    if usable and has_avx512():
-        assert isinstance(found, ctypes.CDLL)
-    else:
-        assert found is None
+    source.write_text(SOURCE.read_text() if text is None else text)
+    command = [COMPILER, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, str(source), "-o", str(built)], check=True)
+    found = found_at(built, monkeypatch)
+    assert isinstance(found, ctypes.CDLL) if usable and has_avx512() else found is None
+
+
+def test_what_is_no_library_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / f"{finder.MODULE}.so"
+    broken.write_text("not a library")
+    assert found_at(broken, monkeypatch) is None
+
+
+def found_at(path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL | None:
+    monkeypatch.setattr(finder, "_origin", lambda: str(path))
+    return finder.native_library.__wrapped__()
 
 
 def has_avx512() -> bool:
     return "avx512f" in Path("/proc/cpuinfo").read_text().split()
 
 
-def on_rank_with_odd_one_out(groups: ProcessGroups, odd: int) -> list[object]:
-    """Which kind each rank keeps where one has no kernels, and what it says of it."""
-    import radius.reducer as module
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["false", COMPILER])
+def test_the_package_installs_with_a_compiler_and_without(
+    tmp_path: Path, compiler: str | None
+) -> None:
+    if compiler is None or not ON_X86:
+        pytest.skip("needs a C compiler, and an x86-64")
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
+        shutil.copy(REPO / name, source)
+    shutil.copytree(REPO / "radius", source / "radius", ignore=shutil.ignore_patterns("*.pyc"))
+    flags = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--target", str(target)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *flags, str(source)],
+        env=os.environ | {"CC": compiler, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
+    assert (target / "radius" / "reducer.py").exists()
+    assert bool(list(target.glob(f"{finder.MODULE}.*"))) == (compiler != "false")
 
-    keeps = module.keeps_bits
-    module.keeps_bits = lambda *_: groups.dp.rank != odd
-    try:
+
+# ---- ranks -------------------------------------------------------------------------------------
+
+
+def on_rank_with_odd_one_out(groups: ProcessGroups, odd: int) -> tuple[set[bool], str]:
+    """Which kind each rank keeps where one has no kernels, and what it says of it."""
+    with index_of(bits=groups.dp.rank != odd):
         toy = Toy(groups, radius())
         toy.step([gradients(1, groups.dp.rank)])
         notes = " ".join(toy.engine.stats(full=True).notes)
-        return [{own.bits for own in reducer_of(toy)._own}, notes]
-    finally:
-        module.keeps_bits = keeps
+        return {own.bits for own in reducer_of(toy)._own}, notes
 
 
 @pytest.mark.parametrize("odd", [-1, 1])
@@ -215,3 +278,17 @@ def test_ranks_keep_the_same_kind(ranks: Ranks, odd: int) -> None:
         assert kinds == {odd == -1}
         assert ("moves them by compiled kernels" in notes) == (odd == -1)
         assert ("moves them by torch" in notes) == (odd == 1)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_so_do_those_that_share_a_model(others: bool) -> None:
+    """Two more ranks of one copy, which keep bits or do not."""
+
+    def sum_over_model(mine: torch.Tensor) -> torch.Tensor:
+        return mine + torch.tensor([2.0 * others, 2.0])
+
+    share = ModelShare(sum_over_model=sum_over_model)
+    settings = RadiusSettings(density=Fraction("0.4"), interval=4, start=1)
+    reducer = RadiusReducer(Group((0,), 0), {}, settings, share)
+    with index_of(bits=True):
+        assert reducer._all_keep_bits(CPU) is others

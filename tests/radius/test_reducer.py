@@ -22,6 +22,7 @@ from tests.radius.toys import (
     alone,
     densities,
     every_case,
+    index_of,
     masks_of,
     params_of,
     radius,
@@ -266,16 +267,15 @@ def trajectory(case: PathCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_case
-def test_both_kinds_of_index_make_the_same_run(
-    monkeypatch: pytest.MonkeyPatch, case: PathCase, dtype: torch.dtype
-) -> None:
+def test_both_kinds_of_index_make_the_same_run(case: PathCase, dtype: torch.dtype) -> None:
     """Offsets, and a bitmap by whatever kernels are here."""
     if case.fp32_only and dtype != torch.float32:
         pytest.skip(case.fp32_only)
-    monkeypatch.setattr("radius.reducer.keeps_bits", lambda *_: False)
-    wanted = trajectory(case, dtype)
-    monkeypatch.setattr("radius.reducer.keeps_bits", lambda *_: True)
-    for name, tensor in trajectory(case, dtype).items():
+    with index_of(bits=False):
+        wanted = trajectory(case, dtype)
+    with index_of(bits=True):
+        found = trajectory(case, dtype)
+    for name, tensor in found.items():
         if name.startswith("shared/"):
             assert torch.equal(tensor, wanted[name]), name
         else:

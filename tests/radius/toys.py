@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,6 +67,15 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
     target.optimizer.applied = source.optimizer.applied
     target.optimizer.loaded()
     reducer_of(target).load_state_tensors(own, source.shared())
+
+
+@contextmanager
+def index_of(bits: bool) -> Iterator[None]:
+    """Indices are bitmaps, by whatever kernels are here, or offsets."""
+    with ExitStack() as changed:
+        for module in ("reducer", "by_hand", "ddp_hook"):
+            changed.enter_context(patch(f"radius.{module}.keeps_bits", lambda *_: bits))
+        yield
 
 
 def alone() -> ProcessGroups:

@@ -5,7 +5,7 @@
 Each pass goes over all matrices of a model, bucket by bucket; `kernel_passes.py` tells how it is
 measured. Beside it the same in plain torch: boolean masks, int64 positions, `torch.topk`. Results:
 FOLDER/radius.json, and a table, also in FOLDER/radius.md. `--smoke`: tiny, on the CPU where there
-is no GPU, where the kernels' place is taken by their reference.
+is no GPU, where the kernels' place is taken by those of a CPU.
 """
 
 from __future__ import annotations
