@@ -31,11 +31,10 @@ class Phase(Enum):
 @dataclass
 class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole. `bits`: whether the index is a
-    bitmap. Of the step under way: `phase`;
-    `sent` and `gathered` (as in `Reduced`), and the parts `flushed`, of which those that have
-    entries on this rank are the runs of `sent`;
-    `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
-    the squared norm of what the latest step, a resample, sent of earlier ones."""
+    bitmap. Of the step under way: `phase`; `sent` and `gathered` (as in `Reduced`), and the parts
+    `flushed`, of which those that have entries on this rank are the runs of `sent`; `mean`, copies
+    of the mean gradient for each part in which it is selected from. `flushed_norm`: the squared
+    norm of what the latest step, a resample, sent of earlier ones."""
 
     bucket: GradBucket
     parts: Sequence[Part]

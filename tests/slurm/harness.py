@@ -142,7 +142,8 @@ class Cluster:
             # Slurm lets a job that comes back wait for two minutes. Two seconds will do: what it
             # takes for a start in the second in which the last one ended to be refused. The next
             # start may take an hour, so that it is not warned at once.
-            if job.reason == "BeginTime" and job.number not in self.hurried:
+            waits = job.reason == "BeginTime" and job.number not in self.hurried
+            if waits and not is_ending(job):
                 update = ("update", f"JobId={job.number}", "StartTime=now+2", "TimeLimit=60")
                 answer = self.call("scontrol", *update)
                 if answer.returncode == 0:
@@ -152,6 +153,19 @@ class Cluster:
         if job.state == "RUNNING" and job.then is not None and job.step >= job.at:
             act, job.then = job.then, None
             act(job)
+
+
+def is_ending(job: Job) -> bool:
+    """Whether a step of it is still there, as on a node that was called lost and is not. If the job
+    began anew in the moment in which that ends, Slurm would take the node for busy ever after."""
+    title = f"slurmstepd: [{job.number}.".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cmdline").read_bytes().startswith(title):
+                return True
+        except OSError:
+            continue  # it is gone
+    return False
 
 
 def free_ports(count: int) -> int:
