@@ -214,7 +214,7 @@ def test_an_environment_that_others_made_is_left_alone(tmp_path: Path) -> None:
 
 LAUNCH = REPO / "scripts" / "launch.sh"
 PROGRAM = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
 folder.mkdir(parents=True, exist_ok=True)
 rank = os.environ.get("RANK", "0")
@@ -223,6 +223,11 @@ code = int(os.environ.get("CODE", "0"))
 if rank == "0" and code:
     status = {"exit_code": code, "state": "failed", "rank": 0, "reason": "the cause\\nof it"}
     (folder / "status.json").write_text(json.dumps(status))
+# torchrun ends the others when the first one leaves.
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+needed = [*(f"rank{rank}.json" for rank in range(ranks)), "status.json"]
+while code and not all((folder / name).exists() for name in needed):
+    time.sleep(0.01)
 sys.exit(code)
 """
 
