@@ -17,6 +17,12 @@ from megatron.config import Config, to_yaml
 from megatron.config.layer_split import describe_split
 from megatron.errors import ConfigError, SparsetronError
 from megatron.low_memory.checkpoint_interval import recomputation_in_words
+from megatron.processor import (
+    describe_processor,
+    multiplies_natively,
+    processor_model,
+    vector_instructions,
+)
 from megatron.run_lock import RunLock
 from megatron.runtime import Runtime, job_environment
 from megatron.status import Status, write_status
@@ -85,6 +91,7 @@ def environment() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "machine": platform.machine(),
+        "processor": describe_processor(),
         "job": job_environment(),
     }
 
@@ -100,8 +107,23 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     if told := recomputation_in_words(config):
         metrics.say(f"recomputation: {told}")
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
+    if runtime.device.type == "cpu":
+        metrics.say(_processor(config))
     for notice in config.notices:
         metrics.say(f"note: {notice}")
+
+
+def _processor(config: Config) -> str:
+    """Name the CPU's instruction set, and what happens to products that the CPU has none for."""
+    import torch
+
+    line = f"processor: {processor_model()}, {vector_instructions()} instructions"
+    precision = config.precision
+    dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+    if multiplies_natively(dtype):
+        return line
+    name = "bf16" if precision.bf16 else "fp16"
+    return f"{line}; {name} products run in fp32, since this CPU multiplies no {name}"
 
 
 def _schedule(config: Config, split: list[list[range]]) -> str:

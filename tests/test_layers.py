@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world")
-    + ("low_memory.checkpoint_interval",),
+    + ("low_memory.checkpoint_interval", "processor"),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),

@@ -66,7 +66,7 @@ def _tracker_off(c: Config) -> Notice:
 def _slow_format(c: Config) -> Notice:
     if not c.precision.fp16 or c.run.device != "cpu":
         return None
-    return "fp16 on the CPU is hundreds of times slower than fp32: for toy shapes only"
+    return "fp16 on the CPU saves memory and no time: its products run in fp32 on most CPUs"
 
 
 def _moved_folder(c: Config) -> Notice:

@@ -120,8 +120,8 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Heads [b, s, *, d] to their contexts side by side, [b, s, heads * d]."""
         dropout = self.dropout if self.training else 0.0
-        if mask is None and cache is None and dropout == 0 and blocked_attention_serves(query):
-            return blocked_attention(query, key, value).flatten(2)
+        if cache is None and dropout == 0 and blocked_attention_serves(query):
+            return blocked_attention(query, key, value, mask).flatten(2)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, *, s, d]
         if cache is not None:
             key, value = cache.extend(key, value)

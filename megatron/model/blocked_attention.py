@@ -1,11 +1,14 @@
 """Causal attention on the CPU out of batched matrix products, a block of queries at a time.
 
-torch's fused CPU kernel reaches about a sixth of the rate of its own bf16 matrix products. Here
-those products do the work: each block of queries meets the keys up to its end, so most of the
+torch's fused CPU kernel reaches about a sixth of the rate of its own bf16 matrix products where the
+CPU multiplies bf16, and its backward takes eight times as long as in fp32 where the CPU does not.
+Here matrix products do the work: each block of queries meets the keys up to its end, so most of the
 masked half is skipped, and scores live for one block of a few heads, in cache. Backward computes
-them again, so memory grows with the length and not with its square. Scores are rounded to the
-dtype of the input before the softmax, as in Megatron's unfused attention; the softmax and the
-sums inside products are fp32.
+the scores again, so memory grows with the length and not with its square.
+
+On a CPU that multiplies the dtype of the input, scores are rounded to that dtype before the
+softmax, as in Megatron's unfused attention; the softmax and the sums inside products are fp32. On
+other CPUs each block is widened to fp32 in cache, and only contexts and gradients are rounded.
 
 Shapes: b batch, s sequence, g query groups, p query heads of a group, d head size; n = b * g.
 """
@@ -19,26 +22,36 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.processor import multiplies_natively
+
 _BLOCK_QUERIES = 128
 _SCORES_IN_CACHE = 1 << 20
 _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Whether `blocked_attention` is the faster way: bf16 on a CPU that multiplies bf16, not
-    under torch.compile, which cannot trace it."""
+    """Whether `blocked_attention` is the faster way: 16 bit on a CPU, not under torch.compile,
+    which cannot trace it. In fp32 torch's fused kernel is faster, with AVX2 and with AVX512."""
     return (
         not torch.compiler.is_compiling()
         and query.device.type == "cpu"
-        and query.dtype == torch.bfloat16
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and query.dtype in (torch.bfloat16, torch.float16)
     )
 
 
-def blocked_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def blocked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal softmax(q k^T / sqrt(d)) v: query [b, s, g * p, d], key and value [b, s, g, d] ->
-    contiguous [b, s, g * p, d]. The first p query heads belong to the first group, and so on."""
-    return _BlockedAttention.apply(query, key, value)
+    contiguous [b, s, g * p, d]. The first p query heads belong to the first group, and so on.
+
+    `mask`: bool [b, 1, s, s], True where attention is allowed; each True must lie on or below the
+    diagonal, since later keys are skipped.
+    """
+    return _BlockedAttention.apply(query, key, value, mask)
 
 
 class _Block(NamedTuple):
@@ -48,26 +61,31 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     mask: torch.Tensor
-    """0 where a query may see a key, else -inf: [p * queries, keys]."""
+    """0 where a query may see a key, else -inf: [p * queries, keys], or with a leading dimension of
+    groups. Its dtype is that of the products."""
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         queries, keys, values = (_by_group(part, key.shape[2]) for part in (query, key, value))
         context = torch.empty_like(queries)
-        for block in _blocks(queries):
+        for block in _blocks(queries, mask):
             weights = _weights(queries, keys, block)
-            _put(context, block, torch.bmm(weights, values[block.groups, 0, block.keys]))
-        ctx.save_for_backward(queries, keys, values)
+            _put(context, block, torch.bmm(weights, _seen(values, block)))
+        ctx.save_for_backward(queries, keys, values, mask)
         return _by_position(context, query.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, keys, values = ctx.saved_tensors
+        queries, keys, values, mask = ctx.saved_tensors
         batch, length, heads, size = grads[0].shape
         kv_shape = (batch, length, keys.shape[0] // batch, size)
         grad_context = _by_group(grads[0], kv_shape[2])
@@ -76,48 +94,69 @@ class _BlockedAttention(torch.autograd.Function):
         grad_keys = torch.zeros_like(keys, dtype=torch.float32)
         grad_values = torch.zeros_like(values, dtype=torch.float32)
         scale = 1 / math.sqrt(size)
-        for block in _blocks(queries):
+        for block in _blocks(queries, mask):
             seen = block.groups, 0, block.keys
             weights = _weights(queries, keys, block)
             grad = _take(grad_context, block)
             grad_values[seen] += torch.bmm(weights.transpose(1, 2), grad)
-            grad_weights = torch.bmm(grad, values[seen].transpose(1, 2))
+            grad_weights = torch.bmm(grad, _seen(values, block).transpose(1, 2))
             grad_scores = _softmax_backward(grad_weights, weights, -1, weights.dtype)
-            _put(grad_queries, block, torch.bmm(grad_scores, keys[seen]).mul_(scale))
+            _put(grad_queries, block, torch.bmm(grad_scores, _seen(keys, block)).mul_(scale))
             grad_keys[seen] += torch.bmm(grad_scores.transpose(1, 2), _take(queries, block))
         grad_keys.mul_(scale)
         return (
             _by_position(grad_queries, grads[0].shape),
             _by_position(grad_keys.to(keys.dtype), kv_shape),
             _by_position(grad_values.to(values.dtype), kv_shape),
+            None,
         )
 
 
-def _blocks(queries: torch.Tensor) -> Iterator[_Block]:
+def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block]:
     """Cut queries [n, p, s, d] so that the scores of a block stay in cache."""
     num_groups, per_group, length, _ = queries.shape
+    dtype = queries.dtype if multiplies_natively(queries.dtype) else torch.float32
     rows = min(_BLOCK_QUERIES, length)
     together = max(1, _SCORES_IN_CACHE // (rows * per_group * length))
-    future = torch.full((rows, rows), -math.inf, dtype=queries.dtype).triu_(1)
+    future = torch.full((rows, rows), -math.inf, dtype=dtype).triu_(1)
     for start in range(0, length, rows):
         stop = min(start + rows, length)
-        mask = torch.zeros(per_group, stop - start, stop, dtype=queries.dtype)
-        mask[:, :, start:] = future[: stop - start, : stop - start]
-        mask = mask.flatten(0, 1)
+        causal = torch.zeros(per_group, stop - start, stop, dtype=dtype)
+        causal[:, :, start:] = future[: stop - start, : stop - start]
+        causal = causal.flatten(0, 1)
         for first in range(0, num_groups, together):
-            yield _Block(slice(first, first + together), slice(start, stop), slice(0, stop), mask)
+            groups = slice(first, min(first + together, num_groups))
+            block = _Block(groups, slice(start, stop), slice(0, stop), causal)
+            if mask is not None:
+                block = block._replace(mask=_documents(mask, block, num_groups))
+            yield block
+
+
+def _documents(mask: torch.Tensor, block: _Block, num_groups: int) -> torch.Tensor:
+    """The mask of a block, [groups, p * queries, keys], of one given for each sample."""
+    groups = torch.arange(block.groups.start, block.groups.stop)
+    samples = groups // (num_groups // mask.shape[0])
+    allowed = mask[:, 0, block.queries, block.keys][samples]
+    per_group = block.mask.shape[0] // allowed.shape[1]
+    scores = torch.zeros(allowed.shape, dtype=block.mask.dtype).masked_fill_(~allowed, -math.inf)
+    return scores.repeat(1, per_group, 1)
 
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, block: _Block) -> torch.Tensor:
     """Attention weights of a block, [groups, p * queries, keys]."""
-    query, key = _take(queries, block), keys[block.groups, 0, block.keys]
+    query, key = _take(queries, block), _seen(keys, block)
     scale = 1 / math.sqrt(query.shape[-1])
     return torch.baddbmm(block.mask, query, key.transpose(1, 2), alpha=scale).softmax(-1)
 
 
 def _take(heads: torch.Tensor, block: _Block) -> torch.Tensor:
     """Query rows of a block: [n, p, s, d] -> [groups, p * queries, d]."""
-    return heads[block.groups, :, block.queries].flatten(1, 2)
+    return heads[block.groups, :, block.queries].flatten(1, 2).to(block.mask.dtype)
+
+
+def _seen(heads: torch.Tensor, block: _Block) -> torch.Tensor:
+    """Key or value rows of a block: [n, 1, s, d] -> [groups, keys, d]."""
+    return heads[block.groups, 0, block.keys].to(block.mask.dtype)
 
 
 def _put(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:

@@ -117,8 +117,8 @@ class Activations:
         if self.grid.device == "cpu" and model.attention_dropout:
             # No kernel: weights, noise and their product are there whole, all in fp32.
             return 4 * (3 * heads * pairs + 3 * rows * inner) + context
-        if self.grid.device == "cpu" and width == 2 and not masked:
-            return width * rows * mixed + context  # `model.blocked_attention`
+        if self._blocks_attention:
+            return width * rows * mixed + context
         copied = inner if model.query_groups < model.num_attention_heads else 0
         if model.position_embedding_type == "rope":
             copied = inner + keys
@@ -129,6 +129,21 @@ class Activations:
             + context * (2 if by_rank else 1)
             + masked
         )
+
+    @property
+    def _blocks_attention(self) -> bool:
+        """Whether `model.blocked_attention` serves, on every CPU alike."""
+        dropout = self.grid.config.model.attention_dropout
+        return self.grid.device == "cpu" and self._width == 2 and not dropout
+
+    @property
+    def mask(self) -> int:
+        """Return the bytes of the documents' mask, where attention keeps the mask itself."""
+        config = self.grid.config
+        keeps = self._blocks_attention or config.recompute.recompute_granularity is not None
+        if not (config.data.reset_attention_mask and keeps):
+            return 0
+        return config.training.micro_batch_size * config.model.seq_length**2
 
     @cached_property
     def mlp(self) -> int:
@@ -181,6 +196,7 @@ class Activations:
             again = max(again, layers - self.hidden if span.recomputed else 0)
         if recomputes_attention(self.grid.config.recompute):
             again = self._core
+        saved += self.mask
         saved += self.embedding if self.grid.holds_embedding(stage, chunk) else 0
         saved += self.head if self.grid.holds_head(stage, chunk) else 0
         return ChunkBytes(saved, again)

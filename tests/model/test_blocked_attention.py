@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model import blocked_attention as module
+from megatron.model.attention import document_mask
 from megatron.model.blocked_attention import blocked_attention
 
 
@@ -18,10 +19,24 @@ def example(heads: int, groups: int, *, spread: float = 1.0) -> list[torch.Tenso
     return [torch.randn(shape, generator=generator) * spread for shape in shapes]
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
     return context.transpose(1, 2)
+
+
+@pytest.fixture(params=[True, False], ids=["native", "widened"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU is taken to multiply 16-bit operands."""
+    monkeypatch.setattr(module, "multiplies_natively", lambda dtype: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("scores", [1, 200, 1 << 19])
@@ -43,6 +58,27 @@ def test_values_and_gradients(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [4, 21])
+@pytest.mark.parametrize("scores", [1, 200, 1 << 19])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+def test_documents_do_not_see_each_other(
+    heads: int, groups: int, scores: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK_QUERIES", rows)
+    monkeypatch.setattr(module, "_SCORES_IN_CACHE", scores)
+    lengths = ((5, 9, 7), (1, 19, 1))
+    numbers = [torch.repeat_interleave(torch.arange(3), torch.tensor(each)) for each in lengths]
+    mask = document_mask(torch.stack(numbers))
+    results = []
+    for function in (reference, blocked_attention):
+        leaves = [part.requires_grad_() for part in example(heads, groups)]
+        context = function(*leaves, mask)
+        context.square().sum().backward()
+        results.append([context, *(leaf.grad for leaf in leaves)])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_strided_heads_of_one_projection() -> None:
     mixed = torch.randn(2, 21, 4, 3, 8, generator=torch.Generator().manual_seed(0))
     query, key, value = mixed.unbind(3)
@@ -51,9 +87,10 @@ def test_strided_heads_of_one_projection() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("spread", [1.0, 3.0])
-def test_bf16_error_is_that_of_rounding(spread: float) -> None:
-    rounded = [part.bfloat16().requires_grad_() for part in example(4, 4, spread=spread)]
+def test_16_bit_error_is_that_of_rounding(spread: float, dtype: torch.dtype, native: bool) -> None:
+    rounded = [part.to(dtype).requires_grad_() for part in example(4, 4, spread=spread)]
     exact = [part.detach().double().requires_grad_() for part in rounded]
     expected, got = reference(*exact), blocked_attention(*rounded)
     expected.sum().backward()

@@ -153,14 +153,15 @@ def test_vocabulary_padding_changes_nothing(tied: bool) -> None:
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
 def test_packed_documents_equal_separate_ones(variant: str) -> None:
-    model = sharpen(small_model(**VARIANTS[variant]))
+    # In fp64, since how far fp32 products of other shapes round apart differs between CPUs.
+    model = sharpen(small_model(dtype=torch.float64, **VARIANTS[variant]))
     tokens, labels = random_tokens(1), random_tokens(1, seed=1)
     lengths = (5, 8, 3)
     document_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(tokens, position_ids, document_ids)
     separate = [model(part) for part in tokens.split(lengths, dim=1)]
-    torch.testing.assert_close(packed, torch.cat(separate, dim=1), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(packed, torch.cat(separate, dim=1), atol=1e-12, rtol=1e-12)
 
     model.loss(tokens, labels, None, position_ids, document_ids).backward()
     expected = gradients(model)
@@ -168,8 +169,8 @@ def test_packed_documents_equal_separate_ones(variant: str) -> None:
         parameter.grad = None
     for part, label in zip(tokens.split(lengths, 1), labels.split(lengths, 1), strict=True):
         model.loss(part, label).backward()
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, expected[name], atol=2e-5, rtol=1e-4)
+    for name, grad in gradients(model).items():  # the loss keeps its statistics in fp32
+        torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-5)
 
 
 def test_loss_is_the_masked_sum() -> None:

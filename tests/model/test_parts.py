@@ -124,9 +124,12 @@ def test_mlp_formulas() -> None:
     torch.testing.assert_close(mlp(hidden), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bf16_gelu_rounds_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_16_bit_gelu_rounds_the_exact_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gelu, "_CHUNK_ELEMENTS", 100)
-    rounded = torch.linspace(-12, 12, 1001).bfloat16().requires_grad_()
+    rounded = torch.linspace(-12, 12, 1001).to(dtype).requires_grad_()
     exact = rounded.detach().double().requires_grad_()
     expected, got = F.gelu(exact, approximate="tanh"), gelu.gelu_tanh(rounded)
     expected.sum().backward()

@@ -35,6 +35,8 @@ CASES = {
     "dropout of attention": (1, "--bf16"),
     "exact GELU": (1, f"{STILL} --gelu erf"),
     "documents": (1, f"{STILL} --reset-attention-mask"),
+    "documents bf16": (1, f"{STILL} --reset-attention-mask --bf16"),
+    "GPT-2 fp16": (1, f"{STILL} --fp16"),
     "gated": (1, f"{STILL} {LLAMA}"),
     "gated bf16": (1, f"{STILL} {LLAMA} --bf16"),
     "groups": (1, f"{STILL} --group-query-attention --num-query-groups 2"),

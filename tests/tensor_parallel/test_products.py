@@ -1,4 +1,4 @@
-"""The CPU's fp32 products by oneDNN are those of `F.linear`."""
+"""Products on the CPU equal those of `F.linear`: fp32 by oneDNN, 16 bit widened to fp32."""
 
 from __future__ import annotations
 
@@ -69,3 +69,60 @@ def test_small_products_and_other_dtypes_stay_with_torch() -> None:
     many = torch.randn(512, 128, dtype=torch.bfloat16)
     weight = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
     assert "OneDnn" not in type(multiply(many, weight).grad_fn).__name__
+
+
+@pytest.fixture
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has no 16-bit multiply-add units, and slices of a weight are small."""
+    monkeypatch.setattr(
+        module, "multiplies_natively", lambda dtype: dtype not in (torch.bfloat16, torch.float16)
+    )
+    monkeypatch.setattr(module, "_WIDENED_ELEMENTS", 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(5, 16), (2, 7, 16), (1, 1, 16)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_widened_products_are_rounded_once(
+    widened: None, shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape), torch.randn(24, 16)]
+    if with_bias:
+        tensors.append(torch.randn(24))
+    ours = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    got, expected = multiply(*ours), F.linear(*exact)
+    assert "Widened" in type(got.grad_fn).__name__ and got.is_contiguous()
+    # Half a unit in the last place of the result, and a little for sums in fp32.
+    half = torch.finfo(dtype).eps / 2 * 1.01
+    torch.testing.assert_close(got.double(), expected, rtol=half, atol=1e-5)
+    upstream = torch.randn(got.shape).to(dtype)
+    pairs = zip(
+        torch.autograd.grad(got, ours, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+        strict=True,
+    )
+    for mine, wanted in pairs:
+        assert mine.dtype == dtype and mine.is_contiguous()
+        torch.testing.assert_close(mine.double(), wanted, rtol=half, atol=1e-5)
+
+
+def test_widened_products_save_16_bit_tensors(widened: None) -> None:
+    inputs = torch.randn(6, 16, dtype=torch.bfloat16)
+    weight = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        multiply(inputs, weight)
+    assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
+    assert {tensor.data_ptr() for tensor in saved} == {inputs.data_ptr(), weight.data_ptr()}
+
+
+def test_a_cut_layer_widens_as_a_whole_one(widened: None) -> None:
+    inputs, weight = (torch.randn(size, 16).bfloat16() for size in (6, 24))
+    assert torch.equal(module.product(inputs, weight), multiply(inputs, weight))
+    assert torch.equal(
+        module.product(inputs, weight), (inputs.float() @ weight.float().t()).bfloat16()
+    )
