@@ -91,7 +91,10 @@ class Plan:
         """`cap`: entries of a gradient bucket. `config` is resolved for `world` ranks."""
         parallel = config.parallel
         dims = ParallelDims.from_world(
-            world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+            world,
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            order=parallel.rank_order,
         )
         device = config.run.device or site.device
         grid = Grid(
@@ -132,9 +135,11 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes in a node's memory, if its ranks are of the fullest stage."""
-        here = min(self.site.gpus_per_node, self.grid.dims.world_size)
-        return here * max(sum(stage.host.values()) for stage in self.stages)
+        """Bytes in the memory of the node whose ranks have most there."""
+        dims, here = self.grid.dims, self.site.gpus_per_node
+        each = [sum(stage.host.values()) for stage in self.stages]
+        ranks = [each[dims.coordinates(rank).pp] for rank in range(dims.world_size)]
+        return max(sum(ranks[first : first + here]) for first in range(0, len(ranks), here))
 
     @property
     def fits_device(self) -> bool:

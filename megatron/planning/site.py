@@ -60,12 +60,18 @@ class Site:
         return Link(self.nic_latency, min(rate, self.link_rate))
 
     def message(self, dims: ParallelDims) -> Link:
-        """Of a message to the next pipeline stage, with all ranks of a node sending."""
-        apart = dims.tp * dims.dp  # ranks between a stage and the next
-        if dims.world_size <= self.gpus_per_node or apart < self.gpus_per_node:
-            return Link(self.link_latency, self.link_rate)
-        rate = self.nics_per_node * self.nic_rate / self.gpus_per_node
-        return Link(self.nic_latency, min(rate, self.link_rate))
+        """Of a message to the next pipeline stage, with all pipelines at work: the mean over the
+        boundaries between stages, of which some may lie within a node and others between two."""
+        here, apart = self.gpus_per_node, dims.stride("pp")
+        within = Link(self.link_latency, self.link_rate)
+        if dims.world_size <= here:
+            return within
+        senders = [rank for line in dims.lines("pp") for rank in line[:-1]]
+        crossing = sum(rank // here != (rank + apart) // here for rank in senders)
+        # Of a node's ranks the last `apart` have their next stage elsewhere: these share its NICs.
+        rate = self.nics_per_node * self.nic_rate / min(apart, here)
+        between = Link(self.nic_latency, min(rate, self.link_rate))
+        return within.mixed_with(between, crossing / max(len(senders), 1))
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,13 @@ class Link:
     def message(self, nbytes: float) -> float:
         """Seconds of a message."""
         return self.latency + nbytes / self.rate
+
+    def mixed_with(self, other: Link, share: float) -> Link:
+        """The mean link of messages of which this share takes the other one."""
+        if share in (0, 1):
+            return other if share else self
+        slowness = (1 - share) / self.rate + share / other.rate
+        return Link((1 - share) * self.latency + share * other.latency, 1 / slowness)
 
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
         """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
