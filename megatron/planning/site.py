@@ -51,7 +51,9 @@ class Site:
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
         """How the ranks of a group along an axis are joined, with all such groups at work: those
         that a node has ranks of share its NICs."""
-        line, here = dims.lines(axis)[0], self.gpus_per_node
+        # All groups lie as that of the first rank does, or close to it.
+        line = range(0, dims.sizes[axis] * dims.stride(axis), dims.stride(axis))
+        here = self.gpus_per_node
         if dims.world_size <= here or len({rank // here for rank in line}) == 1:
             return Link(self.link_latency, self.link_rate)
         together = max(sum(rank // here == node // here for rank in line) for node in line)
@@ -104,7 +106,10 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
     if not _NAME.fullmatch(name) or name not in known:
         near = nearest(name, known)
         raise ConfigError(f"site: {name!r} is none of {', '.join(known)}{near}; give one of them")
-    found = _lines((folder / f"{name}.env").read_text(encoding="utf-8"))
+    try:
+        found = _lines((folder / f"{name}.env").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"site: {folder / name}.env cannot be read ({error}); mend it") from None
     kinds = {found[key]: key[3:] for key in found if re.fullmatch(r"GPU(_[0-9]+)?", key)}
     gpu = gpu or next(iter(kinds), "")
     if gpu not in kinds:
