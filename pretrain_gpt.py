@@ -217,6 +217,7 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
         launch.world_size,
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
+        order=config.parallel.rank_order,
     )
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     return ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
@@ -258,6 +259,7 @@ def build_trainer(
     requests: Requests | None = None,
 ) -> Trainer:
     """Put a run together, at the state of `origin` if there is one. Collective."""
+    from megatron.config.parallel_rules import check_vocabulary
     from megatron.data.vocabulary import data_prefixes, find_vocabulary
     from megatron.guards.sameness import compare_data
     from megatron.model.flops import flops_per_token, parameter_count
@@ -268,9 +270,13 @@ def build_trainer(
     from megatron.training import Progress, Trainer
 
     on_cuda = runtime.device.type == "cuda"
-    vocabulary = groups.world.agreed(
-        lambda: find_vocabulary(config.data, data_prefixes(config.data))
-    )
+
+    def vocabulary_of_run() -> Vocabulary:
+        found = find_vocabulary(config.data, data_prefixes(config.data))
+        check_vocabulary(config, found.size)
+        return found
+
+    vocabulary = groups.world.agreed(vocabulary_of_run)
     readers = build_readers(config, runtime, groups, vocabulary, metrics.say)
     compare_data(vars(readers), groups.world)
     heartbeat = heartbeat or Heartbeat()

@@ -221,7 +221,7 @@ class RunState:
             rank=self._channel.rank,
             world=self._channel.size,
             gather=self._channel.gather_text,
-            grid=dataclasses.asdict(self.groups.dims),
+            grid=self.groups.dims.sizes,
             packages={"torch": torch.__version__},
             say=self._notes.append,
             files=self.files,
@@ -314,11 +314,12 @@ class RunState:
             self.metrics.say(f"the gradient path will not do what it is for: {idle}")
 
     def _announce_grid(self, saved: Checkpoint) -> None:
-        now = dataclasses.asdict(self.groups.dims)
+        now = self.groups.dims.sizes
         was = {axis: saved.world.get(axis, 1) for axis in now}
         if was != now:
+            saved_dims = ParallelDims(tp=was["tp"], dp=was["dp"], pp=was["pp"])
             self.metrics.say(
-                f"the checkpoint is of {ParallelDims(**was)}, this run of {self.groups.dims}: it "
+                f"the checkpoint is of {saved_dims}, this run of {self.groups.dims}: it "
                 "goes on equal in state, not bitwise"
             )
 

@@ -83,6 +83,7 @@ def test_torchrun_and_mpiexec_and_alone_give_one_curve(tmp_path: Path) -> None:
         (TINY.replace("--mock-data", "--data-path nowhere"), 3, ["nowhere"]),
         (f"{TINY} --load nowhere", 4, ["nowhere", "no checkpoint"]),
         (f"{TINY} --device cuda", 2, ["cuda"]),
+        (f"{TINY} --vocab-size 1 --tensor-model-parallel-size 2", 2, ["vocab_size 1", "2"]),
     ],
 )
 def test_a_mistake_is_one_line_and_its_exit_code(

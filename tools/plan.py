@@ -29,11 +29,14 @@ from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.planning.fit import Search, Way  # noqa: E402
 from megatron.planning.plan import Plan  # noqa: E402
 from megatron.planning.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
-from megatron.planning.site import Site, read_site, with_efficiency  # noqa: E402
+from megatron.planning.site import GIB, Site, read_site, with_efficiency  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS, bucket_elements  # noqa: E402
 from samo.paper import comparison, equations  # noqa: E402
 
 GPT2_VOCABULARY = 50257
+DEFAULT_SITE = "local"
+MOST_RANKS = 100_000
+"""No machine has more, and a plan looks at each."""
 SITES = REPO / "scripts" / "site"
 
 
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS)
         config = config.resolve(options.world_size or config.parallel.model_parallel_size)
-        site = with_efficiency(read_site(SITES, options.site, options.gpu), options.efficiency)
+        site = site_of(options)
         vocabulary, note = vocabulary_of(config)
         planner = Planner(site, vocabulary)
         plan = planner.plan(config, options.world_size or config.parallel.model_parallel_size)
@@ -54,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(as_data(plan, ways, fewest), indent=2))
             return 0
-        print("\n".join(_text(plan, ways, fewest, note, papers=options.paper)))
+        notes = [assumed_site(site)] * (options.site is None) + [note] * bool(note)
+        print("\n".join(_text(plan, ways, fewest, notes, papers=options.paper)))
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -83,13 +87,12 @@ def _text(
     plan: Plan,
     ways: Sequence[Way],
     fewest: Mapping[str, Way | None],
-    note: str,
+    notes: Sequence[str],
     *,
     papers: bool,
 ) -> Iterator[str]:
     yield from lines_of(plan)
-    if note:
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in notes)
     if not plan.fits:
         yield from ways_lines(ways)
     if fewest:
@@ -102,6 +105,22 @@ def _text(
     if beside:
         yield ""
         yield from beside
+
+
+def site_of(options: argparse.Namespace) -> Site:
+    """The machine that the options name, or the one that is assumed where they name none."""
+    found = read_site(SITES, options.site or DEFAULT_SITE, options.gpu)
+    return with_efficiency(found, options.efficiency)
+
+
+def assumed_site(site: Site) -> str:
+    """The note on a machine that nobody named."""
+    others = sorted(file.stem for file in SITES.glob("*.env") if file.stem != site.name)
+    return (
+        f"no --site is given: nodes of {site.gpus_per_node} {site.gpu} ranks with "
+        f"{site.memory / GIB:g} GiB each are assumed;\n      give --site {', '.join(others)}, or a "
+        f"copy of scripts/site/{site.name}.env"
+    )
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
@@ -132,8 +151,8 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="pretrain_gpt.py --help lists the flags of a run.",
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=_count, help="ranks (one copy of the model)")
-    parser.add_argument("--site", default="local", help="machine, of scripts/site (local)")
+    parser.add_argument("--world-size", type=ranks, help="ranks (one copy of the model)")
+    parser.add_argument("--site", help="machine, of scripts/site (local: CPU ranks)")
     parser.add_argument("--gpu", help="kind of GPU (the site's first)")
     parser.add_argument("--efficiency", type=float, help="share of peak (the site's)")
     parser.add_argument("--json", action="store_true", help="print the plan as data")
@@ -147,9 +166,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see tools/plan.py --help")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of ranks, 1 or more")
+def ranks(text: str) -> int:
+    """The number of ranks that an argument asks for."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of ranks, from 1 to {MOST_RANKS:,}"
+        )
     return int(text)
 
 

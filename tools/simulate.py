@@ -38,12 +38,12 @@ from megatron.planning.drawing import drawing  # noqa: E402
 from megatron.planning.plan import Plan  # noqa: E402
 from megatron.planning.seconds import Lasts  # noqa: E402
 from megatron.planning.simulation import SimulatedStep, mean_seconds, simulate  # noqa: E402
-from megatron.planning.site import read_site, with_efficiency  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from tools.plan import SITES, Planner, vocabulary_of  # noqa: E402
+from tools.plan import Planner, assumed_site, ranks, site_of, vocabulary_of  # noqa: E402
 from tools.replay import page  # noqa: E402
 
 WIDTH = 88
+WIDEST = 100_000
 OF_A_RUN = ("world_size", "site", "gpu", "efficiency", "slow", "jitter", "seed", "copies") + (
     "blocking_messages",
     "width",
@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(flags, paths=GRADIENT_PATHS)
         world = options.world_size or config.parallel.model_parallel_size
         config = config.resolve(world)
-        site = with_efficiency(
-            read_site(SITES, options.site or "local", options.gpu), options.efficiency
-        )
+        site = site_of(options)
         vocabulary, note = vocabulary_of(config)
         plan = Planner(site, vocabulary).plan(config, world)
         setting = _setting(plan, options)
@@ -71,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(_data(plan, steps), indent=1))
             return 0
         print("\n".join(_text(plan, setting, steps, options.width or WIDTH)))
-        if note:
-            print(f"note: {note}")
+        for each in [assumed_site(site)] * (options.site is None) + [note] * bool(note):
+            print(f"note: {each}")
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -200,8 +198,8 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     run = parser.add_argument_group("of a run")
-    run.add_argument("--world-size", type=_count, metavar="N", help="ranks (one copy of the model)")
-    run.add_argument("--site", metavar="NAME", help="machine, of scripts/site (local)")
+    run.add_argument("--world-size", type=ranks, metavar="N", help="ranks (one copy of the model)")
+    run.add_argument("--site", metavar="NAME", help="machine, of scripts/site (local: CPU ranks)")
     run.add_argument("--gpu", metavar="KIND", help="kind of GPU (the site's first)")
     run.add_argument("--efficiency", type=float, metavar="X", help="share of peak (the site's)")
     run.add_argument(
@@ -228,7 +226,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="a message keeps the rank that sends it and the one that receives it from computing",
     )
-    run.add_argument("--width", type=_count, metavar="COLUMNS", help=f"of the drawing ({WIDTH})")
+    run.add_argument("--width", type=_width, metavar="COLUMNS", help=f"of the drawing ({WIDTH})")
     paper = parser.add_argument_group("of papers")
     paper.add_argument(
         "--paper",
@@ -251,6 +249,12 @@ class _Parser(argparse.ArgumentParser):
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _width(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= WIDEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {WIDEST:,}")
     return int(text)
 
 

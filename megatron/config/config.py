@@ -56,6 +56,20 @@ class Config:
         """All sections by name, the gradient path's last."""
         return {name: getattr(self, name) for name in SECTIONS} | self.extensions
 
+    @property
+    def masks_grouped_queries(self) -> bool:
+        """Whether attention has fewer key-value heads than queries, and a mask besides.
+
+        On CUDA such attention keeps its scores. In torch 2.13 flash attention takes no mask
+        (`check_for_attn_mask` in ATen/native/transformers/sdp_utils_cpp.h), memory-efficient
+        attention takes no `enable_gqa` (`check_batch_size_and_num_heads_dense<false>` in
+        cuda/sdp_utils.cpp; the documentation of `scaled_dot_product_attention` names flash and math
+        alone for it). Only cuDNN, preferred on compute capability 9 and 10, may take both.
+        """
+        model = self.model
+        grouped = model.query_groups < model.num_attention_heads
+        return grouped and self.data.reset_attention_mask
+
     def values(self) -> dict[str, object]:
         """All settings by field name."""
         return {

@@ -51,6 +51,19 @@ def _groups_unread(c: Config) -> Notice:
     return f"num_query_groups {groups} is not read without --group-query-attention"
 
 
+def _scores_kept(c: Config) -> Notice:
+    if not c.masks_grouped_queries or c.run.device == "cpu":
+        return None
+    m, t = c.model, c.training
+    heads = m.num_attention_heads // c.parallel.tensor_model_parallel_size
+    scores = 4 * t.micro_batch_size * heads * m.seq_length**2
+    return (
+        f"reset_attention_mask with num_query_groups {m.query_groups}: on CUDA most fused kernels "
+        f"of torch do not take both, and a layer then keeps {m.seq_length} x {m.seq_length} "
+        f"scores of each head in fp32, {scores / 2**20:,.0f} MiB a microbatch"
+    )
+
+
 def _offload_unread(c: Config) -> Notice:
     if c.offload.optimizer_cpu_offload or c.offload == OffloadConfig():
         return None
@@ -98,6 +111,7 @@ _ANY: tuple[Callable[[Config], Notice], ...] = (
     _prints_nothing,
     _data_unread,
     _groups_unread,
+    _scores_kept,
     _offload_unread,
     _tracker_off,
     _slow_format,

@@ -30,6 +30,31 @@ def tensor_parallel_divides(c: Config) -> str | None:
     return None
 
 
+def vocabulary_covers_ranks(c: Config) -> str | None:
+    """Every tensor-parallel rank holds a token, as far as the flags tell the vocabulary."""
+    # A tokenizer may have more tokens than the flag says.
+    if c.data.vocab_size is None or c.data.tokenizer_type is not None:
+        return None
+    return _too_few_tokens(c, c.data.vocab_size)
+
+
+def check_vocabulary(c: Config, size: int) -> None:
+    """Raise `ConfigError` unless every tensor-parallel rank holds a token of a vocabulary of `size`
+    tokens."""
+    if complaint := _too_few_tokens(c, size):
+        raise ConfigError(complaint)
+
+
+def _too_few_tokens(c: Config, size: int) -> str | None:
+    ranks = c.parallel.tensor_model_parallel_size
+    if size >= ranks:
+        return None
+    return (
+        f"vocab_size {size} is less than tensor_model_parallel_size {ranks}: every tensor-parallel "
+        f"rank must hold a token; give --tensor-model-parallel-size {size} or less"
+    )
+
+
 def stages_have_layers(c: Config) -> str | None:
     """Every stage holds a layer, and what the user says about them adds up."""
     try:

@@ -15,6 +15,7 @@ from megatron.config.parallel_rules import (
     interleaving_fills_stages,
     stages_have_layers,
     tensor_parallel_divides,
+    vocabulary_covers_ranks,
 )
 from megatron.config.refused_pairs import check_pairs
 from megatron.config.shares import split_shares
@@ -228,6 +229,7 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
     _sequence_has_positions,
     _rotated_channels_pair_up,
     tensor_parallel_divides,
+    vocabulary_covers_ranks,
     stages_have_layers,
     _run_has_length,
     _training_has_lr,

@@ -27,6 +27,11 @@ class ParallelConfig:
         help="Cut what lies between the cut layers along the sequence, over the tensor-parallel "
         "ranks.",
     )
+    use_tp_pp_dp_mapping: bool = option(
+        default=False,
+        help="Place the stages of a pipeline on neighbouring ranks, as AxoNN does (off: the ranks "
+        "of a data-parallel group).",
+    )
     pipeline_schedule: Literal["1f1b", "message-driven"] = option(
         default="1f1b",
         help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whatever its "
@@ -87,6 +92,11 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def rank_order(self) -> Literal["tp-dp-pp", "tp-pp-dp"]:
+        """The axes of the grid, the one along which consecutive ranks lie first."""
+        return "tp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-dp-pp"
 
     def layer_split(self, num_layers: int) -> list[list[range]]:
         """For each pipeline stage its runs of layers."""

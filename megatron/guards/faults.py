@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.guards.heartbeat import PHASES
+from megatron.parallel.dims import Coordinates
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def arm(trainer: Trainer, faults: list[Fault]) -> None:
     dims = trainer.groups.dims
     for fault in faults:
         if fault.kind == "spike" and dims.coordinates(fault.rank).pp != dims.pp - 1:
-            first = (dims.pp - 1) * dims.tp * dims.dp
+            first = dims.rank(Coordinates(tp=0, dp=0, pp=dims.pp - 1))
             raise ConfigError(
                 f"SPARSETRON_FAULT: rank {fault.rank} has no loss to be a spike; name one from "
                 f"{first} to {dims.world_size - 1}, of the last pipeline stage"

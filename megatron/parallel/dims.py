@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 from megatron.errors import ConfigError
 
 Axis = Literal["tp", "dp", "pp"]
+Order = Literal["tp-dp-pp", "tp-pp-dp"]
+"""Axes of the grid, the one along which consecutive ranks lie first."""
 
 
 class Coordinates(NamedTuple):
@@ -20,21 +22,27 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees of tensor, data and pipeline parallelism; tp varies fastest, then dp, then pp.
+    """Degrees of tensor, data and pipeline parallelism, and which ranks lie next to each other.
 
-    Neighbours in rank order share a node, so the axis that talks most comes first.
+    Consecutive ranks share a node, so tp, the axis with most traffic, always varies fastest. With
+    `order` "tp-dp-pp" the ranks of a data-parallel group lie closer together than those of a
+    pipeline; with "tp-pp-dp" the pipelines come first. The order decides where a rank stands and
+    nothing that it computes.
     """
 
     tp: int
     dp: int
     pp: int
+    order: Order = "tp-dp-pp"
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.pp) < 1:
             raise ConfigError(f"parallel sizes must be at least 1: {self}")
 
     @classmethod
-    def from_world(cls, world_size: int, *, tp: int, pp: int) -> ParallelDims:
+    def from_world(
+        cls, world_size: int, *, tp: int, pp: int, order: Order = "tp-dp-pp"
+    ) -> ParallelDims:
         """The grid that fills `world_size` ranks; `ConfigError` names the nearest that would."""
         model_ranks = tp * pp
         if world_size % model_ranks:
@@ -45,24 +53,38 @@ class ParallelDims:
                 f"(tensor-model-parallel-size {tp} x pipeline-model-parallel-size {pp}); "
                 f"start {' or '.join(nearest)} ranks"
             )
-        return cls(tp=tp, dp=world_size // model_ranks, pp=pp)
+        return cls(tp=tp, dp=world_size // model_ranks, pp=pp, order=order)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the grid."""
         return self.tp * self.dp * self.pp
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The degree of each axis, without the order of the ranks."""
+        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}
+
+    def stride(self, axis: Axis) -> int:
+        """The distance in rank between neighbours along an axis."""
+        distances: dict[Axis, int] = {
+            "tp": 1,
+            "dp": self.tp * (self.pp if self.order == "tp-pp-dp" else 1),
+            "pp": self.tp * (self.dp if self.order == "tp-dp-pp" else 1),
+        }
+        return distances[axis]
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where a global rank stands."""
         return Coordinates(
-            tp=rank % self.tp,
-            dp=rank // self.tp % self.dp,
-            pp=rank // (self.tp * self.dp),
+            tp=rank // self.stride("tp") % self.tp,
+            dp=rank // self.stride("dp") % self.dp,
+            pp=rank // self.stride("pp") % self.pp,
         )
 
     def rank(self, at: Coordinates) -> int:
         """The global rank that stands there."""
-        return at.tp + self.tp * (at.dp + self.dp * at.pp)
+        return at.tp * self.stride("tp") + at.dp * self.stride("dp") + at.pp * self.stride("pp")
 
     def lines(self, axis: Axis) -> list[tuple[int, ...]]:
         """All groups along an axis: the sets of global ranks that differ in this axis alone,
@@ -74,4 +96,5 @@ class ParallelDims:
         return [tuple(ranks) for ranks in groups.values()]
 
     def __str__(self) -> str:
-        return f"TP {self.tp} x DP {self.dp} x PP {self.pp} = {self.world_size} ranks"
+        order = "" if self.order == "tp-dp-pp" else f" ({self.order})"
+        return f"TP {self.tp} x DP {self.dp} x PP {self.pp} = {self.world_size} ranks{order}"

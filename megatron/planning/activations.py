@@ -111,6 +111,8 @@ class Activations:
         mixed, context = inner + 2 * keys, width * rows * inner
         if recomputes_attention(config.recompute):
             return width * rows * mixed + context
+        if self._scores:
+            return self._scores + context
         heads, length = model.num_attention_heads // tp, model.seq_length
         pairs = config.training.micro_batch_size * length * length
         masked = width * pairs if config.data.reset_attention_mask else 0
@@ -144,6 +146,18 @@ class Activations:
         if not (config.data.reset_attention_mask and keeps):
             return 0
         return config.training.micro_batch_size * config.model.seq_length**2
+
+    @cached_property
+    def _scores(self) -> int:
+        """What attention with scores keeps on CUDA, 0 where a fused kernel serves: in fp32 its
+        inputs, of keys and values a copy for each head, and the weights; with dropout also the
+        weights that are left, and a byte that says which these are."""
+        config, model, tp = self.grid.config, self.grid.config.model, self.grid.dims.tp
+        if self.grid.device == "cpu" or not config.masks_grouped_queries:
+            return 0
+        heads = model.num_attention_heads // tp
+        weights = (9 if model.attention_dropout else 4) * heads * self._rows * model.seq_length
+        return weights + 4 * 3 * self._rows * heads * model.head_dim
 
     @cached_property
     def mlp(self) -> int:
@@ -207,7 +221,7 @@ class Activations:
         model, tp = self.grid.config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
         heads = model.num_attention_heads // tp
-        return self._rows * (2 * self._width * inner + 4 * heads)
+        return self._scores or self._rows * (2 * self._width * inner + 4 * heads)
 
     def of_stage(self, stage: int) -> ActivationBytes:
         """The most that a rank of this stage holds at a time."""
@@ -224,6 +238,9 @@ class Activations:
         )
         columns = model.ffn_size // dims.tp * (2 if model.swiglu else 1)
         backward = self._width * self._rows * (columns + model.hidden_size) + self.hidden
+        if self._scores:  # the gradients of the weights and of the scores
+            pairs = model.num_attention_heads // dims.tp * self._rows * model.seq_length
+            backward = max(backward, 2 * 4 * pairs)
         return ActivationBytes(
             saved=saved,
             again=max(chunk.again for chunk in chunks),

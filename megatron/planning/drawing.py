@@ -10,13 +10,19 @@ from megatron.planning.simulation import SimulatedStep
 
 MARKS = {"reduce": "=", "norm": "~", "optimizer": "#", "gather": "+"}
 IDLE = "."
+LEGEND = (
+    f"A B C ... forward and a b c ... backward of microbatches 0, 1, 2, ...; {IDLE} idle",
+    f"below a stage: {MARKS['reduce']} gradients are reduced, {MARKS['gather']} parameters are "
+    f"gathered, {MARKS['norm']} norm, {MARKS['optimizer']} optimizer",
+)
+"""What the letters and signs of a drawing stand for."""
 
 
 def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterator[str]:
     """The first pipeline. A row of passes for each of the first `stages`: capitals forward and
     small letters backward, by microbatch, the alphabet over and over; below it what its network (=,
     + for gathers) does, or beside that its look at sums (~) and its optimizer (#). What was not
-    played is left out."""
+    played is left out. The legend comes last."""
     course = step.courses[0]
     length = step.length - course.skipped
     cell = length / width
@@ -42,6 +48,7 @@ def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterat
             f"          {share:.0%} of the microbatches, {course.skipped:.4g} s, are not drawn: "
             "they go on as those in the middle do"
         )
+    yield from (f"          {line}" for line in LEGEND)
 
 
 def _fill(row: list[str], start: float, stop: float, mark: str) -> None:

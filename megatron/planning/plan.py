@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config import Config
+from megatron.config.parallel_rules import check_vocabulary
 from megatron.data_parallel.bucket_plan import RankShapes
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import BYTES
@@ -88,10 +89,15 @@ class Plan:
         cap: int,
         site: Site,
     ) -> Plan:
-        """`cap`: entries of a gradient bucket. `config` is resolved for `world` ranks."""
+        """`cap`: entries of a gradient bucket. `config` is resolved for `world` ranks. Raises
+        `ConfigError` where a tensor-parallel rank would hold no token of the vocabulary."""
+        check_vocabulary(config, vocabulary)
         parallel = config.parallel
         dims = ParallelDims.from_world(
-            world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+            world,
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            order=parallel.rank_order,
         )
         device = config.run.device or site.device
         grid = Grid(
@@ -132,9 +138,11 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes in a node's memory, if its ranks are of the fullest stage."""
-        here = min(self.site.gpus_per_node, self.grid.dims.world_size)
-        return here * max(sum(stage.host.values()) for stage in self.stages)
+        """Bytes in the memory of the node whose ranks have most there."""
+        dims, here = self.grid.dims, self.site.gpus_per_node
+        each = [sum(stage.host.values()) for stage in self.stages]
+        ranks = [each[dims.coordinates(rank).pp] for rank in range(dims.world_size)]
+        return max(sum(ranks[first : first + here]) for first in range(0, len(ranks), here))
 
     @property
     def fits_device(self) -> bool:
@@ -232,6 +240,9 @@ class Plan:
         if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
             found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"
                          " drawn; each is taken to have its share")  # fmt: skip
+        if self.grid.device == "cuda" and self.grid.config.masks_grouped_queries:
+            found.append("attention with query groups and document masks is counted with its"
+                         " scores; cuDNN, on Hopper and later GPUs, may keep none")  # fmt: skip
         if self.grid.config.training.rampup_batch_size:
             found.append("the batch grows; the numbers of a step are of the whole global batch")
         return found

@@ -59,7 +59,7 @@ def as_data(
     """The same as plain numbers: bytes and seconds."""
     grid, dims = plan.grid, plan.grid.dims
     found: dict[str, Any] = {
-        "grid": {"tp": dims.tp, "dp": dims.dp, "pp": dims.pp, "nodes": plan.nodes},
+        "grid": {**dims.sizes, "nodes": plan.nodes, "order": dims.order},
         "layers": [[[run.start, run.stop] for run in runs] for runs in grid.split],
         "vocabulary": grid.vocabulary,
         "parameters": plan.parameters,

@@ -51,7 +51,9 @@ class Site:
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
         """How the ranks of a group along an axis are joined, with all such groups at work: those
         that a node has ranks of share its NICs."""
-        line, here = dims.lines(axis)[0], self.gpus_per_node
+        # All groups lie as that of the first rank does, or close to it.
+        line = range(0, dims.sizes[axis] * dims.stride(axis), dims.stride(axis))
+        here = self.gpus_per_node
         if dims.world_size <= here or len({rank // here for rank in line}) == 1:
             return Link(self.link_latency, self.link_rate)
         together = max(sum(rank // here == node // here for rank in line) for node in line)
@@ -60,12 +62,18 @@ class Site:
         return Link(self.nic_latency, min(rate, self.link_rate))
 
     def message(self, dims: ParallelDims) -> Link:
-        """Of a message to the next pipeline stage, with all ranks of a node sending."""
-        apart = dims.tp * dims.dp  # ranks between a stage and the next
-        if dims.world_size <= self.gpus_per_node or apart < self.gpus_per_node:
-            return Link(self.link_latency, self.link_rate)
-        rate = self.nics_per_node * self.nic_rate / self.gpus_per_node
-        return Link(self.nic_latency, min(rate, self.link_rate))
+        """Of a message to the next pipeline stage, with all pipelines at work: the mean over the
+        boundaries between stages, of which some may lie within a node and others between two."""
+        here, apart = self.gpus_per_node, dims.stride("pp")
+        within = Link(self.link_latency, self.link_rate)
+        if dims.world_size <= here:
+            return within
+        senders = [rank for line in dims.lines("pp") for rank in line[:-1]]
+        crossing = sum(rank // here != (rank + apart) // here for rank in senders)
+        # Of a node's ranks the last `apart` have their next stage elsewhere: these share its NICs.
+        rate = self.nics_per_node * self.nic_rate / min(apart, here)
+        between = Link(self.nic_latency, min(rate, self.link_rate))
+        return within.mixed_with(between, crossing / max(len(senders), 1))
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,13 @@ class Link:
         """Seconds of a message."""
         return self.latency + nbytes / self.rate
 
+    def mixed_with(self, other: Link, share: float) -> Link:
+        """The mean link of messages of which this share takes the other one."""
+        if share in (0, 1):
+            return other if share else self
+        slowness = (1 - share) / self.rate + share / other.rate
+        return Link((1 - share) * self.latency + share * other.latency, 1 / slowness)
+
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
         """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
         as many messages as it has neighbours to come round to."""
@@ -91,7 +106,10 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
     if not _NAME.fullmatch(name) or name not in known:
         near = nearest(name, known)
         raise ConfigError(f"site: {name!r} is none of {', '.join(known)}{near}; give one of them")
-    found = _lines((folder / f"{name}.env").read_text(encoding="utf-8"))
+    try:
+        found = _lines((folder / f"{name}.env").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"site: {folder / name}.env cannot be read ({error}); mend it") from None
     kinds = {found[key]: key[3:] for key in found if re.fullmatch(r"GPU(_[0-9]+)?", key)}
     gpu = gpu or next(iter(kinds), "")
     if gpu not in kinds:

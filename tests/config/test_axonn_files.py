@@ -57,6 +57,7 @@ def test_what_all_of_them_share(name: str, world: int) -> None:
     config = shipped(name, world)
     parallel, offload, optimizer = config.parallel, config.offload, config.optimizer
     assert (parallel.pipeline_schedule, parallel.pipeline_limit) == ("message-driven", None)
+    assert parallel.use_tp_pp_dp_mapping and parallel.rank_order == "tp-pp-dp"
     assert offload.optimizer_cpu_offload
     assert (offload.offload_bucket_size, offload.offload_coarsening) == (4_000_000, 4)
     assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2) == (0.001, 0.9, 0.999)

@@ -167,3 +167,15 @@ def test_no_heavy_import() -> None:
         [sys.executable, "-c", code, *line], cwd=REPO, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
+    groups = ("--group-query-attention", "--num-query-groups", "2")
+    mask = ("--reset-attention-mask",)
+
+    def told(*flags: str) -> list[str]:
+        return [line for line in read(*flags).notices if "scores of each head" in line]
+
+    (line,) = told(*groups, *mask)
+    assert "reset_attention_mask with num_query_groups 2" in line and "MiB a microbatch" in line
+    assert not told(*groups) and not told(*mask) and not told(*groups, *mask, "--device", "cpu")

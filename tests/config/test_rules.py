@@ -9,6 +9,7 @@ import pytest
 
 from megatron.config import REFUSED_PAIRS, Config, ModelConfig, TrainingConfig, check
 from megatron.config.config import SPECS
+from megatron.config.parallel_rules import check_vocabulary
 from megatron.errors import ConfigError
 from tests.config.helpers import MODEL, PATHS, REQUIRED, SMALL, parse, read, refusal, refused
 
@@ -106,6 +107,20 @@ REFUSALS = {
     ): "start_weight_decay 0.2 is more than end_weight_decay 0.1; weight decay may only grow: "
     "exchange them",
 }
+
+
+def test_a_vocabulary_has_a_token_for_each_tensor_parallel_rank() -> None:
+    ranks = ("--tensor-model-parallel-size", "4")
+    assert refused(*ranks, "--vocab-size", "3") == (
+        "vocab_size 3 is less than tensor_model_parallel_size 4: every tensor-parallel rank must "
+        "hold a token; give --tensor-model-parallel-size 3 or less"
+    )
+    read(*ranks, "--vocab-size", "4")
+    # This tokenizer adds a token of its own; how many it has is asked when the data is read.
+    config = read(*ranks, "--vocab-size", "3", "--tokenizer-type", "NullTokenizer")
+    check_vocabulary(config, 4)
+    with pytest.raises(ConfigError, match="vocab_size 3 is less than"):
+        check_vocabulary(config, 3)
 
 
 @pytest.mark.parametrize("line", REFUSALS, ids=lambda line: " ".join(line[-4:]))

@@ -7,7 +7,6 @@ whole tensor the ranks of a grid compute on its parts, bit by bit.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,7 +146,7 @@ class GridToy(Toy):
             rank=self.groups.world.rank,
             world=self.groups.world.size,
             gather=self.groups.world.gather_text,
-            grid=dataclasses.asdict(self.groups.dims),
+            grid=self.groups.dims.sizes,
         )
 
     def load(self, folder: Path, applied: int) -> None:

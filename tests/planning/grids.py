@@ -43,7 +43,10 @@ def planned(flags: str, world: int, *, vocabulary: int = 101) -> Grid:
 def grid_of(config: Config, world: int, vocabulary: int) -> Grid:
     parallel = config.parallel
     dims = ParallelDims.from_world(
-        world, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
+        world,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.rank_order,
     )
     return Grid(
         config=config,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config import parse
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
+from megatron.model.attention import SelfAttention, document_mask
+from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.planning.activations import Activations
 from megatron.runtime import Launch, Runtime
@@ -135,3 +140,48 @@ def test_activations_are_those_saved(ranks: Ranks, case: str) -> None:
             assert plan.saved == pytest.approx(saved, rel=0.02)
             if again:
                 assert plan.again == pytest.approx(again, rel=0.02)
+
+
+GROUPS = "--group-query-attention --num-query-groups 2"
+MASKED = f"{STILL} --reset-attention-mask"
+
+
+@pytest.mark.parametrize("more", [GROUPS, f"{GROUPS} --bf16", LLAMA, f"{LLAMA} --bf16"])
+def test_attention_without_a_fused_kernel_keeps_what_torch_saves(more: str) -> None:
+    """The attention that torch falls back to is the same code on a CPU and on CUDA."""
+    grid = planned(f"{MODEL} {MASKED} {more}", 1, vocabulary=97)
+    model, dtype = grid.config.model, getattr(torch, grid.config.precision.param_dtype)
+    attention = SelfAttention(model, dtype=dtype, device=torch.device("cpu"))
+    batch, length = grid.config.training.micro_batch_size, model.seq_length
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(batch, length, model.hidden_size, dtype=dtype)
+    mask = document_mask(torch.zeros(batch, length, dtype=torch.int64))
+    rotary = None
+    if model.position_embedding_type == "rope":
+        rotary = rotary_table(
+            length, head_dim=model.head_dim, percent=1.0, base=1e4, device=hidden.device
+        )
+    saved = Saved([hidden, mask, *attention.parameters(), *(rotary or ())])
+    with sdpa_kernel(SDPBackend.MATH), saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        attention(hidden, rotary, mask)
+    sizes = Activations(replace(grid, device="cuda"))
+    assert sizes.attention == pytest.approx(saved.nbytes, rel=0.02)
+
+
+def test_masked_query_groups_keep_their_scores_on_cuda_alone() -> None:
+    def kept(flags: str, device: str) -> int:
+        grid = planned(f"{MODEL} --seq-length 4096 {flags}", 1, vocabulary=97)
+        return Activations(replace(grid, device=device)).attention
+
+    scores = 4 * 2 * 4 * 4096**2  # fp32, of 2 samples and 4 heads
+    assert kept(f"{MASKED} {GROUPS}", "cuda") > scores
+    for flags in (MASKED, f"{STILL} {GROUPS}"):
+        assert kept(flags, "cuda") < scores
+    assert kept(f"{MASKED} {GROUPS}", "cpu") < scores
+    still, dropped = (
+        kept(f"{GROUPS} --reset-attention-mask {more}", "cuda") for more in (STILL, "")
+    )
+    assert dropped - still == 5 * scores // 4
+    grid = planned(f"{MODEL} --seq-length 4096 {MASKED} {GROUPS}", 1, vocabulary=97)
+    assert Activations(replace(grid, device="cuda")).of_stage(0).gradients == 2 * scores

@@ -146,6 +146,11 @@ def test_the_papers_memory_is_beside_ours(plan: Any) -> None:
     ("flags", "words"),
     [
         ("--world-size 0", ["--world-size", "'0'"]),
+        ("--world-size 100001", ["--world-size", "'100001'", "from 1 to 100,000"]),
+        (
+            "--vocab-size 2 --tensor-model-parallel-size 4",
+            ["vocab_size 2", "tensor_model_parallel_size 4", "2 or less"],
+        ),
         ("--world-size 127 --tensor-model-parallel-size 2", ["127", "multiple of 2"]),
         ("--site moon", ["site", "'moon'", "summit"]),
         ("--site sumit", ["did you mean summit"]),
@@ -170,3 +175,20 @@ def test_wrong_settings_exit_2_and_say_why(
 def test_a_file_that_is_not_there_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["no-such.yaml", "--world-size", "1"]) == 2
     assert "no-such.yaml" in capsys.readouterr().err
+
+
+def test_a_machine_that_nobody_named_is_told(plan: Any) -> None:
+    line = f"{REPO}/configs/gpt_124m.yaml --world-size 8 --grad-path radius"
+    assumed = plan(line)
+    assert "no --site is given: nodes of 16 cpu ranks" in assumed and "perlmutter" in assumed
+    assert max(map(len, assumed.splitlines())) <= 100
+    named = plan(f"{line} --site perlmutter")
+    assert "no --site" not in named and "DOES NOT FIT" not in named
+
+
+def test_the_order_of_the_ranks_is_told(plan: Any) -> None:
+    line = f"{REPO}/configs/gpt_12b.yaml --world-size 48 --site summit"
+    assert "48 ranks (tp-pp-dp), 8 node(s)" in plan(line)
+    usual = plan(f"{line} --use-tp-pp-dp-mapping false --json")
+    assert usual["grid"]["order"] == "tp-dp-pp"
+    assert plan(f"{line} --json")["grid"]["order"] == "tp-pp-dp"

@@ -110,9 +110,40 @@ def test_groups_that_cross_nodes_share_the_nics() -> None:
     assert site.link(inside, "dp").rate == pytest.approx(whole / 4)
     pairs = ParallelDims(tp=2, dp=4, pp=1)
     assert site.link(pairs, "dp").rate == pytest.approx(whole / 2)
-    stages = ParallelDims(tp=1, dp=2, pp=4)
-    assert site.message(stages) == Link(site.link_latency, site.link_rate)
     assert site.message(ParallelDims(tp=1, dp=4, pp=2)).rate == site.nic_rate
+
+
+def test_a_message_takes_the_links_between_its_stages() -> None:
+    site = read_site(SITE, "perlmutter")
+    within = Link(site.link_latency, site.link_rate)
+    assert site.message(ParallelDims(tp=1, dp=1, pp=4)) == within
+    assert site.message(ParallelDims(tp=1, dp=2, pp=4, order="tp-pp-dp")) == within
+    # Of stages 0 and 1 on a node, 2 and 3 on the next one, one boundary of three is between nodes,
+    # and two pipelines cross it side by side.
+    mean = site.message(ParallelDims(tp=1, dp=2, pp=4))
+    between = Link(site.nic_latency, site.nics_per_node * site.nic_rate / 2)
+    for size in (0, 10**6, 10**9):
+        wanted = (2 * within.message(size) + between.message(size)) / 3
+        assert mean.message(size) == pytest.approx(wanted)
+    # A single pipeline has all NICs of a node for its one crossing.
+    alone = site.message(ParallelDims(tp=1, dp=1, pp=8)).message(10**9)
+    whole = Link(site.nic_latency, site.nics_per_node * site.nic_rate).message(10**9)
+    assert alone == pytest.approx((6 * within.message(10**9) + whole) / 7)
+
+
+@pytest.mark.parametrize("site", ["summit", "perlmutter"])
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 8, 6), (2, 4, 3), (1, 12, 2), (3, 5, 4)])
+def test_the_order_trades_messages_for_gradients(site: str, tp: int, dp: int, pp: int) -> None:
+    """Pipelines on neighbouring ranks send messages as fast at least, and sums as slowly."""
+    facts = read_site(SITE, site)
+    usual, mapped = (
+        ParallelDims(tp=tp, dp=dp, pp=pp, order=order) for order in ("tp-dp-pp", "tp-pp-dp")
+    )
+    size = 10**8
+    assert facts.message(mapped).message(size) <= facts.message(usual).message(size)
+    sums = [facts.link(dims, "dp").ring(size, dp, rounds=2) for dims in (usual, mapped)]
+    assert sums[0] <= sums[1]
+    assert facts.link(mapped, "tp") == facts.link(usual, "tp")
 
 
 # ---- a step -------------------------------------------------------------------------------------
@@ -212,6 +243,28 @@ def test_offloaded_states_come_and_go_at_once() -> None:
     local = read_site(SITE, "local")
     turns = update_seconds(grid, local, 1e6)
     assert turns == pytest.approx(2 * 12e6 / local.host_link_rate + 30e6 / local.memory_rate)
+
+
+def test_a_pipeline_of_axonns_12b_lies_within_a_node() -> None:
+    """And its six groups of 8 ranks share a node's NICs, as its 4.32 s of all-reduces say."""
+    flags = f"--config {SITE.parents[1]}/configs/gpt_12b.yaml"
+    mapped, usual = (
+        plan_of(f"{flags} --use-tp-pp-dp-mapping {on}", 48, "summit") for on in ("true", "false")
+    )
+    assert plan_of(flags, 48, "summit").grid.dims == mapped.grid.dims
+    nodes = [{rank // 6 for rank in line} for line in mapped.grid.dims.lines("pp")]
+    assert all(len(each) == 1 for each in nodes)
+    assert {len({r // 6 for r in line}) for line in usual.grid.dims.lines("pp")} == {6}
+    site = mapped.site
+    assert site.message(mapped.grid.dims) == Link(site.link_latency, site.link_rate)
+    assert site.message(usual.grid.dims).rate == site.nics_per_node * site.nic_rate / 6
+    assert mapped.seconds.reduce == pytest.approx(4.32, rel=0.15)
+    assert usual.seconds.reduce == pytest.approx(mapped.seconds.reduce / 6, rel=0.05)
+    assert mapped.seconds.bubble < usual.seconds.bubble
+    # The same bytes and the same memory of a rank; a node has one rank of each stage.
+    assert mapped.traffic == usual.traffic and mapped.needed == usual.needed
+    assert mapped.host == sum(sum(stage.host.values()) for stage in mapped.stages)
+    assert usual.host == 6 * max(sum(stage.host.values()) for stage in usual.stages)
 
 
 @pytest.mark.parametrize("coarsening", [1, 4])

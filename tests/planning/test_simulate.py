@@ -419,7 +419,11 @@ def test_it_draws_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split()[2] for line in out.splitlines() if line.startswith("stage ")]
     assert len(rows) == 4 and all(len(line) == 60 for line in rows)
     assert all("A" in line and "a" in line for line in rows)
-    assert rows[0].index("A") < rows[3].index("A") and "=" in out and "#" in out
+    assert rows[0].index("A") < rows[3].index("A")
+    drawn, _, legend = out.partition("A B C ... forward and a b c ... backward")
+    assert "=" in drawn and "#" in drawn
+    for mark, what in (("=", "gradients"), ("+", "parameters"), ("~", "norm"), ("#", "optimizer")):
+        assert f"{mark} {what}" in legend
 
 
 def test_as_data_it_has_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,6 +452,9 @@ def test_what_slows_a_stage_slows_the_step(capsys: pytest.CaptureFixture[str]) -
     ("line", "words"),
     [
         (f"{LINE} --slow 3", "STAGE:TIMES"),
+        (f"{LINE} --width 1000000000", "from 1 to 100,000"),
+        (f"{LINE} --world-size 100001", "from 1 to 100,000"),
+        (f"{LINE} --vocab-size 1 --tensor-model-parallel-size 2", "vocab_size 1 is less than"),
         (f"{LINE} --slow 3:2", "there is no stage 3 of 1"),
         (f"{LINE} --jitter -1", "0 to 10"),
         (f"{LINE} --out x", "--paper"),

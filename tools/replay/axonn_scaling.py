@@ -54,7 +54,10 @@ OTHERS = (
         "",
     ),
 )
-STATIC = "--optimizer-cpu-offload false --pipeline-schedule 1f1b --overlap-grad-reduce false"
+STATIC = (
+    "--optimizer-cpu-offload false --pipeline-schedule 1f1b --overlap-grad-reduce false "
+    "--use-tp-pp-dp-mapping false"
+)
 
 
 def _percent(plan_of: Plan, seconds: float) -> float:
