@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -124,7 +125,10 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     # One name for this start on every rank: what earlier starts left behind is told by it.
-    failures.attempt = groups.world.gather_text(secrets.token_hex(6))[0]
+    told = groups.world.gather_text(f"{secrets.token_hex(6)} {socket.gethostname()}")
+    failures.attempt = told[0].split()[0]
+    hosts = [text.partition(" ")[2] for text in told]
+    failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:

@@ -38,6 +38,7 @@ class Failures:
     launch: Launch | None = None
     run_dir: Path | None = None
     attempt: str = ""
+    near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     _began: float = field(default_factory=time.time, init=False)
     _code: int | None = field(default=None, init=False)
@@ -51,6 +52,7 @@ class Failures:
             rank=self.launch.rank,
             world_size=self.launch.world_size,
             signed=signed(Status(state="failed")),
+            near=self.near,
         )
 
     def report(self, error: BaseException) -> int:
