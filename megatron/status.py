@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron.errors import PeerError
 
@@ -79,13 +79,46 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """The status of a run folder, or None where there is none or it is not ours."""
+    """The status of a run folder, or None where there is none or it is not ours: every value that
+    is returned has the type of its field."""
     try:
         values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(Status) if f.name in values}
+        if not all(_fits(name, value) for name, value in known.items()):
+            return None
         return Status(**{**known, "others": tuple(known.get("others", ()))})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value of the file may stand in the field of that name."""
+    match name:
+        case "state":
+            return value in get_args(State)
+        case "exit_code" | "iteration":
+            return value is None or _is_count(value)
+        case "rank" | "pid":
+            return _is_count(value)
+        case "others":
+            return isinstance(value, list) and all(map(_is_text, value))
+        case "throughput":
+            return isinstance(value, dict) and all(map(_is_figure, value.values()))
+        case _:
+            return _is_text(value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or isinstance(value, int | float) and abs(value) < 1e300
+
+
+def _is_text(value: object) -> bool:
+    # A lone surrogate, which JSON can hold, cannot be written to a file or terminal.
+    return isinstance(value, str) and not any("\ud800" <= mark <= "\udfff" for mark in value)
 
 
 def _leads(old: Status, new: Status) -> bool:

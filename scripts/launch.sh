@@ -91,6 +91,9 @@ NODES=${NODES:-1}
 for variable in NODES RANKS_PER_NODE CPUS_PER_TASK SAVE_SECONDS LOST_STARTS; do
   [[ -z ${!variable:-} ]] || require_count "$variable" "${!variable}"
 done
+threads='[1-9][0-9]{0,5}'
+[[ -z ${OMP_NUM_THREADS:-} || $OMP_NUM_THREADS =~ ^$threads(,$threads)*$ ]] ||
+  refuse "OMP_NUM_THREADS=$OMP_NUM_THREADS: must be a whole number, 1 or more; or unset it"
 [[ ${MAX_RESTARTS:-0} =~ ^[0-9]{1,6}$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number"
 world=$((NODES * RANKS_PER_NODE))
 
@@ -261,8 +264,9 @@ if [[ $RUN_DIR/status.json -nt $began ]]; then
   if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
     code=$recorded
   fi
-  # Last of all, since torchrun buries it under its own traceback.
-  if ((code)) && [[ $LAUNCHER != local || $recorded == 6 ]]; then
+  # Last of all, since torchrun buries it under its own traceback, and calls a run that was told to
+  # leave and saved a failed one.
+  if ((code)) && [[ $LAUNCHER != local || $recorded == 6 || $code == 75 ]]; then
     "$PYTHON" - "$RUN_DIR" >&2 <<'PY' || true
 import sys
 from megatron.status import read_status
@@ -270,6 +274,8 @@ from megatron.status import read_status
 status = read_status(sys.argv[1])
 if status is not None and status.state == "failed":
     print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
+if status is not None and status.state == "left":
+    print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command goes on")
 PY
   fi
 fi
