@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts
 from megatron.data_parallel.path import DensePath, ProductPath
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
 from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.guards.requests import Requests
@@ -81,6 +81,14 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
 }
 """What `--grad-path` may name. A new path is one folder and one entry here."""
 
+USAGE = """\
+usage: pretrain_gpt.py --config configs/gpt_tiny.yaml [--FLAG VALUE ...]
+       a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
+       --dry-run checks everything and prints the configuration; --help lists all flags
+       several ranks: RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
+"""
+"""What a start without any argument is told."""
+
 LEAST_BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
 """Megatron's default bucket: the larger of these two, so that each rank's share of a bucket is
@@ -98,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
     try:
         failures.launch = launch = detect_launch()
+        if not argv:
+            print(USAGE if launch.rank == 0 else "", end="", file=sys.stderr)
+            return ConfigError.exit_code
         config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:

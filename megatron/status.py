@@ -6,6 +6,7 @@ It is replaced as a whole, and of several ranks that fail the first cause stays 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,8 @@ STATUS = "status.json"
 
 State = Literal["running", "done", "failed", "left"]
 MAX_OTHERS = 16
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK = 4096
 
 
 def _now() -> str:
@@ -74,7 +77,13 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
         old = read_status(run_dir)
         leads = old is None or _leads(old, status)
         merged = status if old is None else _merge(old, status, leads=leads)
-        _replace(path, json.dumps(asdict(merged), indent=1) + "\n")
+        text = json.dumps(asdict(merged), indent=1) + "\n"
+        try:
+            replace_text(path, text)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            _overwrite(path, text)
     return leads
 
 
@@ -154,7 +163,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _replace(path: Path, text: str) -> None:
+def _overwrite(path: Path, text: str) -> None:
+    """Write into the blocks that the old file has: on a full disk there are no others."""
+    data = text.encode()
+    with open(path, "rb+", buffering=0) as file:
+        if len(data) > max(os.fstat(file.fileno()).st_size, _BLOCK):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file.write(data)
+        file.truncate(len(data))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file, so that a reader sees the old text or the new. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

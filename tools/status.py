@@ -210,8 +210,16 @@ def _next_command(run: Path, found: Standing) -> str:
         return shlex.join(["tail", "-f", str(run / LOG)])
     if found.state == "done":
         return shlex.join(["python", "tools/report.py", str(run)])
+    if found.state == "failed" and "free some space" in found.why:
+        # What is on the disk is whole: a save without space leaves the checkpoints before it.
+        disk = shlex.join(["df", "-h", str(run), str(checkpoints_folder(run))])
+        return f"free some space ({disk}), then: {_start_again(run, found)}"
     if found.exit_code == CheckpointError.exit_code:
         return shlex.join(["python", "tools/verify_checkpoint.py", str(run)])
+    return _start_again(run, found)
+
+
+def _start_again(run: Path, found: Standing) -> str:
     if found.job:
         # It may be in the queue again, and where it ran is more than one machine's ranks.
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"

@@ -182,8 +182,18 @@ def test_what_files_say_cannot_move_the_cursor(
 
 
 def test_values_of_wrong_types_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for values in ('"exit_code": [1]', '"iteration": "x"', '"reason": 7', '"attempt": {}'):
-        (run / "status.json").write_text('{"state": "left", %s}' % values)
+    for wrong in ({"exit_code": [1]}, {"iteration": "x"}, {"reason": 7}, {"attempt": {}}):
+        (run / "status.json").write_text(json.dumps({"state": "left", **wrong}))
         found = told(run, capsys)
         assert (found["state"], found["why"]) == ("unknown", "status.json is missing or damaged")
         assert main([str(run)]) == 0 and "unknown" in capsys.readouterr().out
+
+
+def test_a_save_without_space_says_what_to_free(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "x: no space: need 5 bytes, have 1; free some space"
+    write_status(run, Status(state="failed", exit_code=4, reason=why))
+    following = told(run, capsys)["next_command"]
+    assert following.startswith("free some space (df -h ")
+    assert following.endswith("scripts/launch.sh")
