@@ -3,7 +3,8 @@
 # or submits a Slurm job that does and goes back to the queue until the run is done.
 #   scripts/launch.sh [--dry-run] [FLAGS OF sbatch] [-- FLAGS OF pretrain_gpt.py]
 # --dry-run checks the flags, prints the job script on stdout and starts nothing; with sbatch it
-# also asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
+# also makes the folder of the job's log, which Slurm does not make for a script that is submitted
+# by hand, and asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
 # alone, are written --name=value: --account=..., --partition=..., --exclude=..., --dependency=...
 #   LAUNCHER        local, torchrun, srun, mpiexec, sbatch   (torchrun for several ranks, else local)
 #   NODES           machines                                                                    (1)
