@@ -174,6 +174,9 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
             if runtime.is_writer:
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
                 write_pictures(run_dir, metrics)
+            if outcome.left:
+                step = trainer.progress.iteration
+                metrics.say(f"saved step {step} ({outcome.left}); the same command goes on")
             # Trackers may take long; once all are through, ranks leave together.
             metrics.close()
             groups.world.barrier()

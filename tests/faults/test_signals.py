@@ -108,6 +108,7 @@ def test_ctrl_c_ends_with_what_was_saved_and_how_to_go_on(tmp_path: Path) -> Non
     step = check_left(ended, "SIGINT")
     last = f"launch.sh: saved step {step} (SIGINT); the same command goes on"
     assert ended.all_stderr.splitlines()[-1] == last
+    assert last.removeprefix("launch.sh: ") in (run.run_dir / "log.txt").read_text()
 
 
 def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:
