@@ -40,6 +40,8 @@ _ALIVE = struct.Struct("<d")  # time at which the rank was seen running
 _CALL = struct.Struct("<qqqq40s")  # number, digest, step, phase, what
 _COUNT = struct.Struct("<q")
 _TAIL = struct.Struct("<32sqq")  # name of a ring's connections, number and digest of the last call
+_LAST = struct.Struct("<qq")
+_NAME_BYTES = _TAIL.size - _LAST.size
 _CALLS = 128
 """Collectives that a ring holds: the latest."""
 _RINGS = 12
@@ -152,18 +154,21 @@ class Heartbeat:
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
         """The rank is about to issue collective `number` of those over some connections."""
-        ring, digest = self._rings.get(group, (len(self._rings), 0))
-        assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
-        name = what.encode()
-        # Not the phase: ranks may wait for the same collective in different ones.
-        digest = zlib.crc32(b"%d %s\n" % (self.step, name[:40]), digest)
+        if group not in self._rings:
+            ring = len(self._rings)
+            assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
+            self._rings[group] = ring, 0
+            _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
+        ring, digest = self._rings[group]
+        name = what.encode()[:40]
+        # Not of the phase: ranks may wait for the same collective in different ones.
+        digest = zlib.crc32(name, digest + self.step & 0xFFFFFFFF)
         self._rings[group] = ring, digest
         place = _CALLS_AT + ring * _RING + number % _CALLS * _CALL.size
         _CALL.pack_into(self._memory, place, 0, digest, self.step, _NUMBER[self.phase], name)
         # The numbers come last: a reader that finds the number there finds the rest.
         _COUNT.pack_into(self._memory, place, number)
-        tail = _TAILS_AT + ring * _TAIL.size
-        _TAIL.pack_into(self._memory, tail, group.encode(), number, digest)
+        _LAST.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size + _NAME_BYTES, number, digest)
 
     def seconds(self) -> float:
         """Time since the last phase change."""
