@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import Config, parse, to_yaml
 from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts
 from megatron.data_parallel.path import DensePath, ProductPath
-from megatron.errors import EXIT_DONE, EXIT_REQUEUE, PeerError
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
 from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.guards.requests import Requests
@@ -80,6 +81,14 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
 }
 """What `--grad-path` may name. A new path is one folder and one entry here."""
 
+USAGE = """\
+usage: pretrain_gpt.py --config configs/gpt_tiny.yaml [--FLAG VALUE ...]
+       a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
+       --dry-run checks everything and prints the configuration; --help lists all flags
+       several ranks: RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
+"""
+"""What a start without any argument is told."""
+
 LEAST_BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
 """Megatron's default bucket: the larger of these two, so that each rank's share of a bucket is
@@ -97,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
     try:
         failures.launch = launch = detect_launch()
+        if not argv:
+            print(USAGE if launch.rank == 0 else "", end="", file=sys.stderr)
+            return ConfigError.exit_code
         config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:
@@ -124,7 +136,10 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     # One name for this start on every rank: what earlier starts left behind is told by it.
-    failures.attempt = groups.world.gather_text(secrets.token_hex(6))[0]
+    told = groups.world.gather_text(f"{secrets.token_hex(6)} {socket.gethostname()}")
+    failures.attempt = told[0].split()[0]
+    hosts = [text.partition(" ")[2] for text in told]
+    failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:
@@ -159,6 +174,9 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
             if runtime.is_writer:
                 finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
                 write_pictures(run_dir, metrics)
+            if outcome.left:
+                step = trainer.progress.iteration
+                metrics.say(f"saved step {step} ({outcome.left}); the same command goes on")
             # Trackers may take long; once all are through, ranks leave together.
             metrics.close()
             groups.world.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from megatron.processor import (
 )
 from megatron.run_lock import RunLock
 from megatron.runtime import Runtime, job_environment
-from megatron.status import Status, write_status
+from megatron.status import NO_SPACE, Status, replace_text, write_status
 
 if TYPE_CHECKING:
     from megatron.metrics import Metrics, Throughput
@@ -69,19 +70,26 @@ def _failing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in NO_SPACE
+        way_out = "free some space or " if full else ""
+        # Not `resolve`, which a loop of links makes fail.
         raise ConfigError(
-            f"run_dir: {run_dir.resolve()}: {error.strerror}; choose a folder that can be written"
+            f"run_dir: {os.path.abspath(run_dir)}: {error.strerror}; "
+            f"{way_out}choose a folder that can be written"
         ) from None
 
 
 def keep_config(config: Config, run_dir: Path) -> None:
     """Write the resolved configuration and the versions, once it is sure that they are the run's:
-    a refused start, or one that only evaluates, leaves those of the run that trained."""
+    a refused start, or one that only evaluates, leaves those of the run that trained.
+
+    Raises `ConfigError` where they cannot be written, and then leaves no part of them.
+    """
     if config.training.skip_train and (run_dir / CONFIG).exists():
         return
-    (run_dir / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-    text = json.dumps(environment(), indent=1) + "\n"
-    (run_dir / ENVIRONMENT).write_text(text, encoding="utf-8")
+    with _failing(run_dir):
+        replace_text(run_dir / CONFIG, to_yaml(config))
+        replace_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
 
 
 def environment() -> dict[str, object]:

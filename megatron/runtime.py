@@ -7,6 +7,7 @@ no torch, so that a bad configuration is refused before torch is imported; `star
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -63,6 +64,7 @@ class Runtime:
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables; `ConfigError` names the variable that is missing or off."""
     env = os.environ if environ is None else environ
+    _check_threads(env.get("OMP_NUM_THREADS", ""))
     if "RANK" in env or "WORLD_SIZE" in env:
         return _from_torchrun(env)
     _check_agreement(env)
@@ -85,6 +87,14 @@ def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
     """Faults that a test wants, see `megatron.guards.faults`; None in every other run."""
     env = os.environ if environ is None else environ
     return env.get("SPARSETRON_FAULT")
+
+
+def _check_threads(text: str) -> None:
+    """Refuse what OpenMP's libraries would wait for without end, or ignore."""
+    if text and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
+        raise ConfigError(
+            f"OMP_NUM_THREADS={text!r}: must be a whole number, 1 or more; or unset it"
+        )
 
 
 def _check_agreement(env: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ It is replaced as a whole, and of several ranks that fail the first cause stays 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron.errors import PeerError
 
@@ -23,6 +24,8 @@ STATUS = "status.json"
 
 State = Literal["running", "done", "failed", "left"]
 MAX_OTHERS = 16
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK = 4096
 
 
 def _now() -> str:
@@ -74,18 +77,57 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
         old = read_status(run_dir)
         leads = old is None or _leads(old, status)
         merged = status if old is None else _merge(old, status, leads=leads)
-        _replace(path, json.dumps(asdict(merged), indent=1) + "\n")
+        text = json.dumps(asdict(merged), indent=1) + "\n"
+        try:
+            replace_text(path, text)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            _overwrite(path, text)
     return leads
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """The status of a run folder, or None where there is none or it is not ours."""
+    """The status of a run folder, or None where there is none or it is not ours: every value that
+    is returned has the type of its field."""
     try:
         values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(Status) if f.name in values}
+        if not all(_fits(name, value) for name, value in known.items()):
+            return None
         return Status(**{**known, "others": tuple(known.get("others", ()))})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value of the file may stand in the field of that name."""
+    match name:
+        case "state":
+            return value in get_args(State)
+        case "exit_code" | "iteration":
+            return value is None or _is_count(value)
+        case "rank" | "pid":
+            return _is_count(value)
+        case "others":
+            return isinstance(value, list) and all(map(_is_text, value))
+        case "throughput":
+            return isinstance(value, dict) and all(map(_is_figure, value.values()))
+        case _:
+            return _is_text(value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or isinstance(value, int | float) and abs(value) < 1e300
+
+
+def _is_text(value: object) -> bool:
+    # A lone surrogate, which JSON can hold, cannot be written to a file or terminal.
+    return isinstance(value, str) and not any("\ud800" <= mark <= "\udfff" for mark in value)
 
 
 def _leads(old: Status, new: Status) -> bool:
@@ -121,7 +163,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _replace(path: Path, text: str) -> None:
+def _overwrite(path: Path, text: str) -> None:
+    """Write into the blocks that the old file has: on a full disk there are no others."""
+    data = text.encode()
+    with open(path, "rb+", buffering=0) as file:
+        if len(data) > max(os.fstat(file.fileno()).st_size, _BLOCK):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file.write(data)
+        file.truncate(len(data))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file, so that a reader sees the old text or the new. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -3,7 +3,8 @@
 # or submits a Slurm job that does and goes back to the queue until the run is done.
 #   scripts/launch.sh [--dry-run] [FLAGS OF sbatch] [-- FLAGS OF pretrain_gpt.py]
 # --dry-run checks the flags, prints the job script on stdout and starts nothing; with sbatch it
-# also asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
+# also makes the folder of the job's log, which Slurm does not make for a script that is submitted
+# by hand, and asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
 # alone, are written --name=value: --account=..., --partition=..., --exclude=..., --dependency=...
 #   LAUNCHER        local, torchrun, srun, mpiexec, sbatch   (torchrun for several ranks, else local)
 #   NODES           machines                                                                    (1)
@@ -91,6 +92,9 @@ NODES=${NODES:-1}
 for variable in NODES RANKS_PER_NODE CPUS_PER_TASK SAVE_SECONDS LOST_STARTS; do
   [[ -z ${!variable:-} ]] || require_count "$variable" "${!variable}"
 done
+threads='[1-9][0-9]{0,5}'
+[[ -z ${OMP_NUM_THREADS:-} || $OMP_NUM_THREADS =~ ^$threads(,$threads)*$ ]] ||
+  refuse "OMP_NUM_THREADS=$OMP_NUM_THREADS: must be a whole number, 1 or more; or unset it"
 [[ ${MAX_RESTARTS:-0} =~ ^[0-9]{1,6}$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number"
 world=$((NODES * RANKS_PER_NODE))
 
@@ -261,8 +265,9 @@ if [[ $RUN_DIR/status.json -nt $began ]]; then
   if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
     code=$recorded
   fi
-  # Last of all, since torchrun buries it under its own traceback.
-  if ((code)) && [[ $LAUNCHER != local || $recorded == 6 ]]; then
+  # Last of all, since torchrun buries it under its own traceback, and calls a run that was told to
+  # leave and saved a failed one.
+  if ((code)) && [[ $LAUNCHER != local || $recorded == 6 || $code == 75 ]]; then
     "$PYTHON" - "$RUN_DIR" >&2 <<'PY' || true
 import sys
 from megatron.status import read_status
@@ -270,6 +275,8 @@ from megatron.status import read_status
 status = read_status(sys.argv[1])
 if status is not None and status.state == "failed":
     print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
+if status is not None and status.state == "left":
+    print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command goes on")
 PY
   fi
 fi

@@ -149,14 +149,22 @@ print_job_script() {
 }
 
 # Of launch.sh: submits the job, with flags of sbatch, and prints its number; --dry-run prints the
-# script, and what Slurm would say on stderr.
+# script, and what Slurm would say on stderr. Both make the folder of the job's log.
 submit_job() {
   local script job
   script=$(print_job_script "$@")
   say "sbatch, $NODES node(s) x $RANKS_PER_NODE rank(s), run folder $RUN_DIR," \
     "asked to leave $LEAVE_SECONDS s before the limit"
+  # Also for a script that is submitted by hand: Slurm makes no folder for a log, and a job that has
+  # none dies without a word.
+  (umask 027 && mkdir -p "$LOG_DIR" 2>/dev/null) || $dry_run || refuse "$LOG_DIR: cannot be made"
   if $dry_run; then
     printf '%s\n' "$script"
+    if [[ -d $LOG_DIR ]]; then
+      say "a job that is submitted with this script logs to $LOG_DIR/$JOB_NAME-JOB.log"
+    else
+      say "$LOG_DIR cannot be made here: make it before the script is submitted, or the job dies"
+    fi
     if ! command -v sbatch >/dev/null; then
       say "no sbatch here to ask"
     elif ! timeout 60 sbatch --test-only <<<"$script" >&2; then
@@ -166,7 +174,6 @@ submit_job() {
     fi
     return
   fi
-  (umask 027 && mkdir -p "$LOG_DIR")
   job=$(sbatch --parsable <<<"$script") || exit
   job=${job%%;*}
   say "job $job; the queue: squeue -j $job"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from megatron.config import to_yaml
+from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import describe_interval
-from megatron.run_folder import announce
+from megatron.run_folder import announce, keep_config, lock_run_dir
+from megatron.status import Status, read_status, write_status
 from tests.config.helpers import read
 
 
@@ -48,3 +54,35 @@ def test_recomputation_is_told_where_layers_are_recomputed_in_runs() -> None:
     assert told in announced(f"{full} uniform --recompute-num-layers 2", stages=1)
     quiet = announced("--num-layers 6", stages=1) + announced(f"{full} block", stages=1)
     assert not [line for line in quiet if line.startswith("recomputation")]
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_no_part_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the failure stands in status.json, in the blocks that the file has already."""
+    config = read().resolve(1)
+    write_status(tmp_path, Status(state="running", attempt="a"))
+    monkeypatch.setattr(os, "fsync", _full)
+    with pytest.raises(ConfigError, match="No space left on device; free some space or choose"):
+        keep_config(config, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["status.json"]
+    failed = Status(state="failed", exit_code=2, reason="no space", attempt="a")
+    assert write_status(tmp_path, failed) and read_status(tmp_path) == failed
+    (tmp_path / "config.yaml").write_text("of an earlier start")
+    with pytest.raises(ConfigError):
+        keep_config(config, tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == "of an earlier start"
+    monkeypatch.undo()
+    keep_config(config, tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == to_yaml(config)
+
+
+def test_a_run_folder_in_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ConfigError, match="symbolic links; choose a folder"):
+        lock_run_dir(tmp_path / "a" / "run", say=print)

@@ -99,10 +99,10 @@ def network(nodes: int) -> Iterator[Finding]:
 
 def disk(run_dir: Path, nodes: int) -> Iterator[Finding]:
     """Space, speed, kind, locks and clock of the disk under the run folder."""
-    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     probe = run_dir / f".doctor.{socket.gethostname()}.{os.getpid()}"
     with ExitStack() as stack:
         try:
+            made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
             run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
             for folder in reversed(made):
                 stack.callback(_remove_if_empty, folder)

@@ -10,6 +10,7 @@ that its tests do not measure shows what passed.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -65,11 +66,20 @@ def format_table(rows: dict[str, Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; 2 without exactly one file."""
-    if len(argv) != 1:
-        print("faults_table.py: give one RESULTS.xml", file=sys.stderr)
+    """Print the table; 2 without exactly one file of pytest's, 3 for one that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="faults_table.py", description="Table of a run of tests/faults.", allow_abbrev=False
+    )
+    parser.add_argument("results", metavar="RESULTS.xml", help="pytest's --junitxml file")
+    path = parser.parse_args(argv).results
+    try:
+        print(format_table(read_rows(path)))
+    except OSError as error:
+        print(f"error: {path}: {error.strerror}", file=sys.stderr)
         return 2
-    print(format_table(read_rows(argv[0])))
+    except (ElementTree.ParseError, ValueError) as error:
+        print(f"error: {path}: is not a --junitxml file of pytest: {error}", file=sys.stderr)
+        return 3
     return 0
 
 

@@ -113,6 +113,9 @@ def _piece(info: ParamInfo) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        print("parity_rank.py: tools/parity.py starts this; run that", file=sys.stderr)
+        sys.exit(2)
     code = main(sys.argv[1:])
     # torch's own threads sometimes abort an interpreter that takes itself apart.
     sys.stdout.flush()

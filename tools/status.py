@@ -85,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = look(options.run, verify=options.verify)
     except SparsetronError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error.filename or options.run}: {error.strerror}", file=sys.stderr)
+        text = f"{error.filename or options.run}: {error.strerror}"
+        print(f"error: {printable(text)}", file=sys.stderr)
         return ConfigError.exit_code
     print(json.dumps(asdict(found)) if options.json else in_words(found))
     return 0
@@ -104,7 +105,7 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     seen = _seen(run, status)
     found.heartbeat_age = _age(run, seen)
     if status is None:
-        found.why = f"{STATUS} is missing or cannot be read"
+        found.why = f"{STATUS} is missing or damaged"
     else:
         _tell(run, found, status, seen)
     steps = [one.step for one in seen] + [_last_recorded(run), found.checkpoint_step or 0]
@@ -209,8 +210,16 @@ def _next_command(run: Path, found: Standing) -> str:
         return shlex.join(["tail", "-f", str(run / LOG)])
     if found.state == "done":
         return shlex.join(["python", "tools/report.py", str(run)])
+    if found.state == "failed" and "free some space" in found.why:
+        # What is on the disk is whole: a save without space leaves the checkpoints before it.
+        disk = shlex.join(["df", "-h", str(run), str(checkpoints_folder(run))])
+        return f"free some space ({disk}), then: {_start_again(run, found)}"
     if found.exit_code == CheckpointError.exit_code:
         return shlex.join(["python", "tools/verify_checkpoint.py", str(run)])
+    return _start_again(run, found)
+
+
+def _start_again(run: Path, found: Standing) -> str:
     if found.job:
         # It may be in the queue again, and where it ran is more than one machine's ranks.
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"
@@ -245,7 +254,15 @@ def in_words(found: Standing) -> str:
         rows.append(("ranks", str(found.ranks)))
     after = {2: " (once that is mended)", 3: " (once that is mended)", 5: " (with a lower --lr)"}
     rows.append(("next", found.next_command + after.get(found.exit_code or 0, "")))
-    return "\n".join(f"{name:<11}{text}" for name, text in rows)
+    return "\n".join(f"{name:<11}{printable(text)}" for name, text in rows)
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes: what a file says must not move the cursor."""
+    return "".join(
+        mark if mark.isprintable() else mark.encode("unicode_escape", "surrogatepass").decode()
+        for mark in text
+    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import PeerError
-from megatron.guards.heartbeat import FOLDER, calls, sightings
-from megatron.guards.parting import find_parting
+from megatron.guards.heartbeat import FOLDER, sightings
+from megatron.guards.parting import find_parting_of
 from megatron.status import STATUS, Status, read_status, write_status
 
 
@@ -35,7 +35,7 @@ def find_out(run_dir: Path) -> int | None:
         job_id=status.job_id,
         version=status.version,
     )
-    parting = find_parting(calls(run_dir / FOLDER, attempt=status.attempt, ranks=ranks))
+    parting = find_parting_of(run_dir / FOLDER, found)
     if parting is not None:
         failed = dataclasses.replace(
             failed,

@@ -3,37 +3,63 @@
 A rank whose collective fails sees a socket, not a rank. So it looks, for a short while, for what a
 peer says of itself in status.json, then for one that issued other collectives than the rest, then
 for a peer that is gone, then for one that does not follow.
+
+Nothing of that is done by every rank for every rank. A rank looks for gone processes among those of
+its own host, which are all that it can see. Into the headers of all ranks one rank looks for all of
+them, the first that asks (`Look`); the others read what it found.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.errors import PeerError
-from megatron.guards.heartbeat import FOLDER, Heartbeat, Sighting, calls, is_gone, sightings, wake
-from megatron.guards.parting import find_parting
+from megatron.guards.heartbeat import FOLDER, LOOK, Heartbeat, Sighting, is_gone, sightings, wake
+from megatron.guards.parting import find_parting_of
 from megatron.status import Status, read_status, write_status
 
 PATIENCE = 2.0
 """Seconds that a rank waits for a peer to tell what happened to it."""
 _POLL = 0.05
+_LOOK_BYTES = 4096
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Look:
+    """What one rank found in the headers of all: the rank that parted from the others (`step`,
+    `phase` and `reason` say how), and the rank that has come the least far. None: no such rank.
+    `number` counts the looks of this start: clocks of two hosts would not tell which was first."""
+
+    attempt: str
+    number: int = 0
+    parted: int | None = None
+    step: int | None = None
+    phase: str = ""
+    reason: str = ""
+    last: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Causes:
-    """What this attempt's ranks know of its failure. `signed`: job and version of every status."""
+    """What this attempt's ranks know of its failure. `signed`: job and version of every status.
+    `near`: the ranks on this host; all ranks where that is not known."""
 
     run_dir: Path
     attempt: str
     rank: int
     world_size: int
     signed: Status
+    near: Sequence[int] = ()
 
     def known(self) -> Status | None:
         """The failure that a rank of this attempt told, if one did."""
@@ -53,24 +79,69 @@ class Causes:
         if first:
             print(line(status, self.world_size), file=sys.stderr, flush=True)
 
-    def peers(self) -> list[Sighting]:
-        """The other ranks' whereabouts."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return sightings(self.run_dir / FOLDER, attempt=self.attempt, ranks=others)
-
     def gone(self) -> Sighting | None:
         """A peer that ended without a word, seen on this host."""
-        return next((peer for peer in self.peers() if is_gone(peer)), None)
+        near = [rank for rank in self._near() if rank != self.rank]
+        return next((peer for peer in self._seen(near) if is_gone(peer)), None)
 
     def parted(self) -> Status | None:
         """The failure of the rank that issued another collective than its peers, if one did: what
         else went wrong came of that."""
-        ranks = range(self.world_size)
-        parting = find_parting(calls(self.run_dir / FOLDER, attempt=self.attempt, ranks=ranks))
-        if parting is None:
+        return self._parted_in(self.look())
+
+    def look(self) -> Look:
+        """What can be seen from now on, by this rank or by another one that looks for all."""
+        try:
+            with _opened(self.run_dir / FOLDER / LOOK) as file:
+                asked = self._told(file)
+                if not _locked(file):
+                    return asked
+                told = self._told(file)
+                # The look after this may have begun before this rank asked, the next one did not.
+                if told.parted is not None or told.number > asked.number + 1:
+                    return told
+                found = replace(self._look(), number=told.number + 1)
+                text = json.dumps(asdict(found)).encode()
+                os.ftruncate(file, os.pwrite(file, text, 0))
+                return found
+        except OSError:
+            # No locks on this disk, or no space: one rank of each host looks, for itself.
+            mine = self.rank == min(self._near())
+            return self._look() if mine else Look(attempt=self.attempt)
+
+    def _told(self, file: int) -> Look:
+        """The last look of this start, as the file has it."""
+        with suppress(ValueError, TypeError):
+            told = Look(**json.loads(os.pread(file, _LOOK_BYTES, 0)))
+            if told.attempt == self.attempt:
+                return told
+        return Look(attempt=self.attempt)
+
+    def _look(self) -> Look:
+        look = Look(attempt=self.attempt)
+        seen = self._seen(range(self.world_size))
+        parting = find_parting_of(self.run_dir / FOLDER, seen)
+        if parting is not None:
+            place = parting.place
+            return replace(
+                look, parted=parting.rank, step=place.step, phase=place.phase, reason=str(parting)
+            )
+        late = [one for one in seen if one.phase not in ("leaving", "done")]
+        # Of two in one phase, the one that waits for the other has begun another collective.
+        last = min(late, key=lambda one: (waits(one), one.beats, one.issued), default=None)
+        return replace(look, last=last.rank if last is not None else None)
+
+    def _near(self) -> Sequence[int]:
+        return self.near or range(self.world_size)
+
+    def _seen(self, ranks: Sequence[int]) -> list[Sighting]:
+        return sightings(self.run_dir / FOLDER, attempt=self.attempt, ranks=ranks)
+
+    def _parted_in(self, look: Look) -> Status | None:
+        if look.parted is None:
             return None
-        step, phase = parting.place.step, parting.place.phase
-        return self._failed(rank=parting.rank, step=step, phase=phase, reason=str(parting))
+        step, phase = look.step or 0, look.phase
+        return self._failed(rank=look.parted, step=step, phase=phase, reason=look.reason)
 
     def blame(self, heartbeat: Heartbeat, seen: str) -> Status | None:
         """Whose fault a failed collective is, as this rank can tell it; None where a peer told
@@ -90,23 +161,13 @@ class Causes:
                 time.sleep(_POLL)
                 return None if self.known() is not None else self.of(gone, gone_text(gone, here))
             time.sleep(_POLL)
-        late = [peer for peer in self.peers() if peer.phase not in ("leaving", "done")]
+        look = self.look()
+        late = self._seen([look.last] if look.last not in (None, self.rank) else [])
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
-        issued = self._issued()
-        last = min(late, key=lambda peer: (waits(peer), peer.beats, issued.get(peer.rank, 0)))
-        cause = self.of(last, late_text(last, here))
-        wake(last)
+        cause = self.of(late[0], late_text(late[0], here))
+        wake(late[0])
         return cause
-
-    def _issued(self) -> dict[int, int]:
-        """How many collectives each rank has begun: of two in one phase, the one that waits for the
-        other is the one that has begun another."""
-        found = calls(self.run_dir / FOLDER, attempt=self.attempt, ranks=range(self.world_size))
-        return {
-            rank: sum({call.group: call.number for call in issued}.values())
-            for rank, issued in found.items()
-        }
 
     def of(self, peer: Sighting, reason: str) -> Status:
         """A failure of another rank, told for it."""
@@ -121,6 +182,28 @@ class Causes:
             iteration=step,
             phase=phase,
         )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _locked(file: int) -> bool:
+    """Whether the file could be locked within `PATIENCE` seconds, which closing it ends. Raises
+    OSError where the disk has no locks."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_POLL / 5)
+    return False
 
 
 def line(status: Status, world_size: int) -> str:

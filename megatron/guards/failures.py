@@ -38,6 +38,7 @@ class Failures:
     launch: Launch | None = None
     run_dir: Path | None = None
     attempt: str = ""
+    near: Sequence[int] = ()
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     _began: float = field(default_factory=time.time, init=False)
     _code: int | None = field(default=None, init=False)
@@ -51,6 +52,7 @@ class Failures:
             rank=self.launch.rank,
             world_size=self.launch.world_size,
             signed=signed(Status(state="failed")),
+            near=self.near,
         )
 
     def report(self, error: BaseException) -> int:
@@ -121,9 +123,7 @@ class Failures:
             launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
         )
         folder = self.run_dir or _run_dir_in(self.argv)
-        # In a folder that another run holds, nothing is ours to write.
-        foreign = folder is not None and not self.attempt and (folder / LOCK).exists()
-        if folder is None or foreign or not folder.is_dir():
+        if folder is None or not self._may_write(folder):
             where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
             print(f"{where}{status.reason}", file=sys.stderr, flush=True)
             return
@@ -139,6 +139,13 @@ class Failures:
             signed=signed(status),
         )
         causes.tell(status)
+
+    def _may_write(self, folder: Path) -> bool:
+        """Whether there is such a folder, and no other run holds it."""
+        try:
+            return folder.is_dir() and (bool(self.attempt) or not (folder / LOCK).exists())
+        except (OSError, ValueError):
+            return False  # no permission to look, a loop of links, or no path at all
 
 
 def _is_collective(error: BaseException) -> bool:
@@ -156,7 +163,7 @@ def _seconds(stamp: str) -> float:
 
 def _run_dir_in(argv: Sequence[str]) -> Path | None:
     """The run folder of a command line that could not be parsed as a whole."""
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         if flag == "--run-dir":
             return Path(value)
         if flag.startswith("--run-dir="):

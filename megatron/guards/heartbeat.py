@@ -4,6 +4,12 @@ through mapped memory.
 A phase change costs about a microsecond and no system call, and what a rank wrote last survives
 its being killed or stopped, so that its peers can name it and what it was doing. A file, not the
 rendezvous store: that lives in one rank and dies with it.
+
+    header, 704 bytes    who, where, since when; of each group: calls issued and their digest
+    rings, 110 KB        the latest calls of each group
+
+A digest stands for all calls up to it, in order. Ranks whose digests agree issued the same calls,
+so a reader of a thousand headers needs the rings of the few ranks whose digests differ.
 """
 
 from __future__ import annotations
@@ -14,12 +20,15 @@ import signal
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = "heartbeat"
+LOOK = "look"
+"""File of the folder that holds what one rank found in all headers, for all ranks."""
 PHASES = (
     "start", "data", "receive", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
     "leaving", "done",
@@ -28,25 +37,40 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _OWNER = struct.Struct("<16sq64s")  # attempt, pid, host
 _BEAT = struct.Struct("<qqqd")  # beats, step, phase, time of the last beat
 _ALIVE = struct.Struct("<d")  # time at which the rank was seen running
-_CALL = struct.Struct("<qqq40s")  # number, step, phase, what
+_CALL = struct.Struct("<qqqq40s")  # number, digest, step, phase, what
 _COUNT = struct.Struct("<q")
-_NAME = struct.Struct("<32s")  # of the connections that a ring of calls is about
+_TAIL = struct.Struct("<32sqq")  # name of a ring's connections, number and digest of the last call
+_LAST = struct.Struct("<qq")
+_NAME_BYTES = _TAIL.size - _LAST.size
 _CALLS = 128
 """Collectives that a ring holds: the latest."""
 _RINGS = 12
 """Connections of a rank: of every axis of the grid, and to its neighbours in the pipeline."""
-_RING = _NAME.size + _CALLS * _CALL.size
+_RING = _CALLS * _CALL.size
 _BEAT_AT = _OWNER.size
 _ALIVE_AT = _BEAT_AT + _BEAT.size
-_CALLS_AT = _ALIVE_AT + _ALIVE.size
+_TAILS_AT = _ALIVE_AT + _ALIVE.size
+_CALLS_AT = _TAILS_AT + _RINGS * _TAIL.size
 _SIZE = _CALLS_AT + _RINGS * _RING
 WORLD = "world"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tail:
+    """The last call of a rank over the connections `group`, which ring `ring` is about: its number,
+    and the digest of all calls up to it."""
+
+    group: str
+    ring: int
+    number: int
+    digest: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sighting:
     """What a rank last wrote. Times are in seconds since the epoch, by that rank's clock; `beats`
-    counts its phase changes; `alive` is when its watchdog last ran."""
+    counts its phase changes; `alive` is when its watchdog last ran; `tails` has one entry for each
+    of its groups."""
 
     rank: int
     pid: int
@@ -56,6 +80,12 @@ class Sighting:
     phase: str
     since: float
     alive: float
+    tails: tuple[Tail, ...] = ()
+
+    @property
+    def issued(self) -> int:
+        """How many collectives the rank has begun."""
+        return sum(tail.number for tail in self.tails)
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
@@ -64,13 +94,14 @@ class Sighting:
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One collective that a rank issued: its number among those over the same connections, whose
-    name is `group`, where the rank was, and what it is."""
+    name is `group`, where the rank was, and what it is. `digest` stands for it and all before."""
 
     number: int
     step: int
     phase: str
     what: str
     group: str = WORLD
+    digest: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.what} in step {self.step}, {self.phase}"
@@ -93,7 +124,7 @@ class Heartbeat:
     ) -> None:
         self.step, self.phase, self.changed = 0, "start", time.monotonic()
         self._beats, self._path = 0, None
-        self._rings: dict[str, int] = {}
+        self._rings: dict[str, tuple[int, int]] = {}
         self._file: mmap.mmap | None = None
         self._memory: mmap.mmap | bytearray = bytearray(_SIZE)
         if folder is not None:
@@ -123,15 +154,21 @@ class Heartbeat:
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
         """The rank is about to issue collective `number` of those over some connections."""
-        ring = self._rings.get(group)
-        if ring is None:
-            ring = self._rings[group] = len(self._rings)
+        if group not in self._rings:
+            ring = len(self._rings)
             assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
-            _NAME.pack_into(self._memory, _CALLS_AT + ring * _RING, group.encode())
-        place = _CALLS_AT + ring * _RING + _NAME.size + number % _CALLS * _CALL.size
-        _CALL.pack_into(self._memory, place, 0, self.step, _NUMBER[self.phase], what.encode())
-        # Last of all: who finds the number there finds the rest.
+            self._rings[group] = ring, 0
+            _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
+        ring, digest = self._rings[group]
+        name = what.encode()[:40]
+        # Not of the phase: ranks may wait for the same collective in different ones.
+        digest = zlib.crc32(name, digest + self.step & 0xFFFFFFFF)
+        self._rings[group] = ring, digest
+        place = _CALLS_AT + ring * _RING + number % _CALLS * _CALL.size
+        _CALL.pack_into(self._memory, place, 0, digest, self.step, _NUMBER[self.phase], name)
+        # The numbers come last: a reader that finds the number there finds the rest.
         _COUNT.pack_into(self._memory, place, number)
+        _LAST.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size + _NAME_BYTES, number, digest)
 
     def seconds(self) -> float:
         """Time since the last phase change."""
@@ -143,29 +180,34 @@ class Heartbeat:
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
+                (self._path.parent / LOOK).unlink(missing_ok=True)
                 self._path.parent.rmdir()
 
 
 def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[Sighting]:
-    """What these ranks wrote last in this attempt; those without a readable record are left out."""
+    """What these ranks wrote last in this attempt; those without a readable record are left out.
+
+    Reads the header of each file, not its rings.
+    """
     found = []
     for rank in ranks:
         with suppress(OSError, struct.error, UnicodeError, IndexError):
-            data = (folder / f"rank_{rank}").read_bytes()
+            data = _read(folder, rank, 0, _CALLS_AT)
             name, pid, host = _OWNER.unpack_from(data)
             beats, step, phase, since = _BEAT.unpack_from(data, _BEAT_AT)
-            if name.rstrip(b"\0").decode() != attempt:
+            if _text(name) != attempt:
                 continue
             found.append(
                 Sighting(
                     rank=rank,
                     pid=pid,
-                    host=host.rstrip(b"\0").decode(),
+                    host=_text(host),
                     beats=beats,
                     step=step,
                     phase=PHASES[phase],
                     since=since,
                     alive=_ALIVE.unpack_from(data, _ALIVE_AT)[0],
+                    tails=_tails_in(data),
                 )
             )
     return found
@@ -173,30 +215,58 @@ def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[Sight
 
 def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list[Call]]:
     """The latest collectives of these ranks in this attempt, in order, group after group; ranks
-    without a readable record are left out."""
-    found = {}
-    for rank in ranks:
-        with suppress(OSError, struct.error, UnicodeError, IndexError):
-            data = (folder / f"rank_{rank}").read_bytes()
-            if _OWNER.unpack_from(data)[0].rstrip(b"\0").decode() == attempt:
-                rings = [data[at : at + _RING] for at in range(_CALLS_AT, _SIZE, _RING) if data[at]]
-                found[rank] = [call for ring in rings for call in _calls_in(ring)]
-    return found
+    without a readable record are left out. Reads everything that the ranks wrote."""
+    return {
+        seen.rank: [call for tail in seen.tails for call in calls_of(folder, seen.rank, tail)]
+        for seen in sightings(folder, attempt=attempt, ranks=ranks)
+    }
 
 
-def _calls_in(ring: bytes) -> list[Call]:
-    (name,) = _NAME.unpack_from(ring)
-    return [
-        Call(
-            number=number,
-            step=step,
-            phase=PHASES[phase],
-            what=what.rstrip(b"\0").decode(),
-            group=name.rstrip(b"\0").decode(),
-        )
-        for number, step, phase, what in sorted(_CALL.iter_unpack(ring[_NAME.size :]))
+def calls_of(folder: Path, rank: int, tail: Tail) -> list[Call]:
+    """The latest collectives of a rank over the connections of `tail`, in order."""
+    with suppress(OSError, struct.error, UnicodeError, IndexError):
+        data = _read(folder, rank, _CALLS_AT + tail.ring * _RING, _RING)
+        found = (_call(fields, tail.group) for fields in _CALL.iter_unpack(data) if fields[0])
+        return sorted(found, key=lambda call: call.number)
+    return []
+
+
+def call_of(folder: Path, rank: int, tail: Tail, number: int) -> Call | None:
+    """Collective `number` of a rank over the connections of `tail`; None where it is not among the
+    latest."""
+    with suppress(OSError, struct.error, UnicodeError, IndexError):
+        place = _CALLS_AT + tail.ring * _RING + number % _CALLS * _CALL.size
+        fields = _CALL.unpack(_read(folder, rank, place, _CALL.size))
+        return _call(fields, tail.group) if fields[0] == number else None
+    return None
+
+
+def _read(folder: Path, rank: int, place: int, size: int) -> bytes:
+    descriptor = os.open(f"{folder}/rank_{rank}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, size, place)
+    finally:
+        os.close(descriptor)
+
+
+def _tails_in(header: bytes) -> tuple[Tail, ...]:
+    rings = enumerate(_TAIL.iter_unpack(header[_TAILS_AT:_CALLS_AT]))
+    return tuple(
+        Tail(group=_text(name), ring=ring, number=number, digest=digest)
+        for ring, (name, number, digest) in rings
         if number
-    ]
+    )
+
+
+def _call(fields: tuple[int, int, int, int, bytes], group: str) -> Call:
+    number, digest, step, phase, what = fields
+    return Call(
+        number=number, step=step, phase=PHASES[phase], what=_text(what), group=group, digest=digest
+    )
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode()
 
 
 def is_gone(seen: Sighting) -> bool:

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
-from megatron.guards.heartbeat import PHASES, WORLD, Call
+from megatron.guards.heartbeat import PHASES, WORLD, Call, Sighting, Tail, call_of, calls_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,52 @@ def find_parting(calls: Mapping[int, Sequence[Call]]) -> Parting | None:
             by_group.setdefault(call.group, {}).setdefault(call.number, {})[rank] = call
     found = [parting for each in by_group.values() if (parting := _find_in_group(each)) is not None]
     return min(found, key=lambda parting: _moment(parting.place), default=None)
+
+
+def find_parting_of(folder: Path, seen: Sequence[Sighting]) -> Parting | None:
+    """As `find_parting` of all calls of these ranks in `folder`, read by headers: rings are read of
+    ranks whose digests differ, and of the others one call at most."""
+    by_group: dict[str, dict[int, Tail]] = {}
+    for one in sorted(seen, key=lambda one: one.rank):
+        for tail in one.tails:
+            by_group.setdefault(tail.group, {})[one.rank] = tail
+    found = [
+        parting
+        for tails in by_group.values()
+        if (parting := _find_by_digests(folder, tails)) is not None
+    ]
+    return min(found, key=lambda parting: _moment(parting.place), default=None)
+
+
+def _find_by_digests(folder: Path, tails: Mapping[int, Tail]) -> Parting | None:
+    """Ranks are compared in a row, from the least far to the farthest. Two of them that differ have
+    a pair of neighbours between them that differs no later: a digest stands for all before it."""
+    row = sorted(tails, key=lambda rank: tails[rank].number)
+    by_number: dict[int, dict[int, Call]] = {}
+    for one, other in pairwise(row):
+        if _digest(folder, other, tails[other], tails[one].number) not in (None, tails[one].digest):
+            for rank in (one, other):
+                for call in calls_of(folder, rank, tails[rank]):
+                    by_number.setdefault(call.number, {})[rank] = call
+    differ = (n for n in sorted(by_number) if len(set(map(_kind, by_number[n].values()))) > 1)
+    first = next(differ, None)
+    if first is None:
+        return None
+    # How many ranks did what tells the odd one: everybody's call of that number counts.
+    everybody = {
+        rank: call
+        for rank, tail in tails.items()
+        if (call := call_of(folder, rank, tail, first)) is not None
+    }
+    before = {number: calls for number, calls in by_number.items() if number < first}
+    return _find_in_group({**before, first: everybody})
+
+
+def _digest(folder: Path, rank: int, tail: Tail, number: int) -> int | None:
+    if number == tail.number:
+        return tail.digest
+    call = call_of(folder, rank, tail, number)
+    return call.digest if call is not None else None
 
 
 def _find_in_group(by_number: Mapping[int, dict[int, Call]]) -> Parting | None:

@@ -99,6 +99,18 @@ def test_launcher_hands_the_signal_on_and_exits_with_75(tmp_path: Path) -> None:
     assert "death signal" not in ended.all_stderr, "torchrun would kill ranks that save for long"
 
 
+def test_ctrl_c_ends_with_what_was_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    """torchrun calls such a run a failed one, and shows a traceback."""
+    run = start_launcher(2, tmp_path / "run", LONG)
+    wait_for_step(run.run_dir, 3)
+    send(run, signal.SIGINT, 0)
+    ended = run.finish()
+    step = check_left(ended, "SIGINT")
+    last = f"launch.sh: saved step {step} (SIGINT); the same command goes on"
+    assert ended.all_stderr.splitlines()[-1] == last
+    assert last.removeprefix("launch.sh: ") in (run.run_dir / "log.txt").read_text()
+
+
 def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:
     """A launcher's SIGTERM reaches this rank before it can know that a peer is dead."""
     run = start_ranks(2, tmp_path, LONG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 from pathlib import Path
 
@@ -107,3 +109,25 @@ def test_of_two_ranks_that_tell_the_same_one_leads(tmp_path: Path) -> None:
     told = Status(state="failed", exit_code=6, reason="it parts", rank=0, attempt="a")
     assert write_status(tmp_path, told)
     assert not write_status(tmp_path, told), "in one second, as ranks do"
+
+
+ODD = [None, True, -1, 2**70, 1.5, float("inf"), "x", "\ud800", [], [1], {}, {"steps": "x"}]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Status)])
+def test_a_value_of_a_wrong_type_makes_the_file_unreadable(name: str, tmp_path: Path) -> None:
+    """A reader gets the types of the fields or nothing."""
+    good = Status(state="left", exit_code=75, iteration=4, attempt="a", others=("b",))
+    kinds = {
+        "exit_code": int | None, "iteration": int | None, "rank": int, "pid": int,
+        "others": tuple, "throughput": dict,
+    }  # fmt: skip
+    for value in ODD:
+        values = json.loads(json.dumps(dataclasses.asdict(good))) | {name: value}
+        (tmp_path / "status.json").write_text(json.dumps(values))
+        found = read_status(tmp_path)
+        if found is not None:
+            held = getattr(found, name)
+            assert isinstance(held, kinds.get(name, str)) and type(held) is not bool
+            dataclasses.replace(found, **{name: held})
+            json.dumps(dataclasses.asdict(found), ensure_ascii=False, allow_nan=False).encode()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.harness import CANARY, OURS, REPO, Cluster
+from tests.slurm.harness import CANARY, OURS, REPO, Cluster, Job
 
 LAUNCH = REPO / "scripts" / "launch.sh"
 FLAGS = ("--mock-data", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4")
@@ -64,7 +64,36 @@ def test_a_job_script_is_complete_and_alone_on_stdout(tmp_path: Path) -> None:
     assert shown.stdout.startswith("#!/usr/bin/env bash\n#SBATCH ")
     parsed = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "")
-    assert not (tmp_path / "runs").exists()
+    # Slurm makes no folder for a log; nothing else comes of a dry run.
+    assert list((tmp_path / "runs").rglob("*")) == [tmp_path / "runs/a", tmp_path / "runs/a/logs"]
+    assert f"logs to {tmp_path.resolve()}/runs/a/logs/a-JOB.log" in shown.stderr
+
+
+def test_a_log_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    shown = dry(tmp_path, RUN_DIR="runs/a", TIME="60")
+    assert shown.returncode == 0 and "#SBATCH" in shown.stdout
+    assert f"{tmp_path.resolve()}/runs/a/logs cannot be made here" in shown.stderr
+
+
+def test_a_printed_script_can_be_submitted_from_any_folder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As `launch.sh --dry-run > job.sh; sbatch job.sh` does it; the log is where it is said."""
+    run_dir = tmp_path / "runs" / "by-hand"
+    flags = ("--", "--plan", "0")
+    stub = str(REPO / "tests" / "slurm" / "stub.py")
+    shown = cluster.launch("--dry-run", *flags, RUN_DIR=str(run_dir), PROGRAM=stub)
+    assert shown.returncode == 0, shown.stderr
+    script = tmp_path / "job.sh"
+    script.write_text(shown.stdout)
+    answer = cluster.call("sbatch", "--parsable", "--chdir=/", str(script))
+    assert answer.returncode == 0, answer.stderr
+    job = Job(run_dir, answer.stdout.strip())
+    cluster.jobs.append(job)
+    cluster.follow(limit=120)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job
+    assert f"job {job.number} (restarted 0 times)" in job.log
 
 
 @pytest.mark.parametrize("site", SITES)

@@ -167,3 +167,33 @@ def test_it_needs_no_torch(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "state      done" in done.stdout
+
+
+def test_what_files_say_cannot_move_the_cursor(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_status(
+        run, Status(state="failed", exit_code=1, reason="\x1b[2Jred\x07\r\u202e", host="\x9b")
+    )
+    assert main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert r"\x1b[2Jred\x07" in shown and r"\x9b" in shown
+    assert all(mark.isprintable() for mark in shown.replace("\n", ""))
+
+
+def test_values_of_wrong_types_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ({"exit_code": [1]}, {"iteration": "x"}, {"reason": 7}, {"attempt": {}}):
+        (run / "status.json").write_text(json.dumps({"state": "left", **wrong}))
+        found = told(run, capsys)
+        assert (found["state"], found["why"]) == ("unknown", "status.json is missing or damaged")
+        assert main([str(run)]) == 0 and "unknown" in capsys.readouterr().out
+
+
+def test_a_save_without_space_says_what_to_free(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "x: no space: need 5 bytes, have 1; free some space"
+    write_status(run, Status(state="failed", exit_code=4, reason=why))
+    following = told(run, capsys)["next_command"]
+    assert following.startswith("free some space (df -h ")
+    assert following.endswith("scripts/launch.sh")

@@ -1,0 +1,211 @@
+"""The first cause among a thousand ranks, by counts of what is opened and read: one rank looks for
+all of them, reads a header of each, and the rings of the few that differ."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.guards import heartbeat
+from megatron.guards.causes import Causes
+from megatron.guards.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
+from megatron.guards.parting import find_parting, find_parting_of
+from megatron.status import Status, read_status
+
+WORLD = 1024
+ODD = 611
+PER_NODE = 8
+
+
+class Reads:
+    """Counts files opened and bytes asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files = self.bytes = 0
+        read = heartbeat._read
+
+        def counted(folder: Path, rank: int, place: int, size: int) -> bytes:
+            self.files, self.bytes = self.files + 1, self.bytes + size
+            return read(folder, rank, place, size)
+
+        monkeypatch.setattr(heartbeat, "_read", counted)
+
+
+def _rank(run_dir: Path, rank: int, odd: bool, steps: int = 20) -> Heartbeat:
+    """A rank that has come to the middle of a step; an odd one issued a collective too many."""
+    beat = Heartbeat(run_dir / FOLDER, rank=rank, attempt="a")
+    numbers = {"world": 0, f"tp of {rank - rank % 4}": 0, f"dp of {rank % 4}": 0}
+    for step in range(1, steps + 1):
+        beat.at("backward", step)
+        extra = ["world"] * (odd and step == steps)
+        for group in [*numbers, *extra, "world"]:
+            numbers[group] += 1
+            what = f"{len(extra)} too many" if group in extra else f"sum of 768 in {group[:2]}"
+            beat.called(numbers[group], what, group)
+    return beat
+
+
+def _causes(run_dir: Path, rank: int) -> Causes:
+    first = rank - rank % PER_NODE
+    return Causes(
+        run_dir=run_dir,
+        attempt="a",
+        rank=rank,
+        world_size=WORLD,
+        signed=Status(state="failed"),
+        near=range(first, first + PER_NODE),
+    )
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of all ranks, one of which parts from the others."""
+    run_dir = tmp_path_factory.mktemp("thousand")
+    for rank in range(WORLD):
+        beat = _rank(run_dir, rank, odd=rank == ODD)
+        assert isinstance(beat._memory, heartbeat.mmap.mmap)
+        beat._memory.close()
+    return run_dir
+
+
+def test_headers_name_the_rank_that_parted(thousand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (thousand / FOLDER / LOOK).unlink(missing_ok=True)
+    reads = Reads(monkeypatch)
+    parted = _causes(thousand, 5).parted()
+    assert parted is not None and (parted.rank, parted.iteration) == (ODD, 20)
+    assert "parts from the others at collective" in parted.reason
+    # A header of each, the rings of the pairs that differ, one call of each.
+    size = thousand.joinpath(FOLDER, "rank_0").stat().st_size
+    assert reads.files <= 2 * WORLD + 16
+    assert reads.bytes <= WORLD * 1024 + 8 * size
+    # The next ones to ask open no rank's file at all.
+    before = reads.files
+    for rank in (0, 7, 700, 1023):
+        told = _causes(thousand, rank).parted()
+        assert told is not None and replace(told, time="") == replace(parted, time="")
+    assert reads.files == before
+
+
+def test_ranks_that_ask_together_look_once_or_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with the calls, so that no verdict ends the looking."""
+    few = 32
+    beats = [_rank(tmp_path, rank, odd=False, steps=3) for rank in range(few)]
+    looks: list[int] = []
+    look = Causes._look
+    monkeypatch.setattr(Causes, "_look", lambda self: looks.append(self.rank) or look(self))
+    with open(tmp_path / FOLDER / LOOK, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asked = threading.Barrier(few + 1)
+        told = Causes._told
+
+        def noted(self: Causes, file: int) -> object:
+            found = told(self, file)
+            if not looks and not getattr(local, "asked", False):
+                local.asked = True
+                asked.wait()
+            return found
+
+        local = threading.local()
+        monkeypatch.setattr(Causes, "_told", noted)
+        found: list[object] = []
+        threads = [
+            threading.Thread(
+                target=lambda rank=rank: found.append(
+                    replace(_causes(tmp_path, rank), world_size=few).parted()
+                )
+            )
+            for rank in range(few)
+        ]
+        for thread in threads:
+            thread.start()
+        asked.wait()
+    for thread in threads:
+        thread.join()
+    assert found == [None] * few and 1 <= len(looks) <= 2
+    for beat in beats:
+        beat.close()
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_rank_that_hangs_is_named_by_a_rank_of_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody else has begun the next sum and waits there; files opened do not grow with the
+    square of the ranks, whoever asks how often."""
+    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.01)
+    for rank in range(WORLD):
+        beat = Heartbeat(tmp_path / FOLDER, rank=rank, attempt="a")
+        beat.at("reduce" if rank != ODD else "backward", 7)
+        beat.called(1, "sum")
+        if rank != ODD:
+            beat.at("leaving")
+        assert isinstance(beat._memory, heartbeat.mmap.mmap)
+        beat._memory.close()
+    reads = Reads(monkeypatch)
+    blamed = _causes(tmp_path, 5).blame(Heartbeat(), "timed out")
+    assert blamed is not None
+    assert (blamed.rank, blamed.iteration, blamed.phase) == (ODD, 7, "backward")
+    assert "does not follow" in blamed.reason
+    assert reads.files <= 4 * (WORLD + PER_NODE)
+
+
+def test_a_process_that_is_gone_is_looked_for_on_its_own_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 - 3)
+    Heartbeat(tmp_path / FOLDER, rank=6, attempt="a").at("forward", 3)
+    monkeypatch.undo()
+    reads = Reads(monkeypatch)
+    gone = _causes(tmp_path, 5).gone()
+    assert gone is not None and gone.rank == 6
+    assert reads.files == PER_NODE - 1
+    assert _causes(tmp_path, 15).gone() is None and read_status(tmp_path) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.integers(1, 6),
+    count=st.integers(0, 150),
+    edits=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 150), st.sampled_from("ax")), max_size=4
+    ),
+    ends=st.lists(st.integers(0, 20), min_size=6, max_size=6),
+)
+def test_headers_tell_what_all_calls_tell(
+    ranks: int,
+    count: int,
+    edits: list[tuple[int, int, str]],
+    ends: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Whatever ranks issue, and however far each has come."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for rank in range(ranks):
+        plan = ["abc"[number % 3] for number in range(count)]
+        for who, place, what in edits:
+            if who == rank:
+                plan.insert(place, what)
+        beat = Heartbeat(folder, rank=rank, attempt="a")
+        for number, what in enumerate(plan[: max(0, len(plan) - ends[rank])], 1):
+            beat.at("reduce", number // 3)
+            beat.called(number, what, "dp" if number % 2 else "world")
+    seen = sightings(folder, attempt="a", ranks=range(ranks))
+    every = find_parting(calls(folder, attempt="a", ranks=range(ranks)))
+    by_header = find_parting_of(folder, seen)
+    assert (every is None) == (by_header is None)
+    if every is not None and by_header is not None:
+        assert (every.odd.number, every.usual.number) == (
+            by_header.odd.number,
+            by_header.usual.number,
+        )
+        assert every.place.group == by_header.place.group
+        assert {every.rank, every.other} == {by_header.rank, by_header.other} or ranks > 2

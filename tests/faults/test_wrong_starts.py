@@ -1,0 +1,85 @@
+"""Starts that cannot work end in a line or a few, with their exit code, and without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.guards.failures import Failures
+from megatron.runtime import detect_launch
+from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
+from tools import doctor_host, faults_table
+
+
+def started(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(**more), capture_output=True, text=True, timeout=60, cwd="/"
+    )
+
+
+def test_no_arguments_show_the_usage_in_four_lines() -> None:
+    done = started(sys.executable, SCRIPT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: pretrain_gpt.py") and done.stderr.count("\n") == 4
+
+
+@pytest.mark.parametrize("threads", ["abc", "0", "-1", "1.5", "2,", "99999999", "٣"])
+def test_threads_that_are_no_number_are_refused(threads: str) -> None:
+    """OpenMP's libraries would wait without end, or ignore it."""
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS=.*whole number"):
+        detect_launch({"OMP_NUM_THREADS": threads})
+    launcher = str(REPO / "scripts" / "launch.sh")
+    done = started(launcher, OMP_NUM_THREADS=threads, PYTHON=sys.executable)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"OMP_NUM_THREADS={threads}: " in done.stderr
+
+
+def test_threads_may_be_nested_or_unset() -> None:
+    for environ in ({}, {"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "4,2"}):
+        assert detect_launch(environ).world_size == 1
+
+
+def test_a_run_folder_in_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    run_dir = str(tmp_path / "a" / "run")
+    done = started(
+        sys.executable, SCRIPT, *FLAGS.split(), "--train-iters", "1", "--run-dir", run_dir
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "symbolic links" in done.stderr
+
+
+def test_what_reports_a_failure_needs_no_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    failures = Failures(argv=["--run-dir", str(tmp_path / "run")])
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert failures.report(ConfigError("lr: too odd")) == 2
+    assert capsys.readouterr().err == "lr: too odd\n"
+    found = list(doctor_host.disk(tmp_path / "x", 1))
+    assert [(area, wrong) for area, _, wrong in found] == [("disk", True)]
+    assert "Permission denied" in found[0][1]
+
+
+def test_tools_of_the_tests_say_how_they_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        faults_table.main(["--help"])
+    assert left.value.code == 0 and "RESULTS.xml" in capsys.readouterr().out
+    (tmp_path / "odd.xml").write_text("no xml")
+    for name, code in (("odd.xml", 3), ("missing.xml", 2)):
+        assert faults_table.main([str(tmp_path / name)]) == code
+        assert capsys.readouterr().err.count("\n") == 1
+    done = started(sys.executable, str(REPO / "tools" / "parity_rank.py"))
+    assert done.returncode == 2 and "tools/parity.py starts this" in done.stderr
+    assert "Traceback" not in done.stderr
