@@ -23,6 +23,7 @@ from megatron.config import Config
 from megatron.data.loader import BatchReader, DeviceMicrobatch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Step, StepContext
+from megatron.data_parallel.sharded import sums_gradients
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, NumericsError, PeerError
 from megatron.guards.heartbeat import Heartbeat
 from megatron.guards.replicas import compare_replicas
@@ -239,7 +240,10 @@ class Trainer:
         batch_size = self.config.batch_size_at(progress.consumed_samples)
         lr = self.learning_rate.at(progress.applied_samples)
 
-        context = StepContext(t=self.optimizer.applied + 1, loss_scale=self.scaler.scale)
+        loss_scale = self.scaler.scale
+        context = StepContext(
+            t=self.optimizer.applied + 1, loss_scale=loss_scale / self._share_of_ranks()
+        )
         self.engine.begin(context)
         with self.timers("forward-backward", level=1):
             loss, tokens = self._forward_backward(batch_size, context.loss_scale)
@@ -287,7 +291,7 @@ class Trainer:
             bytes_sent=stats.bytes_sent,
             density=stats.density,
             skipped=not good,
-            loss_scale=context.loss_scale,
+            loss_scale=loss_scale,
             global_batch_size=batch_size,
             peak_memory_bytes=self._peak_memory(),
             flops=self.flops_per_token * batch_size * self.config.model.seq_length,
@@ -314,6 +318,13 @@ class Trainer:
             progress.skipped_in_row += 1
         return good
 
+    def _share_of_ranks(self) -> int:
+        """How many times less than the loss scale a mean over ranks is scaled by. In fp16 backward
+        begins with the same scale on every grid, so that the same steps overflow on all of them,
+        and the mean of what ranks find is that much smaller than their sum."""
+        means = self.config.precision.fp16 and not sums_gradients(self.config)
+        return self.groups.dp.size if means else 1
+
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
         """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
 
@@ -326,7 +337,7 @@ class Trainer:
         tokens = self._count_tokens(batches)
         # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
         # or they are summed up.
-        summed = self.config.precision.predivide_loss
+        summed = sums_gradients(self.config)
         scale = loss_scale * (1 if summed else self.groups.dp.size) / tokens
         iteration = self.progress.iteration
         loss = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)

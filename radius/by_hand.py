@@ -19,15 +19,20 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
+from radius.agreement import Choice, take_first_choice
 from radius.index import BucketIndex, keeps_bits, new_index, quota
 
 
-def select(update: torch.Tensor, density: float) -> BucketIndex:
+def select(
+    update: torch.Tensor, density: float, group: dist.ProcessGroup | None = None
+) -> BucketIndex:
     """Index of the k = ceil(density n) entries of largest magnitude; of equal ones the first.
 
     `update`: 1-D, what the optimizer has just subtracted from the weights but for the learning
-    rate: m^ / (sqrt(v^) + eps) + lambda w for AdamW, the velocity for SGD. It is equal on all
-    ranks, so they select the same without a word.
+    rate: m^ / (sqrt(v^) + eps) + lambda w for AdamW, the velocity for SGD. Ranks whose
+    processors round differently may differ in its last bits, and so in what they select: the
+    ranks of `group` (None: all) compare a hash of 8 bytes, and where it differs all take the index
+    of the first rank, one bit for each entry. Collective, where processes were joined at all.
     """
     require_flat("update", update)
     exact = exact_density(density)
@@ -35,6 +40,8 @@ def select(update: torch.Tensor, density: float) -> BucketIndex:
     bits = keeps_bits(update.device.type, exact)
     index = new_index(update.numel(), update.device, bits=bits)
     index.choose(0, select_largest(update.float(), count))
+    if dist.is_available() and dist.is_initialized():
+        take_first_choice([Choice(index, 0, update.numel())], group, update.device)
     return index
 
 

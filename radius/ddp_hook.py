@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
+from radius.agreement import Choice, take_first_choice
 from radius.by_hand import exact_density, gather_sent
 from radius.index import BucketIndex, keeps_bits, new_index, quota
 from radius.torch_update import TorchUpdate
@@ -66,6 +67,10 @@ class RadiusHook:
     dimensions or in no group of the optimizer are always sent whole. The paper starts after 15 to
     20 % of the training steps. Density 1 is DDP without the hook, bit for bit.
 
+    Ranks choose on their own and compare a hash of what they chose. Where it differs, as between
+    processors with different instruction sets, all take the choice of the group's first rank, so
+    `optimizer.step` is collective over `group` at these steps.
+
     A step counts when `optimizer.step` has run. A backward after which it has not, or not really
     (`torch.amp.GradScaler`), is forgotten at the next one: residuals and indices stay as they were,
     and a resample is tried again. So call `model.no_sync()` around all but the last backward of a
@@ -99,7 +104,7 @@ class RadiusHook:
         self.interval, self.start, self.group = interval, start, group
         self.applied = applied
         self.payload_bytes = 0
-        """Handed to all-reduce by this rank so far."""
+        """Handed to all-reduce by this rank so far, and to broadcast where choices differed."""
         self.kept: dict[torch.Tensor, Kept] = {}
         self._loss_scale = loss_scale
         self._optimizer, self._update = optimizer, TorchUpdate(optimizer)
@@ -205,6 +210,12 @@ class RadiusHook:
                 self.kept[parameter] = Kept.of(parameter, self.density)
             count = quota(self.density, update.numel())
             self.kept[parameter].index.choose(0, select_largest(update, count))
+        # Groups list parameters in the same order on every rank.
+        chosen = [(p, self.kept[p]) for p in self._parameters() if p in self.kept]
+        if chosen:
+            choices = [Choice(kept.index, 0, parameter.numel()) for parameter, kept in chosen]
+            device = chosen[0][0].device
+            self.payload_bytes += take_first_choice(choices, self.group, device)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class RadiusConfig:
     radius_schedule: Literal["paper", "rolling"] = option(
         default="paper",
         help="paper: everything every T steps; rolling: one of T parts of each matrix in every "
-        "step, while weights and moments of what is not sent stand still (ours).",
+        "step, while moments of what is not sent stand still and weights only decay (ours).",
     )
     radius_select: Literal["update", "seeded", "gradient"] = option(
         default="update",

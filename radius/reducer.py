@@ -32,8 +32,10 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
+from megatron.errors import PeerError
 from megatron.sparse.selection import Selection, draw_seeded, select_largest
 from megatron.sparse.shard import Shard
+from radius.agreement import Choice, hash_of
 from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, keeps_bits, quota
 from radius.residual import RESIDUALS, Residual
@@ -191,6 +193,8 @@ class RadiusReducer:
         if own.phase is Phase.ROLLING:
             self._roll(own, values)
         own.forget_step()
+        if bucket.index == len(self._own) - 1:
+            self._compare_choices()
 
     def abort(self, bucket: GradBucket) -> None:
         own = self._own[bucket.index]
@@ -267,6 +271,30 @@ class RadiusReducer:
             return
         chosen, kept = own.choose(part, selection, compare=compare)
         self._telling.chose(own.bucket, chosen, kept)
+
+    def _compare_choices(self) -> None:
+        """Raise `PeerError` where data-parallel ranks have chosen different entries. After each
+        resample, and with a rolling schedule as often, since a GPU waits for it."""
+        if not (self._first and self._last == self._step.t) or self._group.size == 1:
+            return
+        if self._step.t % self.settings.interval:
+            return
+        chosen = [
+            Choice(own.index, part.start, part.length)
+            for own in self._own
+            if own.index is not None
+            for part in own.parts
+        ]
+        mine = f"{hash_of(chosen):x}"
+        by_rank = self._group.gather_text(mine)
+        odd = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
+        if odd is not None:
+            raise PeerError(
+                f"rank {self._group.ranks[odd]} chose other entries than rank "
+                f"{self._group.ranks[0]} at update {self._step.t}: their gradients would be added "
+                "to those of other weights; must be equal, as on processors that round alike; "
+                "start the same command again on machines of one kind, from the last checkpoint"
+            )
 
     # ---- telling -------------------------------------------------------------------------------
 

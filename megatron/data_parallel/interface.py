@@ -226,7 +226,8 @@ class SparseIndex(Protocol):
         factor: float,
     ) -> None:
         """Take the optimizer's step on bucket-sized weight and moments: `reduced.values` times
-        `factor` are the gradient at the positions, `reduced.rest` says what the others get."""
+        `factor` are the gradient at the positions, `reduced.rest` says what the others get.
+        "frozen" entries are left alone: their weight decay is the optimizer's own affair."""
         ...
 
 
@@ -243,11 +244,11 @@ class Reduced:
 
     `values`: 1-D, in units of the scaled loss: the loss scale times too large. `index`: positions
     of the values in the bucket, or None for all of them. `rest` tells what the positions outside
-    `index` mean to the optimizer: a zero gradient ("zero"), or nothing at all, weight decay
-    included ("frozen"). `gathered`: number of steps whose gradients each value sums up (fp32, as
-    long as the values), None for one. `part`: the positions of the bucket that all of this is of,
-    where other data-parallel ranks got the others; None for all. `until`: blocks until the values
-    before a place are there, as all mostly are (`Means.begun`).
+    `index` mean to the optimizer: a zero gradient ("zero"), or no gradient, so that moments stay
+    and weights only decay ("frozen"). `gathered`: number of steps whose gradients each value sums
+    up (fp32, as long as the values), None for one. `part`: the positions of the bucket that all of
+    this is of, where other data-parallel ranks got the others; None for all. `until`: blocks until
+    the values before a place are there, as all mostly are (`Means.begun`).
     """
 
     values: torch.Tensor

@@ -31,9 +31,23 @@ if TYPE_CHECKING:
     from megatron.config import Config
 
 
+SUMMABLE = ("dense", "samo")
+"""Gradient paths that take plain means, and sums as well."""
+
+
+def sums_gradients(config: Config) -> bool:
+    """Whether losses are divided by the whole global batch before backward, and gradients of ranks
+    only summed. In fp16 a gradient must not be larger, and overflow sooner, for being one of
+    several ranks'; paths that keep something back measure it against means."""
+    precision = config.precision
+    if precision.param_dtype != "float16":
+        return precision.predivide_loss
+    return precision.predivide_loss or config.gradient.grad_path in SUMMABLE
+
+
 def mean_reducer(config: Config, groups: ProcessGroups) -> AllReduceReducer:
     """The reducer of a path that takes plain means of whole buckets."""
-    divides = not config.precision.predivide_loss
+    divides = not sums_gradients(config)
     if config.parallel.use_distributed_optimizer and groups.dp.size > 1:
         return ReduceScatterReducer(groups.dp, divides)
     most = config.offload.chunk if config.offload.optimizer_cpu_offload else None

@@ -13,6 +13,7 @@ updated that, the values that the model reads travel, while it updates the next 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -275,7 +276,12 @@ class BucketOptimizer:
         weights = [state.master[run.start : run.stop] for run in runs]
         if hyper.weight_decay:
             weights = [weight.clone() for weight in weights]
-        index.apply(self.rule, reduced, state.master, state.moments, hyper, factor=factor)
+        sent = hyper
+        if reduced.rest == "frozen" and hyper.weight_decay:
+            # Weight decay needs no gradient: an entry that waits for its turn must not miss it.
+            state.master.mul_(hyper.shrink)
+            sent = dataclasses.replace(hyper, weight_decay=0.0)
+        index.apply(self.rule, reduced, state.master, state.moments, sent, factor=factor)
         for run, weight in zip(runs, weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
             values = reduced.values[run.values]

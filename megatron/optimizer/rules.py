@@ -28,6 +28,11 @@ class Hyper:
     lr: float
     weight_decay: float
 
+    @property
+    def shrink(self) -> float:
+        """The factor that decoupled weight decay, the decay of every rule, applies to a weight."""
+        return 1.0 - self.lr * self.weight_decay
+
 
 class AdamWConstants(NamedTuple):
     """What AdamW is told once."""
@@ -227,7 +232,7 @@ class SGD:
     ) -> None:
         (velocity,) = moments
         velocity.mul_(self.momentum).add_(grad)
-        weight.mul_(1.0 - hyper.lr * hyper.weight_decay).add_(velocity, alpha=-hyper.lr)
+        weight.mul_(hyper.shrink).add_(velocity, alpha=-hyper.lr)
 
     def direction(
         self,

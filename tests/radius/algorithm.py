@@ -97,7 +97,8 @@ class Algorithm:
         compared = m / c.sqrt() / (1 - BETA1**t) / scale + decay * weight
         self.m[name] = torch.where(moving, m, self.m[name])
         self.v[name] = torch.where(moving, v, self.v[name])
-        self.weights[name] = torch.where(moving, weight - self.lr * direction, weight)
+        waiting = weight * (1 - self.lr * decay)
+        self.weights[name] = torch.where(moving, weight - self.lr * direction, waiting)
         if weight.dim() > 1 and self.rolling and (due or self.first):
             parts = [self._part(name, t)] if self.first else None
             self._choose(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
+from megatron.sparse.selection import select_largest
 from radius.by_hand import select, sparse_all_reduce
 from tests.radius.toys import index_of
 from tests.ranks import Ranks
@@ -62,6 +64,28 @@ def test_by_hand_every_rank_sees_a_gradient_that_is_not_finite(ranks: Ranks, bit
     found = ranks.run(2, on_rank_by_hand, math.inf, bits)
     assert all(ZERO not in rank["positions"].tolist() for rank in found)
     assert not any(rank["sparse"].isfinite().all() for rank in found)
+
+
+def on_rank_other_rounding(groups: ProcessGroups, bits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is chosen together, and what this rank would have chosen alone."""
+    generator = torch.Generator().manual_seed(0)
+    update = torch.randn(300, generator=generator).mul_(10).round_()  # of which many are equal
+    noise = torch.randn(300, generator=torch.Generator().manual_seed(groups.dp.rank))
+    update *= 1 + 1e-6 * noise
+    alone = torch.zeros(300, dtype=torch.bool)
+    alone[select_largest(update, 120).positions(0, 300).long()] = True
+    with index_of(bits):
+        packed = select(update, 0.4).packed(0, 300)
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=300)).bool(), alone
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_by_hand_ranks_that_round_differently_take_the_choice_of_the_first(
+    ranks: Ranks, bits: bool
+) -> None:
+    (one, first), (two, other) = ranks.run(2, on_rank_other_rounding, bits)
+    assert not torch.equal(first, other), "else there is nothing to agree on"
+    assert torch.equal(one, first) and torch.equal(two, first)
 
 
 def test_by_hand_refuses_what_is_not_flat() -> None:

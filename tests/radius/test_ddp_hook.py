@@ -67,7 +67,8 @@ def test_3_what_is_not_sent_waits_and_nothing_is_lost(
         sparse = t > INTERVAL and t % INTERVAL != 0
         sizes = [local.numel() for local in here[0]["local"]]
         sent = [_quota(n) if sparse and at in MATRICES else n for at, n in enumerate(sizes)]
-        assert [rank["sent"] for rank in here] == [4 * sum(sent)] * 2
+        hashes = 16 if t % INTERVAL == 0 else 0
+        assert [rank["sent"] for rank in here] == [4 * sum(sent) + hashes] * 2
         assert set(here[0]["after"]) == (set(MATRICES) if t >= INTERVAL else set())
         for number in range(len(sizes)):
             _check_conservation(here, number, sparse=sparse and number in MATRICES)
@@ -104,6 +105,38 @@ def _check_selection(here: tuple[dict[str, Any], ...], number: int) -> None:
     assert int(chosen.sum()) == _quota(update.numel())
     # To the rounding of weights, from which the test takes the update.
     assert update[chosen].min() > update[~chosen].max() - 1e-4
+
+
+def on_rank_other_rounding(groups: ProcessGroups) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """What is chosen after each step, and the bytes of the step beyond those of gradients, where
+    rank 1 finds other moments from the same means."""
+    loop, plain = Loop(groups), Loop(groups)
+
+    def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        generator = torch.Generator().manual_seed(loop.state.applied)
+        for state in optimizer.state.values():
+            noise = torch.randn(state["exp_avg"].shape, generator=generator)
+            state["exp_avg"] *= 1 + 1e-2 * noise
+
+    if groups.dp.rank == 1:
+        loop.optimizer.register_step_pre_hook(round_differently)
+    found = []
+    for number in range(STEPS):
+        before = loop.state.payload_bytes, plain.state.payload_bytes
+        loop.step(number)
+        plain.step(number)
+        more = loop.state.payload_bytes - before[0] - (plain.state.payload_bytes - before[1])
+        chosen = {k: v for k, v in loop.state.state_dict().items() if k.startswith("index.")}
+        found.append((chosen, more))
+    return found
+
+
+def test_2_ranks_that_round_differently_take_the_choice_of_the_first(ranks: Ranks) -> None:
+    for t, here in enumerate(zip(*ranks.run(2, on_rank_other_rounding), strict=True), start=1):
+        (one, sent), (two, as_much) = here
+        assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+        bitmaps = sum(octets.numel() for octets in one.values())
+        assert sent == as_much == (bitmaps if t % INTERVAL == 0 else 0)
 
 
 # ---- steps that are not taken -------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.data_parallel.interface import GradBucket, StepContext
+from megatron.errors import PeerError
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import SHAPES, PathCase, Toy, gradients, same
 from tests.radius.algorithm import Algorithm
@@ -218,6 +219,32 @@ def test_rolling_chooses_by_gradient_anew_in_each_part() -> None:
             cut = slice(n * p // 4, n * (p + 1) // 4)
             part, chosen = mean[name][cut].abs(), mask.view(-1)[cut]
             assert part[chosen].min() > part[~chosen].max()
+
+
+def on_rank_other_rounding(groups: ProcessGroups, case: PathCase, t: int) -> tuple[int, str]:
+    """The update after which the run ends, and how, if rank 1 chooses others after update `t`."""
+    toy = Toy(groups, case)
+    for number in range(1, STEPS):
+        if number == t and groups.dp.rank == 1:
+            for kind, _, moment in toy.optimizer.tensors():
+                if kind == "exp_avg":
+                    moment.mul_(1 + 0.1 * torch.randn(moment.shape))
+        try:
+            toy.step([gradients(number, groups.dp.rank)])
+        except PeerError as error:
+            return number, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "t", "seen"), [("paper", 4, 4), ("rolling", 4, 4), ("rolling", 5, 8)]
+)
+def test_ranks_that_choose_others_do_not_go_on(
+    ranks: Ranks, schedule: str, t: int, seen: int
+) -> None:
+    for step, error in ranks.run(2, on_rank_other_rounding, radius(schedule=schedule), t):
+        assert step == seen
+        assert error.startswith(f"rank 1 chose other entries than rank 0 at update {seen}")
 
 
 def on_rank_draws(groups: ProcessGroups, seeds: list[int]) -> list[dict]:

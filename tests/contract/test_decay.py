@@ -1,0 +1,53 @@
+"""Weight decay needs no gradient, so no gradient path may lose or repeat any of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.optimizer.rules import SGD, AdamW, UpdateRule
+from megatron.parallel.groups import ProcessGroups
+from tests.contract.harness import PATHS, SHAPES, WORLDS, PathCase, Toy, case_id
+from tests.ranks import Ranks
+
+STEPS = 17
+SKIPPED = (6, 11)
+"""Steps with a gradient that is not finite: they decay nothing."""
+RULES = [AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)]
+CASES = [*PATHS, PathCase("dense", sharded=True)]
+
+
+def on_rank_decay(
+    groups: ProcessGroups, case: PathCase, rule: UpdateRule
+) -> dict[str, list[torch.Tensor]]:
+    """By parameter: the weights of the entries that were stored all the time, and dense's."""
+    toys = [Toy(groups, each, weight_decay=1.0, rule=rule) for each in (case, PathCase("dense"))]
+    always = {
+        name: torch.ones(math.prod(shape), dtype=torch.bool) for name, shape in SHAPES.items()
+    }
+    for number in range(STEPS):
+        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        if number in SKIPPED:
+            zeros["norm.weight"][0] = math.nan
+        for toy in toys:
+            toy.lr = 0.005 * (1 + number % 5)
+            assert toy.step([zeros]).ok == (number not in SKIPPED)
+        for name, stored in always.items():
+            stored &= toys[0].exists(name)
+    by_toy = [{info.name: info.param.detach().view(-1) for info in toy.infos} for toy in toys]
+    return {name: [weights[name][always[name]] for weights in by_toy] for name in SHAPES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("world", WORLDS)
+def test_without_gradients_every_stored_weight_decays_as_the_dense_path_s(
+    ranks: Ranks, case: PathCase, rule: UpdateRule, world: int
+) -> None:
+    """The learning rate differs from step to step, so that only the decay of each one will do."""
+    for found in ranks.run(world, on_rank_decay, case, rule):
+        for name, (weights, dense) in found.items():
+            assert weights.numel() >= math.prod(SHAPES[name]) // 8
+            torch.testing.assert_close(weights, dense, rtol=1e-5, atol=1e-7)
