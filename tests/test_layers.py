@@ -11,7 +11,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world")
+    ("errors", "closed_pipe", "config", "runtime", "status", "timers", "run_lock", "mpi_world")
     + ("low_memory.checkpoint_interval",),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
