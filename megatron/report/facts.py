@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
+from megatron.metrics.throughput import shows_papers_metrics
 from megatron.metrics.units import (
     byte_size,
     duration,
@@ -88,12 +89,13 @@ def _throughput(means: object) -> list[tuple[str, str]]:
     if {"step_seconds", "steps"} <= known.keys():
         seconds = three_digits(known["step_seconds"])
         rows.append(("mean step", f"{seconds} s ({known['steps']:g} of the last start)"))
-    if "training_days" in known:
+    # A status of an older version does not name the model's operations.
+    of_a_token, share = known.get("flops_per_token", math.inf), known.get("percent_of_peak")
+    if "training_days" in known and shows_papers_metrics(of_a_token, share):
         rows.append(
             ("300 billion tokens", f"{three_digits(known['training_days'])} days (AxoNN, Eq. 2)")
         )
     if "flops_per_second" in known:
-        share = known.get("percent_of_peak")
         peak = "" if share is None else f", {share:.1f}% of its peak"
         rate = flop_rate(known["flops_per_second"])
         passes = 4 if known.get("recomputed", True) else 3
