@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from megatron.metrics.throughput import shows_papers_metrics
@@ -23,6 +24,7 @@ _CONFIG_KEYS = (
     "weight_decay", "fp16", "bf16", "grad_path", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
 )  # fmt: skip
+_PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -119,12 +121,24 @@ def phase_table(run: Run) -> list[tuple[str, str, str]]:
 
 
 def config_table(run: Run) -> list[tuple[str, str]]:
-    """The settings that people ask for first, as far as the configuration names them."""
+    """The settings that people ask for first, as far as the configuration names them, with those of
+    the gradient path."""
+    of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
     return [
         (key.replace("_", " "), _setting(run.config[key]))
-        for key in _CONFIG_KEYS
+        for key in (*_CONFIG_KEYS, *of_path)
         if run.config.get(key) is not None and run.config[key] is not False
     ]
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Rows (setting, its value in each run) where these differ; a run without the setting has a
+    dash."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = [
+        (key.replace("_", " "), *(_setting(run.config.get(key)) for run in runs)) for key in keys
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def evaluation_table(run: Run) -> list[tuple[str, str, str, str]]:
@@ -147,6 +161,8 @@ def _checkpoints(names: list[str]) -> str:
 
 
 def _setting(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
