@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.verify import open_to_all
-from megatron.config import Config, to_yaml
+from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.layer_split import describe_split
 from megatron.errors import ConfigError, SparsetronError
 from megatron.low_memory.checkpoint_interval import recomputation_in_words
@@ -107,7 +107,10 @@ def environment() -> dict[str, object]:
 def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
     """Say what is about to run: configuration, grid, device, and what was ignored or changed."""
     launch = runtime.launch
-    metrics.say(f"configuration:\n{to_yaml(config).rstrip()}")
+    metrics.say(
+        f"configuration:\n{to_yaml(config).rstrip()}",
+        brief=f"settings, save for defaults (all of them: log.txt):\n{brief_settings(config)}",
+    )
     metrics.say(f"grid: {groups.dims}, started by {launch.launcher}")
     if groups.dims.pp > 1:
         split = config.parallel.layer_split(config.model.num_layers)

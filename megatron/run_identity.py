@@ -61,6 +61,19 @@ def schedule(config: Config) -> dict[str, Any]:
     return found
 
 
+def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
+    """`config` with the settings that `schedule` found in another one."""
+    by_section: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}, "training": {}}
+    for key in schedule(config).keys() & was.keys():
+        section, name = key.split(".")
+        by_section[section][name] = was[key]
+    changed = {
+        section: dataclasses.replace(getattr(config, section), **values)
+        for section, values in by_section.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
 def check_identity(
     was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, model_only: bool
 ) -> None:

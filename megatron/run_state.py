@@ -28,6 +28,7 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.errors import CheckpointError
 from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.build import learning_rate
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
@@ -37,6 +38,7 @@ from megatron.run_identity import (
     check_path,
     path_differences,
     schedule,
+    with_schedule,
 )
 from megatron.run_tensors import RunTensors
 from megatron.training import Progress
@@ -274,6 +276,8 @@ class RunState:
             self._announce_grid(saved)
             if not self.config.training.skip_train:
                 self._announce_changes(saved)
+                if not weights_only:
+                    self._announce_learning_rate(saved)
         progress = Progress() if weights_only else Progress(**saved.state["progress"])
         self.groups.world.agreed(lambda: self._check_rest(progress, origin))
         self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
@@ -328,6 +332,23 @@ class RunState:
         for key, value in schedule(self.config).items():
             if key in was and was[key] != value:
                 self.metrics.say(f"{key}: {was[key]} in the checkpoint, {value} from here on")
+
+    def _announce_learning_rate(self, saved: Checkpoint) -> None:
+        """Tell of a jump: the settings that make it may not name the learning rate."""
+        was, options = saved.state.get("schedule", {}), self.config.optimizer
+        samples = int(saved.state["progress"]["applied_samples"])
+        before = learning_rate(with_schedule(self.config, was)).at(samples)
+        now = learning_rate(self.config).at(samples)
+        if before == now:
+            return
+        follows = ""
+        if not (options.lr_decay_iters or options.lr_decay_samples):
+            unit = "samples" if self.config.training.train_samples else "iters"
+            follows = f": its decay follows --train-{unit} unless --lr-decay-{unit} is given"
+        self.metrics.say(
+            f"learning rate at step {saved.step + 1}: {before:.2e} by the checkpoint's settings, "
+            f"{now:.2e} from here on{follows}"
+        )
 
     def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
         self._tensors.take(saved, moments=not fresh_moments)

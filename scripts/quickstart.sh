@@ -2,9 +2,10 @@
 # From a fresh clone to a trained GPT, its report and a sample of what it writes, in a few minutes.
 #   scripts/quickstart.sh [FLAGS OF pretrain_gpt.py]
 # Makes .venv, a data set from the Python standard library's sources, and two runs of it: one with
-# dense gradients, one with Radius. Run again, it reuses what is there. Settings by environment:
+# dense gradients, one with Radius. Times a few steps first and chooses how many both train, so that
+# they take about three minutes. Run again, it reuses what is there. Settings by environment:
 #   RUN_DIR  folder of the two run folders                       (runs/quickstart)
-#   STEPS    iterations of each                                  (as configs/gpt_tiny.yaml says)
+#   STEPS    iterations of each     (400 to 1200, as many as fit; those of the runs that are there)
 #   RANKS    processes: gloo on CPU, one GPU each with NCCL      (2; 1 where there is one GPU)
 #   DATA     folder of the data set                              (data/stdlib)
 #   PROMPT   what the sample begins with                         ("def main(")
@@ -53,24 +54,47 @@ has_bf16() {
   fi
 }
 gpus=$(gpus_seen)
-flags=(--data-path "$prefix")
+# Few steps learn more with a second moment that forgets sooner than Adam's default.
+flags=(--data-path "$prefix" --adam-beta2 0.95)
 if has_bf16 "$gpus"; then flags+=(--bf16); fi
-[[ -z ${STEPS:-} ]] || flags+=(--train-iters "$STEPS")
 ranks=${RANKS:-$((gpus == 1 ? 1 : 2))}
-# The paper resamples every 200 of 300,000 steps; a run of minutes has room for less.
-# Longer ones keep to it, since a run that goes on keeps its gradient path.
-steps=${STEPS:-1200}
-radius=(--radius-interval "$((steps >= 50 ? 50 : steps >= 4 ? steps / 4 : 1))")
+[[ ${STEPS:-1} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "STEPS=$STEPS: must be a whole number, 1 or more"
+
+launch() { # run folder, gradient path, flags
+  local folder=$1 path=$2
+  shift 2
+  PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$folder GRAD_PATH=$path \
+    RANKS_PER_NODE=$ranks NODES=1 scripts/launch.sh -- "${flags[@]}" "$@"
+}
+# Sets steps (0 if unknown), evaluated (steps between evaluations), interval (Radius's) and seconds.
+choose_steps() {
+  local chosen
+  chosen=$("$python" tools/quickstart_steps.py "$RUN_DIR" "$@") || exit
+  read -r steps evaluated interval seconds <<<"$chosen"
+}
+choose_steps ${STEPS:+--steps "$STEPS"}
+if ((steps == 0)); then
+  say "timing a few steps"
+  timing=$(mktemp -d)
+  trap 'rm -rf "$timing"' EXIT
+  launch "$timing/run" dense "$@" --train-iters 10 --eval-iters 0 --eval-at-start false \
+    >"$timing/log" 2>&1 || {
+    code=$?
+    cat "$timing/log" >&2
+    exit "$code"
+  }
+  choose_steps --timed "$timing/run"
+  say "both runs train $steps steps, together about $((seconds / 60 + 1)) minutes here; STEPS overrides"
+fi
 
 train() {
   local path=$1
   shift
-  say "training with --grad-path $path"
-  PYTHON=$python CONFIG=configs/gpt_tiny.yaml RUN_DIR=$RUN_DIR/$path GRAD_PATH=$path \
-    RANKS_PER_NODE=$ranks NODES=1 scripts/launch.sh -- "${flags[@]}" "$@"
+  say "training $steps steps with --grad-path $path"
+  launch "$RUN_DIR/$path" "$path" --train-iters "$steps" --eval-interval "$evaluated" "$@"
 }
 train dense "$@"
-train radius "${radius[@]}" "$@"
+train radius --radius-interval "$interval" "$@"
 
 say "a sample"
 "$python" tools/generate.py "$RUN_DIR/dense" --prompt "$PROMPT"

@@ -11,7 +11,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world")
+    ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world", "closed_pipe")
     + ("low_memory.checkpoint_interval", "processor"),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),

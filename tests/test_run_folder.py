@@ -23,7 +23,7 @@ def announced(flags: str, *, stages: int) -> list[str]:
     config = read(*flags.split(), "--pipeline-model-parallel-size", str(stages)).resolve(stages)
     said: list[str] = []
     parts: list[Any] = [
-        SimpleNamespace(say=said.append),
+        SimpleNamespace(say=lambda text, brief=None: said.append(text)),
         SimpleNamespace(
             launch=SimpleNamespace(launcher="test"), device=SimpleNamespace(type="cpu"), backend=""
         ),

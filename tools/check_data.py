@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.data.build import check_tokenizer  # noqa: E402
 from megatron.data.index_file import bin_path, idx_path, without_suffix  # noqa: E402
 from megatron.data.indexed import IndexedDataset  # noqa: E402
@@ -146,4 +147,5 @@ def _refuse(data: IndexedDataset, start: int, part: NDArray, vocab_size: int) ->
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.run_model import (  # noqa: E402
     SavedModel,
@@ -268,4 +269,5 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
@@ -99,4 +100,5 @@ def _samples(options: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -23,6 +23,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import Config, parse  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
@@ -176,4 +177,5 @@ def ranks(text: str) -> int:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.closed_pipe import end_with_reader
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.files import JSONL
 from megatron.report import Run, compare, read_run, write_comparison, write_report
@@ -108,4 +109,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -29,6 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import parse  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.pipeline.schedule import Operation  # noqa: E402
@@ -286,4 +287,5 @@ def _slow(text: str) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

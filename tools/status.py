@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.checkpoint.locate import checkpoints_folder, list_steps  # noqa: E402
 from megatron.checkpoint.manifest import Manifest  # noqa: E402
 from megatron.checkpoint.verify import verify_folder  # noqa: E402
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from megatron.guards.heartbeat import FOLDER, Sighting, is_gone, sightings  # noqa: E402
 from megatron.metrics.files import JSONL, parse_line  # noqa: E402
@@ -266,4 +267,5 @@ def printable(text: str) -> str:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
     python tools/verify_checkpoint.py RUN | RUN/checkpoints | RUN/checkpoints/step_00000100
 
+Prints one line for each checkpoint; `--verbose` also lists its files and tensors.
 Exit code 0 if all that is there verifies, 4 if not or if there is nothing, 2 for wrong usage.
 Needs neither torch nor numpy, so it runs on a login node.
 """
@@ -19,6 +20,7 @@ from megatron.checkpoint.locate import checkpoints_folder, list_steps, verify_co
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest  # noqa: E402
 from megatron.checkpoint.tensors import DATA_PARALLEL, TensorRecord  # noqa: E402
 from megatron.checkpoint.verify import alien, verify_folder  # noqa: E402
+from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError  # noqa: E402
 
 
@@ -28,10 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="verify_checkpoint.py", description="Check checkpoints: hashes, shapes, layout."
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="step, checkpoints or run folder")
-    parser.add_argument("--quiet", action="store_true", help="one line for each step, no tables")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--verbose", action="store_true", help="also list the files and the tensors of each step"
+    )
+    amount.add_argument("--quiet", action="store_true", help="one line for each step (the default)")
     options = parser.parse_args(arguments)
     try:
-        problems = check(options.folder, tables=not options.quiet)
+        problems = check(options.folder, tables=options.verbose)
     except CheckpointError as error:
         problems = [str(error)]
     except OSError as error:
@@ -117,4 +123,5 @@ def print_table(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_reader()
     sys.exit(main())

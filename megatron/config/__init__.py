@@ -32,7 +32,7 @@ from megatron.config.running import (
     RecomputeConfig,
     RunConfig,
 )
-from megatron.config.to_yaml import to_yaml
+from megatron.config.to_yaml import brief_settings, to_yaml
 
 __all__ = [
     "REFUSED_PAIRS",
@@ -56,6 +56,7 @@ __all__ = [
     "at_least",
     "below_one",
     "between",
+    "brief_settings",
     "check",
     "option",
     "parse",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from typing import Any, cast
 
 import yaml
@@ -17,11 +18,33 @@ _HEADER = "# All settings of a run; --config with this file and the same flags r
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS_OF_OLD_YAML = frozenset("y n yes no on off true false null".split())
 
+_TERMINAL_WIDTH = 100
+_LONGEST_VALUE = 60
+
 
 def to_yaml(config: Config) -> str:
     """Every saved setting, by section. Left out are where it runs and writes (`RunConfig`,
     `CheckpointConfig.save`), which are no part of what is computed."""
     return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
+
+
+def brief_settings(config: Config) -> str:
+    """The saved settings that differ from their defaults, by section, for a terminal."""
+    lines: list[str] = []
+    for name, section in config.sections.items():
+        changed = [
+            f"{spec.name} {_shortened(_value(value))}"
+            for spec in specs_of(type(section), name).values()
+            if spec.saved and (value := getattr(section, spec.name)) != spec.default
+        ]
+        if changed:
+            text = f"  {name}: {', '.join(changed)}"
+            lines += textwrap.wrap(text, _TERMINAL_WIDTH, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _section(name: str, section: object) -> str:

@@ -1,7 +1,7 @@
-"""Terminal and log.txt: the same plain lines in both, and a progress bar where someone watches.
+"""Output and log.txt: the same plain lines in both; on a terminal, short forms and a progress bar.
 
-The bar lives on a terminal only and stays below the lines; into a file or pipe there are the lines
-alone.
+The bar lives on a terminal only and stays below the lines. log.txt, and output that goes into a
+file or a pipe, which programs search, have every line in full.
 """
 
 from __future__ import annotations
@@ -42,21 +42,28 @@ class Console:
     ) -> None:
         self._log: AppendFile | None = AppendFile(log_path)
         self._stream: TextIO | None = stream
+        self._is_terminal = stream.isatty()
         self._clock = clock
         self._total = train_iters
         self._start = start_iteration
-        self._wants_bar = stream.isatty() if bar is None else bar
+        self._wants_bar = self._is_terminal if bar is None else bar
         self._bar: Any = None
         self._next_redraw = 0.0
 
-    def say(self, text: str) -> None:
-        """Announce `text`, with the time before its first line and control characters dropped."""
-        self.line(f" [{timestamp(self._clock())}] {text}")
+    def say(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text`, with the time before its first line and control characters dropped.
+        `brief` is as for `line`."""
+        time = f" [{timestamp(self._clock())}] "
+        self.line(time + text, brief=time + brief if brief else brief)
 
-    def line(self, text: str) -> None:
-        """Announce `text` as it is, save for control characters."""
+    def line(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text` as it is, save for control characters. A terminal shows `brief` in its
+        place where there is one, and nothing where that is empty."""
         text = _CONTROL.sub("", text) + "\n"
-        self._show(text)
+        if brief is None or not self._is_terminal:
+            self._show(text)
+        elif brief:
+            self._show(_CONTROL.sub("", brief) + "\n")
         if self._log is None:
             return
         try:

@@ -17,6 +17,7 @@ from megatron.metrics.units import (
     flop_rate,
     memory_size,
     perplexity,
+    scaled,
     three_digits,
 )
 
@@ -69,6 +70,28 @@ def format_line(
     return f" [{timestamp(now)}] " + " | ".join(fields) + " |"
 
 
+def format_brief(last: StepRecord, interval: Interval, *, seconds_left: float) -> str:
+    """What a terminal shows of the same interval, in about 100 characters."""
+    rate = interval.tokens / interval.seconds if interval.seconds > 0 else 0.0
+    total = str(last.train_iters)
+    fields = [
+        f"step {last.iteration:{len(total)}d}/{total}",
+        f"loss {interval.lm_loss:.4f}",
+        f"lr {last.lr:.2e}",
+    ]
+    if last.grad_norm is not None:
+        fields.append(f"grad norm {last.grad_norm:.3f}")
+    fields += [
+        f"{1000 * interval.seconds / interval.steps:.1f} ms/step",
+        f"{scaled(rate)}tokens/s",
+    ]
+    if interval.skipped:
+        fields.append(f"skipped {interval.skipped}")
+    done = last.iteration >= last.train_iters
+    fields.append("done" if done else f"ETA {duration(seconds_left)}")
+    return f" {' | '.join(fields)}"
+
+
 def _own_fields(
     last: StepRecord, interval: Interval, *, rate: float, peak_tflops: float | None
 ) -> list[str]:
@@ -97,13 +120,22 @@ def _eta(last: StepRecord, *, now: float, seconds_left: float) -> str:
     return f"ETA: {duration(seconds_left)} ({clock})"
 
 
+_EVALUATED = {"valid": "validation", "test": "test"}
+
+
 def format_evaluation(*, iteration: int, kind: str, loss: float) -> str:
     """The line for one evaluation, with the perplexity that Megatron prints."""
-    name = {"valid": "validation", "test": "test"}[kind]
+    name = _EVALUATED[kind]
     return (
         f"validation loss at iteration {iteration} on {name} set | "
         f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
     )
+
+
+def format_brief_evaluation(*, iteration: int, kind: str, loss: float) -> str:
+    """What a terminal shows of the same evaluation."""
+    name = _EVALUATED[kind]
+    return f"{name} loss at step {iteration}: {loss:.4f}, perplexity {perplexity(loss):.4g}"
 
 
 def format_timers(timers: Mapping[str, Spread], *, steps: int, option: str) -> str:

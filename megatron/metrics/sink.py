@@ -20,7 +20,13 @@ from megatron.metrics.files import (
     parse_line,
     step_values,
 )
-from megatron.metrics.line import format_evaluation, format_line, format_timers
+from megatron.metrics.line import (
+    format_brief,
+    format_brief_evaluation,
+    format_evaluation,
+    format_line,
+    format_timers,
+)
 from megatron.metrics.progress import Progress
 from megatron.metrics.record import EVALUATION_KINDS, StepRecord, summarize
 from megatron.metrics.throughput import Stopwatch, Throughput, Workload
@@ -106,9 +112,10 @@ class Metrics:
             )
         self._announce_formula(formula)
 
-    def say(self, text: str) -> None:
-        """Announce `text` on the terminal and in log.txt, with the time."""
-        self._console.say(text)
+    def say(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text` on stdout and in log.txt, with the time. Where stdout is a terminal it
+        shows `brief` instead, if there is one, and nothing if that is empty."""
+        self._console.say(text, brief=brief)
 
     def step(self, record: StepRecord) -> None:
         """Store one step; print the log line if it ends an interval or the run."""
@@ -139,7 +146,10 @@ class Metrics:
         assert kind in EVALUATION_KINDS, kind
         self.flush()
         self._append(self._jsonl, json_line({"iteration": iteration, f"{kind}_loss": loss}))
-        self._console.say(format_evaluation(iteration=iteration, kind=kind, loss=loss))
+        self._console.say(
+            format_evaluation(iteration=iteration, kind=kind, loss=loss),
+            brief=format_brief_evaluation(iteration=iteration, kind=kind, loss=loss),
+        )
         now = self._clock()
         self._guard(
             lambda tracker: tracker.evaluation(
@@ -209,19 +219,22 @@ class Metrics:
         interval, last = summarize(self._interval), self._interval[-1]
         self._interval = []
         now = self._clock()
+        seconds_left = self._seconds_left(last, now=now)
         line = format_line(
             last,
             interval,
             now=now,
-            seconds_left=self._seconds_left(last, now=now),
+            seconds_left=seconds_left,
             throughput=self._logging.log_throughput,
             peak_tflops=self._logging.peak_tflops,
         )
+        brief = format_brief(last, interval, seconds_left=seconds_left)
         if interval.timers:
-            line += "\n" + format_timers(
+            timers = "\n" + format_timers(
                 interval.timers, steps=interval.steps, option=self._logging.timing_log_option
             )
-        self._console.line(line)
+            line, brief = line + timers, brief + timers
+        self._console.line(line, brief=brief)
 
     def _seconds_left(self, last: StepRecord, *, now: float) -> float:
         # By the wall clock, so that evaluations and saves are in it; the first step, which warms
@@ -236,7 +249,7 @@ class Metrics:
             return
         peak = self._logging.peak_tflops
         against = f"; MFU is against a peak of {peak:g} TFLOP/s per rank" if peak else ""
-        self.say(f"model FLOPs: {formula}{against}")
+        self.say(f"model FLOPs: {formula}{against}", brief="")
 
     def _add_trackers(self, *, start_iteration: int, name: str, summary: Mapping[str, Any]) -> None:
         logging = self._logging
@@ -282,7 +295,7 @@ class NullMetrics(Metrics):
     def __init__(self) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, brief: str | None = None) -> None:
         """Drop the text."""
 
     def step(self, record: StepRecord) -> None:

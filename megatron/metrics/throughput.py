@@ -9,6 +9,10 @@ from megatron.metrics.record import StepRecord
 from megatron.metrics.units import flop_rate, three_digits
 from megatron.model.flops import training_days
 
+FLOPS_PER_TOKEN_OF_GPT3 = 6e8
+"""Of the smallest model that GPT-3 trained on 300 billion tokens: 6 for each of about 100 million
+parameters. For a smaller model, the days that so many tokens take tell nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -24,7 +28,8 @@ class Workload:
 class Throughput:
     """Means over `steps` steps, of which `skipped` had no optimizer step: seconds of one, days of
     300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3, without its fourth pass
-    where no layer is recomputed), and those as per cent of its peak where that is known."""
+    where no layer is recomputed), and those as per cent of its peak where that is known.
+    `flops_per_token` is the model's."""
 
     steps: int
     skipped: int
@@ -33,10 +38,17 @@ class Throughput:
     flops_per_second: float
     percent_of_peak: float | None
     recomputed: bool
+    flops_per_token: float
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
+        pace = (
+            f"throughput: {three_digits(self.step_seconds)} s a step, the mean of {self.steps} "
+            f"after the first of this start{skipped}"
+        )
         peak = self.percent_of_peak
+        if not shows_papers_metrics(self.flops_per_token, peak):
+            return f"{pace}; per rank {flop_rate(self.flops_per_second)}"
         share = "" if peak is None else f", {peak:.1f}% of its peak"
         counted = (
             "Eq. 3: 4 passes, with the recomputed forward"
@@ -44,11 +56,15 @@ class Throughput:
             else "Eq. 3 less the forward it recomputes: 3 passes"
         )
         return (
-            f"throughput: {three_digits(self.step_seconds)} s a step, the mean of {self.steps} "
-            f"after the first of this start{skipped}; 300 billion tokens would take "
-            f"{three_digits(self.training_days)} days (AxoNN, Eq. 2); per rank "
-            f"{flop_rate(self.flops_per_second)} ({counted}){share}"
+            f"{pace}; 300 billion tokens would take {three_digits(self.training_days)} days "
+            f"(AxoNN, Eq. 2); per rank {flop_rate(self.flops_per_second)} ({counted}){share}"
         )
+
+
+def shows_papers_metrics(flops_per_token: float, percent_of_peak: float | None) -> bool:
+    """Whether AxoNN's metrics tell something of this run: its model is as large as GPT-3's
+    smallest, or `--peak-tflops` asks for them."""
+    return percent_of_peak is not None or flops_per_token >= FLOPS_PER_TOKEN_OF_GPT3
 
 
 class Stopwatch:
@@ -86,4 +102,5 @@ class Stopwatch:
             flops_per_second=rate,
             percent_of_peak=None if peak_tflops is None else 100 * rate / (peak_tflops * 1e12),
             recomputed=workload.recomputed,
+            flops_per_token=workload.flops_per_token,
         )

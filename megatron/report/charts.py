@@ -32,8 +32,9 @@ def run_charts(run: Run) -> list[str]:
         _step_time_chart(run),
         _smoothed(run, "Bytes sent per step, one rank", "bytes_sent", tick_format=traffic),
         _memory_chart(run),
-        _skipped_chart(run),
     ]
+    if any(skipped > 0 for skipped in run.steps["skipped"]):
+        charts.append(_skipped_chart(run))
     scales = {scale for scale in run.steps["loss_scale"] if math.isfinite(scale)}
     if len(scales) > 1:
         charts.append(_plain(run, "Loss scale", "loss_scale", log=True, tick_format=counted))

@@ -12,6 +12,7 @@ from statistics import median
 from megatron.metrics.line import timestamp
 from megatron.metrics.units import byte_size, duration, memory_size
 from megatron.report.charts import comparison_charts, difference_chart
+from megatron.report.facts import differing_settings
 from megatron.report.page import comparison_page
 from megatron.report.picture import write_picture
 from megatron.report.runs import Run
@@ -86,7 +87,9 @@ def write_comparison(runs: Sequence[Run], folder: str | Path) -> Path:
     path = folder / f"{COMPARISON}.html"
     rows = _rows(runs, labels)
     title = " / ".join(labels)
-    replace_text(path, comparison_page(title, charts, rows, written=timestamp(time.time())))
+    settings = [("setting", *labels), *differing_settings(runs)]
+    page = comparison_page(title, charts, rows, settings, written=timestamp(time.time()))
+    replace_text(path, page)
     write_picture(folder / f"{COMPARISON}.png", runs, labels)
     return path
 

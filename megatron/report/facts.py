@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
+from megatron.metrics.throughput import shows_papers_metrics
 from megatron.metrics.units import (
     byte_size,
     duration,
@@ -22,6 +24,7 @@ _CONFIG_KEYS = (
     "weight_decay", "fp16", "bf16", "grad_path", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
 )  # fmt: skip
+_PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -88,12 +91,13 @@ def _throughput(means: object) -> list[tuple[str, str]]:
     if {"step_seconds", "steps"} <= known.keys():
         seconds = three_digits(known["step_seconds"])
         rows.append(("mean step", f"{seconds} s ({known['steps']:g} of the last start)"))
-    if "training_days" in known:
+    # A status of an older version does not name the model's operations.
+    of_a_token, share = known.get("flops_per_token", math.inf), known.get("percent_of_peak")
+    if "training_days" in known and shows_papers_metrics(of_a_token, share):
         rows.append(
             ("300 billion tokens", f"{three_digits(known['training_days'])} days (AxoNN, Eq. 2)")
         )
     if "flops_per_second" in known:
-        share = known.get("percent_of_peak")
         peak = "" if share is None else f", {share:.1f}% of its peak"
         rate = flop_rate(known["flops_per_second"])
         passes = 4 if known.get("recomputed", True) else 3
@@ -117,12 +121,24 @@ def phase_table(run: Run) -> list[tuple[str, str, str]]:
 
 
 def config_table(run: Run) -> list[tuple[str, str]]:
-    """The settings that people ask for first, as far as the configuration names them."""
+    """The settings that people ask for first, as far as the configuration names them, with those of
+    the gradient path."""
+    of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
     return [
         (key.replace("_", " "), _setting(run.config[key]))
-        for key in _CONFIG_KEYS
+        for key in (*_CONFIG_KEYS, *of_path)
         if run.config.get(key) is not None and run.config[key] is not False
     ]
+
+
+def differing_settings(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Rows (setting, its value in each run) where these differ; a run without the setting has a
+    dash."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = [
+        (key.replace("_", " "), *(_setting(run.config.get(key)) for run in runs)) for key in keys
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def evaluation_table(run: Run) -> list[tuple[str, str, str, str]]:
@@ -145,6 +161,8 @@ def _checkpoints(names: list[str]) -> str:
 
 
 def _setting(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

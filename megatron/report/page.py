@@ -34,16 +34,21 @@ h2 { font-size: 15px; margin: 0 0 10px; }
 svg.chart { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 td, th { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid #f0f1f3;
-  vertical-align: top; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+  vertical-align: top; white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr:first-child > * { border-top: 0; }
-td:first-child { color: #6b7280; white-space: nowrap; }
+td:first-child { color: #6b7280; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 160px; }
 th { color: #6b7280; font-weight: 500; }
+section.card { overflow-x: auto; }
+section.card + section.card { margin-top: 14px; } .tables section.card { margin-top: 0; }
 pre { margin: 8px 0 0; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
 details, section.text { margin-top: 14px; }
 summary { cursor: pointer; font-weight: 600; }
 footer { margin-top: 20px; color: #6b7280; font-size: 12.5px; }
 @media print { body { background: #fff; } .card { break-inside: avoid; } }
 """
+
+_LONGEST_FIGURE = 16
 
 
 def run_page(run: Run, *, written: str) -> str:
@@ -84,11 +89,23 @@ def run_page(run: Run, *, written: str) -> str:
 
 
 def comparison_page(
-    title: str, charts: Sequence[str], rows: Sequence[Sequence[str]], *, written: str
+    title: str,
+    charts: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    settings: Sequence[Sequence[str]],
+    *,
+    written: str,
 ) -> str:
-    """The page that lays runs over each other; `rows` are their figures, the heading first."""
-    table = _table("Runs", rows[1:], head=tuple(rows[0]))
-    body = [f"<header><h1>{escape(title)}</h1></header>", table, _charts(charts)]
+    """The page that lays runs over each other: the `settings` in which they differ, their figures
+    (`rows`), each with its heading first, and the charts."""
+    differing = _table("Settings that differ", settings[1:], head=tuple(settings[0]))
+    figures = _table("Runs", rows[1:], head=tuple(rows[0]))
+    body = [
+        f"<header><h1>{escape(title)}</h1></header>",
+        differing or '<p class="card">No setting differs.</p>',
+        figures,
+        _charts(charts),
+    ]
     return document(title, body, written=written)
 
 
@@ -128,5 +145,11 @@ def _table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (
     lines = [f'<section class="card"><h2>{escape(title)}</h2><table>']
     if head:
         lines.append(f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>")
-    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    lines += [f"<tr><td>{escape(row[0])}</td>{''.join(map(_cell, row[1:]))}</tr>" for row in rows]
     return "\n".join([*lines, "</table></section>"])
+
+
+def _cell(text: str) -> str:
+    """A cell; a text that is longer than a figure may be broken into lines."""
+    kind = ' class="text"' if len(text) > _LONGEST_FIGURE else ""
+    return f"<td{kind}>{escape(text)}</td>"

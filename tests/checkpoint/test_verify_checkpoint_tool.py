@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_good_one(run: Path) -> None:
     folder = run / "checkpoints"
     for path in (run, folder, folder / "step_00000002"):
-        code, out, err = tool(path)
+        code, out, err = tool(path, "--verbose")
         assert (code, err) == (0, "")
         assert "step 2 verifies: 3 tensors in 1 files" in out
         rows = [line.split(maxsplit=5) for line in out.splitlines()]
@@ -47,7 +47,13 @@ def test_a_good_one(run: Path) -> None:
         assert ["mask/w", "BOOL", "2x2", "1", "1", "bits"] in rows
         stored = "per data-parallel rank, where mask/w"
         assert ["residual/w", "F32", "1x2x2", "1", "1", stored] in rows
-    assert tool(run, "--quiet")[1].count("\n") == 2
+
+
+def test_a_step_is_one_line_unless_more_is_asked_for(run: Path) -> None:
+    code, out, err = tool(run)
+    assert (code, out.count("\n"), err) == (0, 2, "")
+    assert tool(run, "--quiet") == (code, out, err)
+    assert tool(run, "--quiet", "--verbose")[0] == 2
 
 
 def test_a_damaged_one_is_exit_4_and_one_line(run: Path) -> None:

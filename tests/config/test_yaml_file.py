@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import brief_settings, parse
 from megatron.config.yaml_file import SIZE_LIMIT
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml, refusal, refused_yaml, yaml_text
@@ -218,3 +218,12 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
             assert str(error).isprintable(), (case, repr(str(error)))
         assert time.monotonic() - start < 2, case
     assert 100 < read_anyway < 1900
+
+
+def test_brief_settings_are_those_that_differ_from_defaults() -> None:
+    lines = brief_settings(read("--lr", "0.5", "--data-path", "x" * 500)).splitlines()
+    assert {line.split(":")[0] for line in lines if ":" in line} >= {"  model", "  optimizer"}
+    assert max(map(len, lines)) <= 100 and len(lines) < 10
+    text = " ".join(lines)
+    assert "num_layers 2" in text and "lr 0.5" in text and "xxx..." in text
+    assert "adam_beta1" not in text and "seed" not in text

@@ -87,7 +87,7 @@ def test_terminal_gets_a_bar_and_the_log_stays_plain(tmp_path: Path) -> None:
     log = (tmp_path / "log.txt").read_text()
     assert "\r" not in log and "%|" not in log
     # Each plain line begins at the left edge, after the bar was wiped.
-    for line in log.splitlines():
+    for line in (" step 2/4 ", " step 4/4 ", log.splitlines()[-1]):
         before = shown[: shown.index(line)]
         assert before == "" or before[-1] in "\r\n" or before.endswith("\x1b[A")
 
@@ -113,6 +113,34 @@ def test_terminal_without_unicode_shows_something(tmp_path: Path) -> None:
     metrics.close()
     assert b"na\\xefve" in raw.getvalue()
     assert "naïve" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
+def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
+    def run(folder: Path, stream: io.StringIO) -> str:
+        metrics, _ = make_metrics(
+            folder, log_interval=2, stream=stream, bar=False, formula="6 N per token"
+        )
+        metrics.say("every setting\n" * 100, brief="a few settings")
+        for i in range(1, 5):
+            metrics.step(record(i, skipped=i == 3))
+        metrics.evaluation(4, "valid", 5.0)
+        metrics.close()
+        return stream.getvalue()
+
+    piped = run(tmp_path / "piped", io.StringIO())
+    shown = run(tmp_path / "shown", _Terminal())
+    log = (tmp_path / "shown" / "log.txt").read_text()
+    assert log == piped == (tmp_path / "piped" / "log.txt").read_text()
+    assert "every setting" in log and log.count("number of nan iterations") == 2
+    assert "a few settings" not in log
+    _, *lines = shown.splitlines()
+    assert max(map(len, lines)) < 120 and "6 N per token" not in shown
+    assert lines[0] == (
+        " step   2/100 | loss 5.0000 | lr 1.00e-04 | grad norm 1.250 | 500.0 ms/step | "
+        "2.00 ktokens/s | ETA 0s"
+    )
+    assert "| skipped 1 |" in lines[1]
+    assert lines[2].endswith("] validation loss at step 4: 5.0000, perplexity 148.4")
 
 
 def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ def test_it_is_said_after_the_last_line(tmp_path: Path) -> None:
     assert "(Eq. 3 less the forward it recomputes: 3 passes)" in str(kept)
 
 
+def test_the_papers_metrics_are_those_of_large_models(tmp_path: Path) -> None:
+    """300 billion tokens are what GPT-3 trained models of 125 million parameters and more on."""
+    metrics, _ = make_metrics(tmp_path)
+    metrics.step(record(1))
+    metrics.close()
+    for flops, peak, told in ((8e6, None, False), (8e6, 0.1, True), (9e8, None, True)):
+        watch = Stopwatch()
+        for number in (1, 2, 3):
+            watch.add(record(number))
+        workload = dataclasses.replace(WORKLOAD, flops_per_token=flops)
+        found = watch.read(workload, peak_tflops=peak)
+        assert found is not None and found.training_days > 0
+        assert ("300 billion tokens" in str(found)) == told
+        assert "throughput: 0.50 s a step" in str(found) and "FLOP/s: " in str(found)
+        write_status(tmp_path, Status(state="done", throughput=dataclasses.asdict(found)))
+        assert ("300 billion tokens" in dict(run_table(read_run(tmp_path)))) == told
+
+
 def test_status_and_report_show_it(tmp_path: Path) -> None:
     metrics, _ = make_metrics(tmp_path)
     metrics.step(record(1))

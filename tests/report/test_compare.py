@@ -66,6 +66,22 @@ def test_tool_writes_and_judges(
     assert (first / "report.html").is_file() and (other / "report.html").is_file()
 
 
+def test_settings_that_differ_come_first(first: Path, tmp_path: Path) -> None:
+    other = _other(tmp_path, LOSSES)
+    (first / "config.yaml").write_text("optimizer:\n  lr: 0.1\n  adam_eps: 1.0e-08\n")
+    (other / "config.yaml").write_text(
+        "optimizer:\n  lr: 0.2\n  adam_eps: 1.0e-08\nradius:\n  radius_interval: 50\n"
+    )
+    assert main([str(first), str(other)]) == 0
+    page = (first / "comparison.html").read_text()
+    table = page[page.index("Settings that differ") : page.index("<h2>Runs</h2>")]
+    assert "<td>lr</td><td>0.1</td><td>0.2</td>" in table
+    assert "<td>radius interval</td><td>-</td><td>50</td>" in table
+    assert "adam" not in table and page.index("<svg") > page.index("<h2>Runs</h2>")
+    assert main([str(first), str(first)]) == 0
+    assert "No setting differs." in (first / "comparison.html").read_text()
+
+
 def test_tool_refuses_in_one_line(
     first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,15 @@ def test_report_holds_all_series_and_figures(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_what_did_not_happen_has_no_chart_and_a_path_shows_its_settings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [3.0, 2.0])
+    (run / "config.yaml").write_text("radius:\n  radius_density: 0.4\n  radius_interval: 50\n")
+    page = write_report(run).read_text()
+    assert "Skipped steps so far" not in page
+    assert "<td>radius density</td><td>0.4</td>" in page
+    assert "<td>radius interval</td><td>50</td>" in page
+
+
 def test_nothing_from_a_file_is_live(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a$b$ <i>", [3.0, 2.0])
     yaml = f"data:\n  data_path: {json.dumps(CANARY)}\n  tokenizer_type: {json.dumps(CANARY)}\n"

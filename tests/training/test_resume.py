@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -234,3 +235,22 @@ def test_a_test_loss_that_a_crash_lost_is_made_up_for(
     assert metrics_of(tmp_path, "test_loss") == [loss], "known: not evaluated again"
     ranks.run(world, train, f"{TINY} --train-iters 10", tmp_path)
     assert len(metrics_of(tmp_path, "test_loss")) == 2, "another end, another loss"
+
+
+@pytest.mark.parametrize(
+    ("decay", "before", "after"), [("", "1.96e-03", "2.93e-03"), ("--lr-decay-iters 20", "", "")]
+)
+def test_a_learning_rate_that_jumps_is_told(
+    ranks: Ranks, tmp_path: Path, decay: str, before: str, after: str
+) -> None:
+    """Only the number of steps changes, and it moves the rate where the decay follows it."""
+    flags = f"{TINY} --lr-decay-style cosine {decay} --train-iters"
+    ranks.run(1, train, f"{flags} 10 --exit-interval 4", tmp_path)
+    ranks.run(1, train, f"{flags} 40 --exit-interval 6", tmp_path)
+    log = (tmp_path / "log.txt").read_text()
+    assert "training.train_iters: 10 in the checkpoint, 40 from here on" in log
+    told = re.search(r"learning rate at step 5: (\S+) by \D+, (\S+) from here on(.*)", log)
+    if not decay:
+        assert told is not None and "--lr-decay-iters" in told[3]
+        assert float(told[2]) == pytest.approx(metrics_of(tmp_path, "lr")[4], rel=1e-2)
+    assert (told[1], told[2]) == (before, after) if told else not before
