@@ -84,7 +84,7 @@ def on_one_thread() -> Iterator[None]:
 def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Each kind of index that a CPU may have."""
     if request.param and native_library() is None:
-        pytest.skip("needs the kernels of radius/native.c, and AVX-512")
+        pytest.skip("needs the kernels of radius/native.c, and AVX2")
     monkeypatch.setattr("radius.reducer.keeps_bits", lambda *_: request.param)
     return request.param
 
