@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from megatron.sparse.selection import Given
 from radius import native_library as finder
 from radius import reference
 from radius.bitmap import BitmapIndex
-from radius.index import keeps_bits
+from radius.index import LEAST_DENSITY, keeps_bits
 from radius.reducer import RadiusReducer
 from radius.schedule import RadiusSettings
 from radius.share import ModelShare
@@ -199,13 +200,15 @@ def test_tensors_that_do_not_go_with_the_bitmap_are_refused(instruction_set: str
     assert_untouched(around)
 
 
+@by_instruction_set
 def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, instruction_set: str
 ) -> None:
-    few, enough = Fraction("0.06"), Fraction(1, 16)
-    monkeypatch.setattr("radius.index.native_library", object)
+    enough = LEAST_DENSITY[instruction_set]
+    few = enough - Fraction(1, 1000)
+    monkeypatch.setattr("radius.index.instruction_sets", lambda: (instruction_set,))
     assert keeps_bits("cpu", enough) and not keeps_bits("cpu", few)
-    monkeypatch.setattr("radius.index.native_library", lambda: None)
+    monkeypatch.setattr("radius.index.instruction_sets", tuple)
     assert not keeps_bits("cpu", enough) and keeps_bits("cuda", few)
 
 
@@ -306,6 +309,31 @@ def test_ranks_keep_the_same_kind(ranks: Ranks, odd: int) -> None:
         assert kinds == {odd == -1}
         assert ("moves them by compiled kernels" in notes) == (odd == -1)
         assert ("moves them by torch" in notes) == (odd == 1)
+
+
+def on_rank_with(groups: ProcessGroups, sets: list[tuple[str, ...]], density: str) -> set[bool]:
+    """Which kind each rank keeps where ranks have these instruction sets."""
+    case = radius(density=density)
+    with (
+        patch("radius.index.instruction_sets", lambda: sets[groups.dp.rank]),
+        patch.dict(LEAST_DENSITY, {"AVX2": Fraction("0.2"), "AVX-512": Fraction("0.1")}),
+    ):
+        return {own.bits for own in reducer_of(Toy(groups, case))._own}
+
+
+@pytest.mark.parametrize(
+    ("other", "density", "bits"),
+    [
+        (("AVX2", "AVX-512"), "0.4", True),
+        (("AVX2", "AVX-512"), "0.15", False),
+        ((), "0.4", False),
+    ],
+)
+def test_ranks_on_different_cpus_keep_the_same_kind(
+    ranks: Ranks, other: tuple[str, ...], density: str, bits: bool
+) -> None:
+    for sets in ([("AVX2",), other], [other, ("AVX2",)]):
+        assert ranks.run(2, on_rank_with, sets, density) == [{bits}, {bits}]
 
 
 @pytest.mark.parametrize("others", [True, False])
