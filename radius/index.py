@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megatron.sparse.shard import Shard
 
 LEAST_DENSITY = {"AVX2": Fraction(1, 16), "AVX-512": Fraction(1, 16)}
-"""Of a bitmap on a CPU, by the instruction set that serves: below it offsets take less time
-(`docs/benchmarks`)."""
+"""Of a bitmap on a CPU, by the instruction set that serves. That of AVX-512 was measured; that of
+AVX2 is the same until a quiet machine measures it (`docs/benchmarks`)."""
 
 
 def quota(density: Fraction, entries: int) -> int:

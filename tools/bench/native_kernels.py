@@ -176,8 +176,8 @@ def as_markdown(rows: Sequence[Row], options: argparse.Namespace, load: float) -
         "",
         f"{cpu_name()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; one "
         f"thread of {os.cpu_count()} cores, load {load} at the start; a bucket of "
-        f"{options.entries:,} fp32 entries. Nanoseconds an entry, the least of {options.rounds} rounds, and bytes an "
-        "entry of index.",
+        f"{options.entries:,} fp32 entries. Nanoseconds an entry, the least of "
+        f"{options.rounds} rounds, and bytes an entry of index.",
         "",
         f"| density | chosen | {' | '.join(columns)} | index, compiled | index, torch "
         "| gather and place, compiled / torch |",
