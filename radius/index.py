@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron.data_parallel.interface import SparseIndex
 from megatron.sparse.sizes import bitmap_bytes
-from radius.native_library import native_library
+from radius.native_library import instruction_sets
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from megatron.sparse.selection import Selection
     from megatron.sparse.shard import Shard
 
-LEAST_DENSITY = Fraction(1, 16)
-"""Of a bitmap on a CPU."""
+LEAST_DENSITY = {"AVX2": Fraction(1, 16), "AVX-512": Fraction(1, 16)}
+"""Of a bitmap on a CPU, by the instruction set that serves. That of AVX-512 was measured; that of
+AVX2 is the same until a quiet machine measures it (`docs/benchmarks`)."""
 
 
 def quota(density: Fraction, entries: int) -> int:
@@ -120,7 +121,9 @@ def keeps_bits(device: str, density: Fraction) -> bool:
     """Whether an index on "cpu" or "cuda" is a bitmap. On a CPU that takes the kernels of
     `native.c`, and a density at which most cache lines hold a chosen entry; offsets need not read
     the others."""
-    return device != "cpu" or (density >= LEAST_DENSITY and native_library() is not None)
+    if device != "cpu":
+        return True
+    return any(density >= LEAST_DENSITY[best] for best in instruction_sets()[-1:])
 
 
 def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from radius.index import index_bytes, quota
+from radius.native_library import instruction_sets
 
 PAPERS = 1 + 4
 """Bytes a parameter that the paper's implementation adds: a boolean and an fp32 residual."""
@@ -44,7 +45,8 @@ def memory_note(entries: int, kinds: dict[str, int], device: str, *, bits: bool)
     papers = f"(the paper: {_size(PAPERS * entries)} of booleans and residual)"
     if device == "cpu":
         kept = f"{index} of index, {residual} of residual and {values} of values"
-        by = "compiled kernels" if bits else "torch"
+        best = instruction_sets()[-1:]
+        by = " with ".join(["compiled kernels", *best]) if bits else "torch"
         return f"radius: keeps {kept} for {entries:,} entries {papers}; moves them by {by}"
     return (
         f"radius: keeps {index} of index and {residual} of residual for {entries:,} entries, and "

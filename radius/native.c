@@ -1,5 +1,8 @@
 /* Brings together a flat tensor and the compact vector of its chosen entries, on a CPU.
  *
+ * One library serves every x86-64: each kernel is compiled for AVX-512 and for AVX2, and the caller
+ * names the instruction set, which must be one that `sparsetron_instruction_set` allows.
+ *
  * What `kernels.py` has in Triton, but for AdamW; `native.py` calls it. A bitmap is that of
  * `megatron.sparse.reference`: 128 bytes for a block of 1024 entries, the first of eight entries in
  * a byte's highest bit. Whichever are set, nothing is touched beyond the lengths that are given.
@@ -13,11 +16,15 @@
 #endif
 #include <immintrin.h>
 
-enum { VERSION = 1 };              /* raise it with every change, here and in native_library.py */
+enum { VERSION = 2 };              /* raise it with every change, here and in native_library.py */
 enum { BLOCK = 1024, GROUP = 64 }; /* entries: of a block, and looked at together */
 
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,popcnt")))
+#define AVX2 __attribute__((target("avx2,popcnt")))
+
+/* Instruction sets: a processor that has one of them has those before it. */
+enum { NO_SET, SET_AVX2, SET_AVX512 };
 
 typedef struct {
     const char *words;    /* [blocks] of 128 bytes */
@@ -57,56 +64,132 @@ INLINE void expand_some(uint64_t w, const char *values, char *out, int size) {
     for (; w; w &= w - 1, values += size) memcpy(out + __builtin_ctzll(w) * size, values, size);
 }
 
-/* The same for 64 entries, with room for as many values: 16 at a time, as 32-bit integers. */
+/* ---- 64 entries with room for as many values, by AVX-512: 16 at a time, as 32-bit integers --- */
 
-AVX512 INLINE __m512i load(const char *from, int size) {
+AVX512 INLINE __m512i load_16(const char *from, int size) {
     if (size == 4) return _mm512_loadu_si512(from);
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }
 
-AVX512 INLINE void store(char *to, __m512i entries, int size) {
+AVX512 INLINE void store_16(char *to, __m512i entries, int size) {
     if (size == 4)
         _mm512_storeu_si512(to, entries);
     else
         _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(entries));
 }
 
-AVX512 INLINE void compact_64(uint64_t w, char *flat, char *out, int size, int clear) {
+AVX512 INLINE void compact_64_avx512(uint64_t w, char *flat, char *out, int size, int clear) {
     for (int i = 0; i < GROUP; i += 16, w >>= 16, flat += 16 * size) {
         __mmask16 mask = (__mmask16)w;
-        __m512i entries = load(flat, size);
+        __m512i entries = load_16(flat, size);
         if (out != NULL) {
             /* What is written too much is overwritten by the values that follow. */
-            store(out, _mm512_maskz_compress_epi32(mask, entries), size);
+            store_16(out, _mm512_maskz_compress_epi32(mask, entries), size);
             out += __builtin_popcount(mask) * size;
         }
-        if (clear) store(flat, _mm512_maskz_mov_epi32(~mask, entries), size);
+        if (clear) store_16(flat, _mm512_maskz_mov_epi32(~mask, entries), size);
     }
 }
 
-AVX512 INLINE void expand_64(uint64_t w, const char *values, char *out, int size, int zeros,
-                             float scale) {
+AVX512 INLINE void expand_64_avx512(uint64_t w, const char *values, char *out, int size,
+                                    int zeros, float scale) {
     __m512 times = _mm512_set1_ps(scale);
     for (int i = 0; i < GROUP; i += 16, w >>= 16, out += 16 * size) {
         __mmask16 mask = (__mmask16)w;
-        __m512i some = load(values, size);
+        __m512i some = load_16(values, size);
         /* Else compilers make this load a part of the expansion, which takes twice as long. */
         __asm__("" : "+v"(some));
         if (!zeros)
-            some = _mm512_mask_expand_epi32(load(out, size), mask, some);
+            some = _mm512_mask_expand_epi32(load_16(out, size), mask, some);
         else
             some = _mm512_maskz_expand_epi32(mask, some);
         if (scale != 1)
             some = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(some), times));
-        store(out, some, size);
+        store_16(out, some, size);
         values += __builtin_popcount(mask) * size;
+    }
+}
+
+/* ---- the same by AVX2: 8 at a time ----------------------------------------------------------- */
+
+/* AVX2 moves entries across a vector only by a vector of indices, which these tables give for each
+ * byte of a bitmap, the first entry in its lowest bit. A byte of a row is an index. */
+static uint64_t chosen_first[256]; /* of the chosen entries, in order; then 0 */
+static uint64_t chosen_before[256]; /* of each entry: how many are chosen before it */
+
+__attribute__((constructor)) static void fill_tables(void) {
+    for (int byte = 0; byte < 256; byte++) {
+        int before = 0;
+        for (uint64_t i = 0; i < 8; i++) {
+            chosen_before[byte] |= (uint64_t)before << 8 * i;
+            if (byte >> i & 1) chosen_first[byte] |= i << 8 * before++;
+        }
+    }
+}
+
+AVX2 INLINE __m256i row_of(const uint64_t *table, int byte) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(table + byte)));
+}
+
+/* All ones where an entry is chosen. */
+AVX2 INLINE __m256i mask_of(int byte) {
+    __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(byte), bits), bits);
+}
+
+AVX2 INLINE __m256i load_8(const char *from, int size) {
+    if (size == 4) return _mm256_loadu_si256((const __m256i *)from);
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
+AVX2 INLINE void store_8(char *to, __m256i entries, int size) {
+    if (size == 4)
+        _mm256_storeu_si256((__m256i *)to, entries);
+    else
+        _mm_storeu_si128((__m128i *)to, _mm_packus_epi32(_mm256_castsi256_si128(entries),
+                                                         _mm256_extracti128_si256(entries, 1)));
+}
+
+AVX2 INLINE void compact_64_avx2(uint64_t w, char *flat, char *out, int size, int clear) {
+    for (int i = 0; i < GROUP; i += 8, w >>= 8, flat += 8 * size) {
+        int byte = w & 0xff;
+        __m256i entries = load_8(flat, size);
+        if (out != NULL) {
+            /* The values that follow overwrite what is written beyond the chosen entries. */
+            store_8(out, _mm256_permutevar8x32_epi32(entries, row_of(chosen_first, byte)), size);
+            out += __builtin_popcount(byte) * size;
+        }
+        if (clear) store_8(flat, _mm256_andnot_si256(mask_of(byte), entries), size);
+    }
+}
+
+AVX2 INLINE void expand_64_avx2(uint64_t w, const char *values, char *out, int size, int zeros,
+                                float scale) {
+    __m256 times = _mm256_set1_ps(scale);
+    for (int i = 0; i < GROUP; i += 8, w >>= 8, out += 8 * size) {
+        int byte = w & 0xff;
+        __m256i mask = mask_of(byte), some = load_8(values, size);
+        some = _mm256_permutevar8x32_epi32(some, row_of(chosen_before, byte));
+        if (zeros)
+            some = _mm256_and_si256(some, mask);
+        else
+            some = _mm256_blendv_epi8(load_8(out, size), some, mask);
+        if (scale != 1)
+            some = _mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(some), times));
+        store_8(out, some, size);
+        values += __builtin_popcount(byte) * size;
     }
 }
 
 /* ---- all of a tensor ------------------------------------------------------------------------- */
 
-AVX512 INLINE int64_t compact_all(Bitmap bits, char *flat, int64_t length, char *out,
-                                  int64_t count, int size, int clear) {
+/* Each instruction set's function inlines these, and with them the kernel that is a constant there.
+ */
+typedef void Compact64(uint64_t w, char *flat, char *out, int size, int clear);
+typedef void Expand64(uint64_t w, const char *values, char *out, int size, int zeros, float scale);
+
+INLINE int64_t compact_all(Compact64 *compact_64, Bitmap bits, char *flat, int64_t length,
+                           char *out, int64_t count, int size, int clear) {
     int64_t done = 0;
     for (int64_t i = 0; i < length; i += GROUP) {
         uint64_t w = chosen(bits, i);
@@ -122,8 +205,9 @@ AVX512 INLINE int64_t compact_all(Bitmap bits, char *flat, int64_t length, char 
     return done;
 }
 
-AVX512 INLINE int64_t expand_all(Bitmap bits, int64_t first, const char *values, int64_t count,
-                                 char *out, int64_t length, int size, int zeros, float scale) {
+INLINE int64_t expand_all(Expand64 *expand_64, Bitmap bits, int64_t first, const char *values,
+                          int64_t count, char *out, int64_t length, int size, int zeros,
+                          float scale) {
     int64_t done = 0;
     for (int64_t i = 0; i < length; i += GROUP) {
         uint64_t w = chosen(bits, first + i);
@@ -147,39 +231,64 @@ AVX512 INLINE int64_t expand_all(Bitmap bits, int64_t first, const char *values,
     return done;
 }
 
+/* ---- by instruction set ---------------------------------------------------------------------- */
+
+#define KERNELS(TARGET, set)                                                                       \
+    TARGET static int64_t compact_##set(Bitmap bits, char *flat, int64_t length, char *out,        \
+                                        int64_t count, int size, int clear) {                      \
+        if (size == 2)                                                                             \
+            return compact_all(compact_64_##set, bits, flat, length, out, count, 2, clear);        \
+        return compact_all(compact_64_##set, bits, flat, length, out, count, 4, clear);            \
+    }                                                                                              \
+    TARGET static int64_t expand_##set(Bitmap bits, int64_t first, const char *values,             \
+                                       int64_t count, char *out, int64_t length, int size,         \
+                                       int zeros, float scale) {                                   \
+        if (size == 2)                                                                             \
+            return expand_all(expand_64_##set, bits, first, values, count, out, length, 2, zeros,  \
+                              1);                                                                  \
+        return expand_all(expand_64_##set, bits, first, values, count, out, length, 4, zeros,      \
+                          scale);                                                                  \
+    }
+
+KERNELS(AVX2, avx2)
+KERNELS(AVX512, avx512)
+
 /* ---- what `native.py` calls ------------------------------------------------------------------ */
 
 int sparsetron_version(void) { return VERSION; }
 
-int sparsetron_has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("popcnt");
+/* The best instruction set that this processor has; without any, nothing below may be called. */
+int sparsetron_instruction_set(void) {
+    if (!__builtin_cpu_supports("popcnt") || !__builtin_cpu_supports("avx2")) return NO_SET;
+    return __builtin_cpu_supports("avx512f") ? SET_AVX512 : SET_AVX2;
 }
 
 /* Write the chosen ones of `length` entries of `size` bytes, 2 or 4, to `out`, unless that is NULL,
  * and zeros in their places if told to `clear`. How many they are; -1, with some of it done, where
  * they are more than `count`, or one of the last 64 lies beyond the length. */
-AVX512 int64_t sparsetron_compact(const char *words, const int32_t *patch, const char *patches,
-                                  char *flat, int64_t length, char *out, int64_t count, int size,
-                                  int clear) {
+int64_t sparsetron_compact(int set, const char *words, const int32_t *patch, const char *patches,
+                           char *flat, int64_t length, char *out, int64_t count, int size,
+                           int clear) {
     Bitmap bits = {words, patch, patches};
-    if (size == 2) return compact_all(bits, flat, length, out, count, 2, clear);
-    return compact_all(bits, flat, length, out, count, 4, clear);
+    if (set == SET_AVX512) return compact_avx512(bits, flat, length, out, count, size, clear);
+    return compact_avx2(bits, flat, length, out, count, size, clear);
 }
 
 /* Place values at the chosen ones of `length` entries, of which the first is entry `first` of the
  * bitmap; the others stay, or become 0 with `zeros`. A `scale` other than 1 multiplies them all,
  * which must be floats then. How many were placed; -1, with some of it done, where that would be
  * more than `count`. */
-AVX512 int64_t sparsetron_expand(const char *words, const int32_t *patch, const char *patches,
-                                 int64_t first, const char *values, int64_t count, char *out,
-                                 int64_t length, int size, int zeros, float scale) {
+int64_t sparsetron_expand(int set, const char *words, const int32_t *patch, const char *patches,
+                          int64_t first, const char *values, int64_t count, char *out,
+                          int64_t length, int size, int zeros, float scale) {
     Bitmap bits = {words, patch, patches};
-    if (size == 2) return expand_all(bits, first, values, count, out, length, 2, zeros, 1);
-    return expand_all(bits, first, values, count, out, length, 4, zeros, scale);
+    if (set == SET_AVX512)
+        return expand_avx512(bits, first, values, count, out, length, size, zeros, scale);
+    return expand_avx2(bits, first, values, count, out, length, size, zeros, scale);
 }
 
 /* How many bits are set in each of so many blocks. */
-AVX512 void sparsetron_count(const char *words, int64_t blocks, int64_t *counts) {
+__attribute__((target("popcnt"))) void sparsetron_count(const char *words, int64_t blocks, int64_t *counts) {
     for (int64_t block = 0; block < blocks; block++) {
         counts[block] = 0;
         for (int i = 0; i < BLOCK / 8; i += 8) {

@@ -6,17 +6,33 @@ bitmap raise `ValueError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron.sparse.reference import BLOCK, Bits
 from radius import reference
-from radius.native_library import native_library
+from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_library
 
 SIZES = (2, 4)
 """Bytes of an entry."""
 _library: Any = native_library()
+_set = len(instruction_sets())
+"""The number of the instruction set in use, the best one."""
+
+
+@contextmanager
+def using(instruction_set: str) -> Iterator[None]:
+    """Let the kernels use another of `instruction_sets()`, so that a test covers each of them."""
+    global _set
+    before = _set
+    _set = 1 + INSTRUCTION_SETS.index(instruction_set)
+    try:
+        yield
+    finally:
+        _set = before
 
 
 def compact(
@@ -67,7 +83,7 @@ def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None, *, clear:
     count = flat.numel() if out is None else out.numel()
     _require(flat.numel() <= bits.blocks * BLOCK and (out is None or out.dtype == flat.dtype))
     done = _library.sparsetron_compact(
-        *(_at(bits.words), _at(bits.patch), _at(bits.patches), _at(flat), flat.numel()),
+        *(_set, _at(bits.words), _at(bits.patch), _at(bits.patches), _at(flat), flat.numel()),
         *(_at(out), count, flat.element_size(), clear),
     )
     _require(done >= 0 and (out is None or done == count))
@@ -96,7 +112,7 @@ def _expand(
     if values.dtype != out.dtype:
         values = values[: int(bits.counts[first:last].sum())].to(out.dtype)
     done = _library.sparsetron_expand(
-        *(_at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
+        *(_set, _at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
         *(_at(values), values.numel(), _at(out), out.numel(), size, zeros, scale),
     )
     _require(done >= 0)

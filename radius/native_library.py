@@ -11,16 +11,18 @@ from functools import cache
 from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
-VERSION = 1
+VERSION = 2
 """As `native.c` says: raised there and here with every change of it, so that what was built of an
 older one is left alone."""
+INSTRUCTION_SETS = ("AVX2", "AVX-512")
+"""What the kernels are compiled for, as `native.c` numbers them from 1 on."""
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _BITMAP = [_POINTER, _POINTER, _POINTER]
 _FROM_TO = [_POINTER, _INT64, _POINTER, _INT64]
 _HOW = [_INT, _INT]
 _ARGUMENTS = {
-    "sparsetron_compact": [*_BITMAP, *_FROM_TO, *_HOW],
-    "sparsetron_expand": [*_BITMAP, _INT64, *_FROM_TO, *_HOW, ctypes.c_float],
+    "sparsetron_compact": [_INT, *_BITMAP, *_FROM_TO, *_HOW],
+    "sparsetron_expand": [_INT, *_BITMAP, _INT64, *_FROM_TO, *_HOW, ctypes.c_float],
     "sparsetron_count": [_POINTER, _INT64, _POINTER],
 }
 
@@ -28,13 +30,13 @@ _ARGUMENTS = {
 @cache
 def native_library() -> ctypes.CDLL | None:
     """The library, None where it was not built, or of another version, or where the processor has
-    no AVX-512, without which torch is as fast."""
+    none of the instruction sets."""
     origin = _origin()
     if origin is None:
         return None
     try:
         library = ctypes.CDLL(origin)
-        if library.sparsetron_version() != VERSION or not library.sparsetron_has_avx512():
+        if library.sparsetron_version() != VERSION or not library.sparsetron_instruction_set():
             return None
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
@@ -43,6 +45,12 @@ def native_library() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     return library
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets of this processor that the kernels can use; the last is the best."""
+    library = native_library()
+    return () if library is None else INSTRUCTION_SETS[: library.sparsetron_instruction_set()]
 
 
 def _origin() -> str | None:

@@ -9,25 +9,33 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from radius.native_library import native_library
+from radius.native_library import instruction_sets
 from tools.bench import native_kernels
-from tools.bench.native_kernels import CASES, COMPILED, TORCH, Row, main
+from tools.bench.native_kernels import CASES, COMPILED, TORCH, Row, cpu_name, main, page_name
 
 
-@pytest.mark.skipif(native_library() is None, reason="needs the kernels of radius/native.c")
+@pytest.mark.skipif(not instruction_sets(), reason="needs the kernels of radius/native.c")
 def test_smoke_writes_a_row_for_each_case(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     try:
         assert main(["--entries", "70001", "--rounds", "2", "--out", str(tmp_path)]) == 0
     finally:
         torch.set_num_threads(threads)
-    found = json.loads((tmp_path / "native_kernels.json").read_text())
+    page = tmp_path / page_name(instruction_sets()[-1])
+    found = json.loads(page.with_suffix(".json").read_text())
+    assert found["cpu"] == cpu_name()
     assert [(row["density"], row["select"]) for row in found["rows"]] == list(CASES)
     for row in found["rows"]:
         assert all(seconds > 0 for by_who in row["took"].values() for seconds in by_who.values())
         assert row["index_bytes"][TORCH] == pytest.approx(4 * row["density"], rel=0.01)
         assert row["index_bytes"][COMPILED] < 0.15
-    assert (tmp_path / "native_kernels.md").read_text().count("largest") == 6
+    text = page.with_suffix(".md").read_text()
+    assert text.count("largest") == 6 and cpu_name() in text
+
+
+def test_each_instruction_set_has_a_page_of_its_own() -> None:
+    assert page_name("AVX-512") == "native_kernels"
+    assert page_name("AVX2") == "native_kernels_avx2"
 
 
 def test_the_ratio_is_of_what_a_step_does() -> None:
@@ -38,7 +46,7 @@ def test_the_ratio_is_of_what_a_step_does() -> None:
 
 
 def test_without_the_kernels_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_kernels, "native_library", lambda: None)
+    monkeypatch.setattr(native_kernels, "instruction_sets", tuple)
     with pytest.raises(ConfigError, match="C compiler"):
         main([])
 

@@ -29,7 +29,7 @@ HYPER = Hyper(t=3, lr=0.1, weight_decay=0.1)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that every index made from here on has."""
     if request.param == "native" and native_library() is None:
-        pytest.skip("needs the kernels of radius/native.c, and AVX-512")
+        pytest.skip("needs the kernels of radius/native.c, and AVX2")
     module = import_module(f"radius.{request.param}")
     monkeypatch.setattr("radius.marked._kernels_for", lambda device: module)
 

@@ -84,7 +84,7 @@ def on_one_thread() -> Iterator[None]:
 def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Each kind of index that a CPU may have."""
     if request.param and native_library() is None:
-        pytest.skip("needs the kernels of radius/native.c, and AVX-512")
+        pytest.skip("needs the kernels of radius/native.c, and AVX2")
     monkeypatch.setattr("radius.reducer.keeps_bits", lambda *_: request.param)
     return request.param
 
@@ -217,7 +217,8 @@ def test_a_bitmap_is_as_large_as_planned() -> None:
     assert planned <= index.nbytes < 1.01 * planned < 0.2 * index.length
 
 
-def test_the_log_tells_it_beside_the_papers() -> None:
+def test_the_log_tells_it_beside_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radius.memory.instruction_sets", lambda: ("AVX2",))
     kinds = radius_bytes(
         [10_000_000, 500],
         density=Fraction("0.4"),
@@ -228,7 +229,8 @@ def test_the_log_tells_it_beside_the_papers() -> None:
     )
     assert memory_note(10_000_500, kinds, "cpu", bits=True) == (
         "radius: keeps 1.41 MB of index, 40 MB of residual and 16 MB of values for 10,000,500 "
-        "entries (the paper: 50 MB of booleans and residual); moves them by compiled kernels"
+        "entries (the paper: 50 MB of booleans and residual); moves them by compiled kernels "
+        "with AVX2"
     )
     assert memory_note(10_000_500, kinds, "cuda", bits=True) == (
         "radius: keeps 1.41 MB of index and 40 MB of residual for 10,000,500 entries, and 16 MB of "

@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from megatron.sparse.selection import Given
 from radius import native_library as finder
 from radius import reference
 from radius.bitmap import BitmapIndex
-from radius.index import keeps_bits
+from radius.index import LEAST_DENSITY, keeps_bits
 from radius.reducer import RadiusReducer
 from radius.schedule import RadiusSettings
 from radius.share import ModelShare
@@ -41,10 +43,18 @@ ON_X86 = platform.machine() == "x86_64" and sys.platform == "linux"
 GUARD = 99
 """What lies around a tensor, which nobody may touch."""
 needs_native = pytest.mark.skipif(
-    finder.native_library() is None, reason="needs the kernels of radius/native.c, and AVX-512"
+    finder.native_library() is None, reason="needs the kernels of radius/native.c, and AVX2"
 )
 if finder.native_library() is not None:
     from radius import native
+
+by_instruction_set = pytest.mark.parametrize("instruction_set", finder.INSTRUCTION_SETS)
+
+
+def using(instruction_set: str) -> AbstractContextManager[None]:
+    if instruction_set not in finder.instruction_sets():
+        pytest.skip(f"needs a CPU with {instruction_set}")
+    return native.using(instruction_set)
 
 
 def bits_of(length: int, share: float, *, flushed: bool) -> Bits:
@@ -71,9 +81,23 @@ SHARES = st.sampled_from([0.0, 0.01, 0.4, 0.97, 1.0])
 
 
 @needs_native
+@by_instruction_set
 @settings(deadline=None, max_examples=150)
-@given(LENGTHS, SHARES, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**31))
+@given(
+    length=LENGTHS,
+    share=SHARES,
+    flushed=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
 def test_every_kernel_equals_plain_torch(
+    instruction_set: str, length: int, share: float, flushed: bool, dtype: torch.dtype, seed: int
+) -> None:
+    with using(instruction_set):
+        assert_every_kernel_equals_plain_torch(length, share, flushed, dtype, seed)
+
+
+def assert_every_kernel_equals_plain_torch(
     length: int, share: float, flushed: bool, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
@@ -115,24 +139,28 @@ def test_every_kernel_equals_plain_torch(
 
 
 @needs_native
-def test_values_are_cast_as_they_are_placed() -> None:
+@by_instruction_set
+def test_values_are_cast_as_they_are_placed(instruction_set: str) -> None:
     bits = bits_of(9 * BLOCK + 5, 0.3, flushed=True)
     values = torch.randn(int(bits.counts.sum())).bfloat16()
     for first in (0, GROUP):
         wanted, found = torch.ones(4 * BLOCK), torch.ones(4 * BLOCK)
         reference.expand(bits, values, wanted, first=first, scale=0.37)
-        native.expand(bits, values, found, first=first, scale=0.37)
+        with using(instruction_set):
+            native.expand(bits, values, found, first=first, scale=0.37)
         assert torch.equal(found, wanted)
 
 
 @needs_native
-def test_what_is_not_finite_is_moved_and_cleared() -> None:
+@by_instruction_set
+def test_what_is_not_finite_is_moved_and_cleared(instruction_set: str) -> None:
     odd = torch.tensor([torch.nan, torch.inf, -0.0, 1e-45]).repeat(BLOCK)
     bits = bits_of(odd.numel(), 0.5, flushed=False)
     wanted, found = torch.empty(2, int(bits.counts.sum())).unbind()
     left, mine = odd.clone(), odd.clone()
     reference.compact(bits, left, wanted, clear=True)
-    native.compact(bits, mine, found, clear=True)
+    with using(instruction_set):
+        native.compact(bits, mine, found, clear=True)
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
     assert torch.equal(mine.view(torch.int32), left.view(torch.int32))
 
@@ -144,7 +172,8 @@ def test_blocks_are_counted() -> None:
 
 
 @needs_native
-def test_tensors_that_do_not_go_with_the_bitmap_are_refused() -> None:
+@by_instruction_set
+def test_tensors_that_do_not_go_with_the_bitmap_are_refused(instruction_set: str) -> None:
     chosen = torch.zeros(5 * BLOCK, dtype=torch.bool)
     chosen[::3] = True
     index = BitmapIndex(5 * BLOCK, CPU)
@@ -166,18 +195,20 @@ def test_tensors_that_do_not_go_with_the_bitmap_are_refused() -> None:
         lambda: native.expand(bits, values, torch.empty(5 * BLOCK), first=GROUP),
     ]
     for call in refused:
-        with pytest.raises(ValueError, match="not of the bitmap's length"):
+        with using(instruction_set), pytest.raises(ValueError, match="not of the bitmap's length"):
             call()
     assert_untouched(around)
 
 
+@by_instruction_set
 def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, instruction_set: str
 ) -> None:
-    few, enough = Fraction("0.06"), Fraction(1, 16)
-    monkeypatch.setattr("radius.index.native_library", object)
+    enough = LEAST_DENSITY[instruction_set]
+    few = enough - Fraction(1, 1000)
+    monkeypatch.setattr("radius.index.instruction_sets", lambda: (instruction_set,))
     assert keeps_bits("cpu", enough) and not keeps_bits("cpu", few)
-    monkeypatch.setattr("radius.index.native_library", lambda: None)
+    monkeypatch.setattr("radius.index.instruction_sets", tuple)
     assert not keeps_bits("cpu", enough) and keeps_bits("cuda", few)
 
 
@@ -187,7 +218,7 @@ def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
 def test_the_version_is_raised_with_every_change() -> None:
     """A clone may find what was built of an older source."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    known = {1: "8f8efb93a71267e2"}
+    known = {2: "8c94445cfd2594dd"}
     assert known.get(finder.VERSION) == digest, (
         "raise VERSION in native.c and native_library.py, install again, and note the digest here"
     )
@@ -196,8 +227,8 @@ def test_the_version_is_raised_with_every_change() -> None:
 
 @pytest.mark.skipif(not os.environ.get("CI"), reason="elsewhere a build may be old or missing")
 def test_a_machine_that_can_have_the_kernels_has_them() -> None:
-    if COMPILER is None or not ON_X86 or not has_avx512():
-        pytest.skip("needs a C compiler, and an x86-64 with AVX-512")
+    if COMPILER is None or not ON_X86 or not has_avx2():
+        pytest.skip("needs a C compiler, and an x86-64 with AVX2")
     assert finder.native_library() is not None
 
 
@@ -219,7 +250,7 @@ def test_a_library_of_another_version_is_left_alone(
     command = [COMPILER, "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([*command, str(source), "-o", str(built)], check=True)
     found = found_at(built, monkeypatch)
-    assert isinstance(found, ctypes.CDLL) if usable and has_avx512() else found is None
+    assert isinstance(found, ctypes.CDLL) if usable and has_avx2() else found is None
 
 
 def test_what_is_no_library_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +264,8 @@ def found_at(path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL | None:
     return finder.native_library.__wrapped__()
 
 
-def has_avx512() -> bool:
-    return "avx512f" in Path("/proc/cpuinfo").read_text().split()
+def has_avx2() -> bool:
+    return {"avx2", "popcnt"} <= set(Path("/proc/cpuinfo").read_text().split())
 
 
 @pytest.mark.slow
@@ -278,6 +309,31 @@ def test_ranks_keep_the_same_kind(ranks: Ranks, odd: int) -> None:
         assert kinds == {odd == -1}
         assert ("moves them by compiled kernels" in notes) == (odd == -1)
         assert ("moves them by torch" in notes) == (odd == 1)
+
+
+def on_rank_with(groups: ProcessGroups, sets: list[tuple[str, ...]], density: str) -> set[bool]:
+    """Which kind each rank keeps where ranks have these instruction sets."""
+    case = radius(density=density)
+    with (
+        patch("radius.index.instruction_sets", lambda: sets[groups.dp.rank]),
+        patch.dict(LEAST_DENSITY, {"AVX2": Fraction("0.2"), "AVX-512": Fraction("0.1")}),
+    ):
+        return {own.bits for own in reducer_of(Toy(groups, case))._own}
+
+
+@pytest.mark.parametrize(
+    ("other", "density", "bits"),
+    [
+        (("AVX2", "AVX-512"), "0.4", True),
+        (("AVX2", "AVX-512"), "0.15", False),
+        ((), "0.4", False),
+    ],
+)
+def test_ranks_on_different_cpus_keep_the_same_kind(
+    ranks: Ranks, other: tuple[str, ...], density: str, bits: bool
+) -> None:
+    for sets in ([("AVX2",), other], [other, ("AVX2",)]):
+        assert ranks.run(2, on_rank_with, sets, density) == [{bits}, {bits}]
 
 
 @pytest.mark.parametrize("others", [True, False])

@@ -225,7 +225,7 @@ BUCKET = 1024 + 64
 def test_planned_bytes(
     monkeypatch: pytest.MonkeyPatch, flags: str, expected: dict[str, int]
 ) -> None:
-    monkeypatch.setattr("radius.index.native_library", lambda: None)
+    monkeypatch.setattr("radius.index.instruction_sets", tuple)
     config = read(flags)
     rank = rank_of(SHAPES, device=config.run.device or "cpu")
     assert [bucket.numel for bucket in rank.buckets] == [128, BUCKET]
@@ -238,7 +238,7 @@ def test_planned_bytes(
 def test_planned_index_of_a_cpu_with_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, density: float, index: int
 ) -> None:
-    monkeypatch.setattr("radius.index.native_library", object)
+    monkeypatch.setattr("radius.index.instruction_sets", lambda: ("AVX2",))
     rank = rank_of(SHAPES, device="cpu")
     planned = RadiusPath().plan_bytes(read(f"--radius-density {density}"), rank)
     assert planned.kept["index"] == index

@@ -4,7 +4,8 @@
 
 By density, nanoseconds for each entry of a bucket, chosen or not: to gather what is sent; to take
 it, which leaves zeros; to place it chunk by chunk for an update rule that then does nothing. In C
-by a bitmap, in torch by int32 offsets; they take turns. Writes native_kernels.md and .json.
+by a bitmap, in torch by int32 offsets; they take turns. Writes native_kernels.md and .json where
+the best instruction set is AVX-512, native_kernels_avx2.md and .json where it is AVX2.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ from megatron.optimizer.rules import Hyper  # noqa: E402
 from megatron.sparse.selection import draw_seeded, select_largest  # noqa: E402
 from radius.bitmap import BitmapIndex  # noqa: E402
 from radius.chunk_index import ChunkIndex  # noqa: E402
-from radius.native_library import native_library  # noqa: E402
+from radius.native_library import INSTRUCTION_SETS, instruction_sets  # noqa: E402
 
 CASES = (
     *((density, "largest") for density in (0.9, 0.5, 0.4, 0.1, 0.0625, 0.03)),
@@ -45,7 +45,7 @@ STEP = ("gather", "place")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Median nanoseconds an entry by work and by who does it, and bytes an entry of each index."""
+    """Least nanoseconds an entry by work and by who does it, and bytes an entry of each index."""
 
     density: float
     select: str
@@ -139,7 +139,7 @@ def measure(density: float, select: str, *, entries: int, rounds: int) -> Row:
         density=density,
         select=select,
         took={
-            work: {who: 1e9 * statistics.median(each) / entries for who, each in by_who.items()}
+            work: {who: 1e9 * min(each) / entries for who, each in by_who.items()}
             for work, by_who in seconds.items()
         },
         index_bytes={who: mover.index.nbytes / entries for who, mover in movers.items()},
@@ -152,15 +152,32 @@ def _timed(work: Callable[[], None]) -> float:
     return perf_counter() - began
 
 
-def as_markdown(rows: Sequence[Row], entries: int, load: float) -> str:
+def cpu_name() -> str:
+    """The processor as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown CPU")
+
+
+def page_name(instruction_set: str) -> str:
+    """Each instruction set has a page of its own, so that a run on one CPU keeps the other's."""
+    best = instruction_set == INSTRUCTION_SETS[-1]
+    return "native_kernels" if best else f"native_kernels_{instruction_set.lower()}"
+
+
+def as_markdown(rows: Sequence[Row], options: argparse.Namespace, load: float) -> str:
     """The table, with the ratio of what a step does."""
     columns = [f"{work}, {who}" for work in WORK for who in (COMPILED, TORCH)]
     lines = [
         "# Entries moved on a CPU, by kernels in C and by torch",
         "",
-        f"torch {torch.__version__}; one thread of {os.cpu_count()} cores, load {load} at the "
-        f"start; a bucket of {entries:,} fp32 entries. Nanoseconds an entry, and bytes an entry of "
-        "index.",
+        f"{cpu_name()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; one "
+        f"thread of {os.cpu_count()} cores, load {load} at the start; a bucket of "
+        f"{options.entries:,} fp32 entries. Nanoseconds an entry, the least of "
+        f"{options.rounds} rounds, and bytes an entry of index.",
         "",
         f"| density | chosen | {' | '.join(columns)} | index, compiled | index, torch "
         "| gather and place, compiled / torch |",
@@ -180,28 +197,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--entries", type=int, default=1 << 25, help="of the bucket (33554432)")
-    parser.add_argument("--rounds", type=int, default=9, help="of which medians are taken (9)")
-    parser.add_argument("--out", type=Path, help="folder for native_kernels.md and .json")
+    parser.add_argument("--rounds", type=int, default=9, help="of which the least time counts (9)")
+    parser.add_argument("--out", type=Path, help="folder for the page and its .json")
     options = parser.parse_args(arguments)
     for name in ("entries", "rounds"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be at least 1")
-    if native_library() is None:
+    if not instruction_sets():
         raise ConfigError(
-            "the kernels of radius/native.c are not here: they take an x86-64 with AVX-512, and a "
+            "the kernels of radius/native.c are not here: they take an x86-64 with AVX2, and a "
             "C compiler when the package is installed; run pip install again"
         )
     load = round(os.getloadavg()[0], 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = [measure(*case, entries=options.entries, rounds=options.rounds) for case in CASES]
-    text = as_markdown(rows, options.entries, load)
+    text = as_markdown(rows, options, load)
     print(text)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "native_kernels.md").write_text(text, encoding="utf-8")
-        found = {"entries": options.entries, "rows": [asdict(row) for row in rows]}
-        (options.out / "native_kernels.json").write_text(json.dumps(found) + "\n", "utf-8")
+        page = options.out / page_name(instruction_sets()[-1])
+        page.with_suffix(".md").write_text(text, encoding="utf-8")
+        found = {
+            "cpu": cpu_name(),
+            "entries": options.entries,
+            "rows": [asdict(row) for row in rows],
+        }
+        page.with_suffix(".json").write_text(json.dumps(found) + "\n", "utf-8")
     return 0
 
 
