@@ -10,7 +10,14 @@ import pytest
 
 from megatron.config import parse
 from megatron.config.config import SPECS
-from megatron.config.megatron_names import IGNORED, MEGATRON_NAMES, OLD_NAMES, REFUSED
+from megatron.config.megatron_names import (
+    ELSEWHERE,
+    IGNORED,
+    MEGATRON_NAMES,
+    OLD_NAMES,
+    REFUSED,
+    SYNONYMS,
+)
 from megatron.config.refused_pairs import REFUSED_PAIRS
 from tests.config.helpers import (
     PATHS,
@@ -38,6 +45,48 @@ def test_unknown_flags() -> None:
     assert refused("stray") == "stray: stands alone; every value follows a --flag"
     assert refused("--a\nb").startswith(r"'--a\nb': no such flag")
     assert refused("--lr").startswith("--lr: expected one argument")
+    assert refused("configs/gpt_tiny.yaml") == (
+        "configs/gpt_tiny.yaml: stands alone; give a configuration file as --config FILE"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--precision", "here it is --bf16 or --fp16"),
+        ("--dtype", "here it is --bf16 or --fp16"),
+        ("--resume", "a run goes on by itself"),
+        ("--init_from", "here it is --load"),
+        ("--gradient-accumulation-steps", "here it is --global-batch-size"),
+        ("--version", "here it is pip show sparsetron"),
+        ("--block_size", "did you mean --seq-length?"),
+        ("--n_embd", "did you mean --hidden-size?"),
+        ("--max_iters", "did you mean --train-iters?"),
+    ],
+)
+def test_flags_of_other_programs_have_hints(flag: str, hint: str) -> None:
+    message = refused(flag, "x")
+    assert message.startswith(f"{flag}: no such flag; ") and hint in message, message
+
+
+def test_names_of_other_programs_mean_fields() -> None:
+    assert set(SYNONYMS.values()) <= set(SPECS)
+    assert not (set(SYNONYMS) | set(ELSEWHERE)) & set(SPECS)
+    assert not set(SYNONYMS) & set(ELSEWHERE)
+
+
+def test_all_refusals_come_in_one_message() -> None:
+    message = refused("--hiden-size", "4", "--num-experts", "8", "--lr", "x", "--grad-path", "dens")
+    assert message.startswith("4 settings are refused: (1) ")
+    for part in (
+        "--num-experts 8: not supported: no mixture of experts",
+        "--hiden-size: no such flag; did you mean --hidden-size?",
+        "--grad-path: dens is not known",
+        "--lr: x is not a number",
+    ):
+        assert part in message
+    assert "4: stands alone" not in message
+    assert refused("--num-experts", "8", "--num-experts", "8").startswith("--num-experts 8: not")
 
 
 def test_the_last_of_equal_flags_counts() -> None:
