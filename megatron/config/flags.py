@@ -244,7 +244,7 @@ def _help(spec: Spec) -> str:
 def _complaints_of_unknown(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
     """A complaint for each text that argparse could not place. A text without dashes that follows
     an unknown flag is that flag's value, and the complaint about the flag covers the value."""
-    complaints = []
+    complaints: list[str] = []
     for number, text in enumerate(unknown):
         if text.startswith("-"):
             flag = text.split("=")[0]

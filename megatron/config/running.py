@@ -350,3 +350,9 @@ class RunConfig:
         help="Check the configuration for this number of ranks, print it and stop (ours).",
         saved=False,
     )
+    check_paths: bool = option(
+        default=True,
+        help="A dry run also looks for the data, tokenizer, masks and checkpoint that are named "
+        "(ours; false where only the compute nodes have them).",
+        saved=False,
+    )

@@ -19,6 +19,7 @@ from megatron.config.megatron_names import (
     SYNONYMS,
 )
 from megatron.config.refused_pairs import REFUSED_PAIRS
+from megatron.errors import ConfigError
 from tests.config.helpers import (
     PATHS,
     REQUIRED,
@@ -216,3 +217,28 @@ def test_no_heavy_import() -> None:
         [sys.executable, "-c", code, *line], cwd=REPO, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--micro-batch-size", "--global-batch-size", "--train-iters", "--rampup-batch-size"]
+)
+def test_sizes_beyond_any_machine_are_refused(flag: str) -> None:
+    values = [str(2**63 - 1)] * (3 if flag == "--rampup-batch-size" else 1)
+    assert "out of range; must be in [1, " in refused(flag, *values)
+
+
+def test_a_run_of_too_many_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples; must be at most"):
+        read("--train-iters", str(10**12)).resolve(1)
+
+
+def test_only_ranks_that_there_are_can_profile() -> None:
+    config = read("--profile", "--profile-ranks", "0", "3")
+    config.resolve(4)
+    with pytest.raises(ConfigError, match="profile_ranks: there is no rank 3 of 2"):
+        config.resolve(2)
+
+
+def test_fine_tuning_nothing_is_announced() -> None:
+    assert any(notice.startswith("finetune is on without") for notice in read("--finetune").notices)
+    assert not any("finetune" in n for n in read("--finetune", "--load", "x").notices)
