@@ -306,6 +306,9 @@ class LoggingConfig:
     wandb_project: str | None = option(
         default=None, help="Project at Weights & Biases (none = off)."
     )
+    wandb_entity: str | None = option(
+        default=None, help="User or team at Weights & Biases (none = the account's own)."
+    )
     wandb_exp_name: str | None = option(
         default=None, help="Name of the run at Weights & Biases (none = the configuration's)."
     )
