@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from megatron.data_parallel.engine import GradientEngine
     from megatron.metrics import Metrics, Workload
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.origin import Origin
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.stage import Stage
     from megatron.pipeline.transport import Transport
-    from megatron.run_state import Origin
     from megatron.timers import Timers
     from megatron.training import Readers, Trainer
 
@@ -112,6 +112,8 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
         config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:
+            if launch.rank == 0 and config.run.check_paths:
+                check_files(config)
             print(to_yaml(config) if launch.rank == 0 else "", end="")
             return EXIT_DONE
         if needs_mpi(config):
@@ -125,6 +127,21 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
         if getattr(error, "shared", False):
             wait_for_all()
         return code
+
+
+def check_files(config: Config) -> None:
+    """Look at every file that the run will read; see `megatron.preflight`."""
+    from megatron.preflight import check_paths
+    from samo.mask_file import check_mask_file
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    origin = check_paths(config, name_run_dir(config), say=say)
+    masks = config.values().get("samo_mask_file")
+    # A run that goes on has its masks in its checkpoint.
+    if masks is not None and (origin is None or not origin.own):
+        check_mask_file(Path(str(masks)))
 
 
 def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held: ExitStack) -> int:
@@ -200,7 +217,7 @@ def open_run(
 ) -> Origin | None:
     """Rank 0 opens the folder and decides for all where to start from. Collective."""
     from megatron.guards.sameness import compare_starts
-    from megatron.run_state import Origin, locate_checkpoint
+    from megatron.origin import Origin, locate_checkpoint
 
     def locate() -> str:
         if not runtime.is_writer:

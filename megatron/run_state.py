@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import FILES, Files
 from megatron.checkpoint.keep import Keeper
-from megatron.checkpoint.locate import CHECKPOINTS, checkpoints_folder, find_checkpoint
 from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint, snapshot
 from megatron.config import Config
 from megatron.data_parallel.engine import GradientEngine
@@ -30,6 +29,7 @@ from megatron.metrics import Metrics
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import learning_rate
 from megatron.optimizer.loss_scaler import LossScaler
+from megatron.origin import Origin, save_directory
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_identity import (
@@ -42,20 +42,6 @@ from megatron.run_identity import (
 )
 from megatron.run_tensors import RunTensors
 from megatron.training import Progress
-
-
-def save_directory(config: Config, run_dir: Path) -> Path:
-    """Where checkpoints of a run go."""
-    return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The step folder a run starts from. `own`: this very run saved it, and goes on; else it is
-    another's, of which `--finetune` and `--no-load-optim` may leave out parts."""
-
-    path: Path
-    own: bool
 
 
 @dataclass(frozen=True)
@@ -87,48 +73,6 @@ def opened(
         weights_only = config.checkpoint.finetune and not origin.own
         check_identity(was, identity, where=origin.path, model_only=weights_only)
         yield Start(saved, same_path=not path_differences(was, identity))
-
-
-def locate_checkpoint(
-    config: Config, run_dir: Path, *, say: Callable[[str], None]
-) -> Origin | None:
-    """Where to start from: the newest good checkpoint of this run, else of `--load`; None for
-    step 0. One rank calls it for all.
-
-    Raises `CheckpointError` where committed folders are there and none verifies, where `--load`
-    names another place and nothing was ever committed there, and for `--ckpt-step` of this run's
-    own folder when that is not its newest: two histories would share the steps after it.
-    """
-    asked = config.checkpoint
-    own_place = save_directory(config, run_dir)
-    elsewhere = asked.load is not None and (
-        checkpoints_folder(Path(asked.load)).resolve() != own_place.resolve()
-    )
-    own_step = None if elsewhere else asked.ckpt_step
-    own = None
-    if own_place.exists() or own_step is not None:
-        own = find_checkpoint(own_place, say=say, step=own_step, repair=own_step is None)
-    if own is not None:
-        _refuse_to_branch(own, own_place, own_step)
-        return Origin(own, own=True)
-    if asked.load is None:
-        return None
-    other = find_checkpoint(asked.load, say=say, step=asked.ckpt_step) if elsewhere else None
-    if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
-        raise CheckpointError(
-            f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
-            "out to start at step 0"
-        )
-    return Origin(other, own=False) if other is not None else None
-
-
-def _refuse_to_branch(found: Path, directory: Path, step: int | None) -> None:
-    newest = find_checkpoint(directory, say=lambda text: None) if step is not None else found
-    if newest != found:
-        raise CheckpointError(
-            f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
-            f"give --load {directory} --ckpt-step {step} and a new --run-dir"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron import mpi_world
+from megatron.config.values import show
 from megatron.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _MPI_VARIABLES = (
      "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
+LARGEST_PORT = 2**16 - 1
+_MOST_DIGITS = 18
 _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
@@ -181,8 +184,11 @@ def _integer(env: Mapping[str, str], name: str, *, default: int | None = None) -
         if default is None:
             raise ConfigError(f"{name} is not set though other ranks' variables are; set it")
         return default
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r}: must be a non-negative integer")
+    # str.isdigit alone takes digits of every script, and int refuses some of them.
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ConfigError(
+            f"{name}={show(text)}: must be a non-negative integer of at most {_MOST_DIGITS} digits"
+        )
     return int(text)
 
 
@@ -191,6 +197,10 @@ def _checked(launch: Launch) -> Launch:
         raise ConfigError(
             f"rank {launch.rank} with world size {launch.world_size} (from {launch.launcher}): "
             "ranks go from 0 to world size - 1"
+        )
+    if launch.master_port is not None and not 1 <= launch.master_port <= LARGEST_PORT:
+        raise ConfigError(
+            f"MASTER_PORT={launch.master_port}: must be from 1 to {LARGEST_PORT}; choose another"
         )
     return launch
 

@@ -1,10 +1,6 @@
 """Masks, in memory and in a file: which entries of each pruned tensor exist.
 
-In a file, and where several masks are kept, they take a bit an entry. A file is an archive of
-arrays that `numpy.load` reads: `masks` holds the version of the form and the number of masks,
-`shape/NAME` and `bits/NAME` the logical shape of a tensor and its bits, packed as `numpy.packbits`
-does. The archive keeps a
-CRC-32 of each array, so a damaged file is found out when it is read.
+In a file (`samo.mask_file`), and where several masks are kept, they take a bit an entry.
 """
 
 from __future__ import annotations
@@ -13,9 +9,7 @@ import contextlib
 import math
 import os
 import secrets
-import struct
 import zipfile
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,23 +18,17 @@ import torch
 
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError, DataError
-from samo.parts import Parts
-
-VERSION = 1
-_MARK, _SHAPE, _BITS = "masks", "shape/", "bits/"
-_ANEW = "write it anew with tools/prune_checkpoint.py"
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    ValueError,
-    RuntimeError,
-    KeyError,
-    EOFError,
-    OverflowError,
-    MemoryError,
+from samo.mask_file import (
+    BITS,
+    MARK,
+    SHAPE,
+    VERSION,
+    mask_shapes,
+    opened_masks,
+    packed_bytes,
+    read_bits,
 )
-"""What the readers of archives and arrays raise for bytes that make no sense."""
+from samo.parts import Parts
 
 
 class PackedMasks(Mapping[str, torch.Tensor]):
@@ -82,11 +70,6 @@ class PackedMasks(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.bits)
-
-
-def packed_bytes(shape: Sequence[int]) -> int:
-    """Bytes of the packed mask of a tensor of this shape."""
-    return -(-math.prod(shape) // 8)
 
 
 def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
@@ -148,24 +131,42 @@ def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
             draft.unlink()
 
 
-def load_masks(path: Path) -> PackedMasks:
+def load_masks(
+    path: Path, shapes: Mapping[str, Sequence[int]] | None = None, *, source: str | None = None
+) -> PackedMasks:
     """The masks of a file, bool of logical shapes, on the CPU.
 
-    Raises `DataError` naming the file, and the tensor where it is one's fault: for a missing file,
-    one of another kind or version, and a damaged one.
+    With `shapes`, those of the model's tensors, a mask of another tensor or shape is refused before
+    it is unpacked, so that a small file cannot claim much memory. Raises `DataError` naming the
+    file (`source`), and the tensor where it is one's fault: for a missing file, one of another kind
+    or version, and a damaged one.
     """
-    if not path.is_file():
-        what = (
-            "is not a plain file" if path.exists() else f"no such file (looked from {Path.cwd()})"
+    with opened_masks(path) as archive:
+        found = mask_shapes(path, archive)
+        for name, shape in found.items() if shapes is not None else ():
+            if wrong := _misfit(name, shape, shapes):
+                raise DataError(f"{source or path}: masks {name}, {wrong}")
+        return PackedMasks.of(
+            (name, _unpacked(read_bits(path, archive, name, shape), name, shape))
+            for name, shape in found.items()
         )
-        raise DataError(f"{path}: {what}; give a mask file, as tools/prune_checkpoint.py writes it")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return PackedMasks.of(_read(path, archive))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except _DAMAGE as error:
-        raise DataError(f"{path}: not a mask file, or cut short; {_ANEW}") from error
+
+
+def _unpacked(bits: np.ndarray, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return PackedMasks({name: torch.from_numpy(bits)}, {name: shape})[name]
+
+
+def _misfit(
+    name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]] | None
+) -> str | None:
+    """Why a mask of this shape is of none of the model's tensors, as an error ends."""
+    if shapes is None:
+        return None
+    if name not in shapes:
+        return "of which the model has none; the mask is of another model"
+    if tuple(shape) != tuple(shapes[name]):
+        return f"but has it in shape {list(shape)}, the model in {list(shapes[name])}"
+    return None
 
 
 def masks_for(
@@ -181,15 +182,13 @@ def masks_for(
     Raises `DataError` for a mask of a tensor that the model does not have, or has in another
     shape, or never prunes, and for a mask without a stored entry.
     """
-    known = {info.name: info for info in infos}
+    shapes = {info.name: info.logical_shape for info in infos}
     for name in masks:
-        if name not in known and name in elsewhere:
+        if name not in shapes and name in elsewhere:
             continue
         mask = masks[name]
-        if name not in known:
-            wrong = "of which the model has none; the mask is of another model"
-        elif tuple(mask.shape) != tuple(shape := known[name].logical_shape):
-            wrong = f"but has it in shape {list(mask.shape)}, the model in {list(shape)}"
+        if misfit := _misfit(name, tuple(mask.shape), shapes):
+            wrong = misfit
         elif len(mask.shape) < 2:
             wrong = "which has one axis: biases and norms are never pruned; leave it out"
         elif not mask.any():
@@ -201,10 +200,10 @@ def masks_for(
 
 
 def _write(path: Path, packed: PackedMasks) -> None:
-    arrays = {_MARK: np.array([VERSION, len(packed)], np.int64)}
+    arrays = {MARK: np.array([VERSION, len(packed)], np.int64)}
     for name, bits in packed.bits.items():
-        arrays[f"{_SHAPE}{name}"] = np.array(packed.shapes[name], np.int64)
-        arrays[f"{_BITS}{name}"] = bits.numpy()
+        arrays[f"{SHAPE}{name}"] = np.array(packed.shapes[name], np.int64)
+        arrays[f"{BITS}{name}"] = bits.numpy()
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
@@ -223,39 +222,3 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _read(path: Path, archive: zipfile.ZipFile) -> Iterator[tuple[str, torch.Tensor]]:
-    version, *count = _array(archive, _MARK, np.int64).tolist()
-    if version != VERSION:
-        raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_ANEW}")
-    members = [name.removesuffix(".npy") for name in archive.namelist()]
-    names = [name.removeprefix(_SHAPE) for name in members if name.startswith(_SHAPE)]
-    alien = {*members} - {_MARK} - {f"{kind}{name}" for kind in (_SHAPE, _BITS) for name in names}
-    if alien:
-        raise DataError(f"{path}: holds {min(alien)!r}, which belongs to no mask; {_ANEW}")
-    if count != [len(names)]:
-        raise ValueError("the archive's list of its members is damaged")
-    for name in names:
-        try:
-            yield name, _read_one(archive, name)
-        except _DAMAGE as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{path}: mask of {name!r} is damaged: {reason}; {_ANEW}") from error
-
-
-def _read_one(archive: zipfile.ZipFile, name: str) -> torch.Tensor:
-    shape = tuple(_array(archive, f"{_SHAPE}{name}", np.int64).tolist())
-    bits = _array(archive, f"{_BITS}{name}", np.uint8)
-    if any(size < 1 for size in shape) or bits.size != packed_bytes(shape):
-        raise ValueError(f"{bits.size} bytes do not hold shape {list(shape)}")
-    return PackedMasks({name: torch.from_numpy(bits)}, {name: shape})[name]
-
-
-def _array(archive: zipfile.ZipFile, name: str, dtype: type[np.generic]) -> np.ndarray:
-    """A vector out of the archive, which compares its CRC when the last byte is read."""
-    with archive.open(f"{name}.npy") as member:
-        array = np.lib.format.read_array(member, allow_pickle=False)
-        if array.dtype != dtype or array.ndim != 1 or member.read(1):
-            raise ValueError(f"{name}: not a vector of {np.dtype(dtype)}")
-    return array

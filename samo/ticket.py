@@ -55,9 +55,9 @@ def first_masks(
 def _of_file(options: SamoConfig, infos: Sequence[ParamInfo], parts: Parts) -> Masks:
     assert options.samo_mask_file is not None, "checked with the pairs"
     source = options.samo_mask_file
-    masks = parts.agreed(partial(load_masks, Path(source)))
-    everywhere = parts.everywhere({info.name: () for info in infos})
-    return masks_for(infos, masks, source=source, elsewhere=everywhere)
+    shapes = parts.everywhere({info.name: info.logical_shape for info in infos})
+    masks = parts.agreed(partial(load_masks, Path(source), shapes))
+    return masks_for(infos, masks, source=source, elsewhere=shapes)
 
 
 def _by_magnitude(

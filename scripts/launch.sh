@@ -2,7 +2,9 @@
 # The one launcher: starts pretrain_gpt.py on as many ranks as asked for, here or in an allocation,
 # or submits a Slurm job that does and goes back to the queue until the run is done.
 #   scripts/launch.sh [--dry-run] [FLAGS OF sbatch] [-- FLAGS OF pretrain_gpt.py]
-# --dry-run checks the flags, prints the job script on stdout and starts nothing; with sbatch it
+# Flags and the files they name are checked before anything is started or submitted; where only the
+# compute nodes have the files, give --check-paths false behind the --.
+# --dry-run checks as well, prints the job script on stdout and starts nothing; with sbatch it
 # also makes the folder of the job's log, which Slurm does not make for a script that is submitted
 # by hand, and asks Slurm whether and when such a job could start. Flags of sbatch, with LAUNCHER=sbatch
 # alone, are written --name=value: --account=..., --partition=..., --exclude=..., --dependency=...

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.files import failing_as
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.config import DataConfig, ModelConfig, parse
+from megatron.config.options import Spec, specs_of
+from megatron.config.values import show
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import CheckpointError, ConfigError, DataError
 from pretrain_gpt import GRADIENT_PATHS
@@ -60,8 +63,9 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
     Raises `ConfigError` where nothing there says what the model is, `CheckpointError` for a missing
     or damaged checkpoint.
     """
-    run = _run_folder(place)
-    if run is None and not place.exists():
+    with failing_as(place, "read"):
+        run, there = _run_folder(place), place.exists()
+    if run is None and not there:
         raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
     described = (
         None if run is None else parse(["--config", str(run / CONFIG)], paths=GRADIENT_PATHS)
@@ -80,6 +84,8 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
             param_dtype=described.precision.param_dtype,
         )
     identity = read_manifest(found).state.get("identity", {})
+    if not isinstance(identity, Mapping):
+        raise CheckpointError(f"{found}: state.identity: must be an object; give a run folder")
     model = _section(ModelConfig, "model", identity)
     if model is None:
         raise ConfigError(
@@ -126,13 +132,35 @@ def _run_folder(place: Path) -> Path | None:
 
 
 def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
-    """A section from what a checkpoint remembers of its run; None where that is not all of it."""
-    fields = {key.removeprefix(f"{name}."): v for key, v in identity.items()}
-    known = {key: value for key, value in fields.items() if key in kind.__dataclass_fields__}
+    """A section from what a checkpoint remembers of its run; None where that is not all of it.
+    Raises `CheckpointError` for a value that the configuration would refuse."""
+    known: dict[str, Any] = {}
+    specs = specs_of(kind, name)
+    for key in specs.keys() & {text.removeprefix(f"{name}.") for text in identity}:
+        value = identity.get(f"{name}.{key}", specs[key].default)
+        if not _is_legal(specs[key], value):
+            raise CheckpointError(
+                f"state.identity: {name}.{key} is {show(value)}, which no run can have; give the "
+                "folder of a run"
+            )
+        known[key] = tuple(value) if isinstance(value, list) else value
     try:
         return kind(**known)
     except TypeError:
         return None
+
+
+def _is_legal(spec: Spec, value: Any) -> bool:
+    """Whether a value out of JSON has the type and range of a field."""
+    if value is None:
+        return spec.optional
+    items = value if spec.many else [value]
+    kinds = (int, float) if spec.kind is float else (spec.kind,)
+    if not isinstance(items, list) or not all(type(item) in kinds for item in items):
+        return False
+    if spec.choices and not set(items) <= set(spec.choices):
+        return False
+    return spec.within is None or all(item in spec.within for item in items)
 
 
 def _tokenizer(data: DataConfig, options: argparse.Namespace | None) -> Tokenizer:

@@ -47,9 +47,11 @@ class Listing:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The folder of step folders: `path`, or `path/checkpoints` where that is a run folder."""
+    """The folder of step folders: `path`, or `path/checkpoints` where that is a run folder.
+    Raises `CheckpointError` where the folder may not be read."""
     inner = path / CHECKPOINTS
-    return inner if inner.is_dir() else path
+    with failing_as(path, "read"):
+        return inner if inner.is_dir() else path
 
 
 def list_steps(directory: Path, *, files: Files = FILES) -> Listing:
@@ -83,6 +85,7 @@ def find_checkpoint(
     say: Callable[[str], None],
     step: int | None = None,
     repair: bool = False,
+    hashes: bool = True,
     files: Files = FILES,
 ) -> Path | None:
     """The step folder to load: the newest that verifies, or that of `step`.
@@ -90,24 +93,30 @@ def find_checkpoint(
     `directory`: a run folder, its `checkpoints`, or one step folder. None if nothing was ever
     committed there. Damaged folders are told through `say`; with `repair` (one rank only) they
     are renamed `.damaged-N` once a good one is found, and a stale `latest` is set right. It hashes
-    every byte of what it returns, so other ranks need not. Raises `CheckpointError` if committed
+    every byte of what it returns, so other ranks need not; without `hashes` it reads headers alone,
+    in milliseconds, for a look before a run. Raises `CheckpointError` if committed
     folders are there and none verifies, if `step` is not there or damaged, for a checkpoint of
     another program, and for one of a newer version of this program (`NewerFormat`).
     """
     path = Path(directory)
     with failing_as(path, "read"):
         if (path / MANIFEST_NAME).exists() or path.is_file():
-            return _check_one(path, step, files)
+            return _check_one(path, step, hashes, files)
         path = checkpoints_folder(path)
         if not path.is_dir() and step is None:
             return None
         if path.is_dir() and (danger := open_to_all(path)):
             raise CheckpointError(f"{path}: {danger}")
-        return _find(path, step, say, repair, files)
+        return _find(path, step, say, repair, hashes, files)
 
 
 def _find(
-    path: Path, step: int | None, say: Callable[[str], None], repair: bool, files: Files
+    path: Path,
+    step: int | None,
+    say: Callable[[str], None],
+    repair: bool,
+    hashes: bool,
+    files: Files,
 ) -> Path | None:
     listing = list_steps(path, files=files) if path.is_dir() else Listing([], [], [])
     for draft in listing.drafts:
@@ -116,35 +125,40 @@ def _find(
     if nothing and (kind := alien(path)):
         raise CheckpointError(f"{path}: {kind}")
     if step is not None:
-        return _explicit(path, step, listing.committed, files)
-    return None if nothing else _newest(path, listing, say, repair, files)
+        return _explicit(path, step, listing.committed, hashes, files)
+    return None if nothing else _newest(path, listing, say, repair, hashes, files)
 
 
-def _check_one(path: Path, step: int | None, files: Files) -> Path:
+def _check_one(path: Path, step: int | None, hashes: bool, files: Files) -> Path:
     if danger := open_to_all(path):
         raise CheckpointError(f"{path}: {danger}")
-    manifest = verify_folder(path, files=files)
+    manifest = verify_folder(path, hashes=hashes, files=files)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"{path}: is step {manifest.step}, asked for was step {step}")
     return path
 
 
-def _explicit(path: Path, step: int, found: list[Committed], files: Files) -> Path:
+def _explicit(path: Path, step: int, found: list[Committed], hashes: bool, files: Files) -> Path:
     for folder in found:
         if folder.step == step:
-            verify_committed(folder, files=files)
+            verify_committed(folder, hashes=hashes, files=files)
             return folder.path
     steps = ", ".join(str(number) for number in sorted({folder.step for folder in found}))
     raise CheckpointError(f"{path}: has no step {step}; steps found: {steps or 'none'}")
 
 
 def _newest(
-    path: Path, listing: Listing, say: Callable[[str], None], repair: bool, files: Files
+    path: Path,
+    listing: Listing,
+    say: Callable[[str], None],
+    repair: bool,
+    hashes: bool,
+    files: Files,
 ) -> Path:
     bad: list[Committed] = []
     for folder in listing.committed:
         try:
-            verify_committed(folder, files=files)
+            verify_committed(folder, hashes=hashes, files=files)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -164,9 +178,9 @@ def _newest(
     )
 
 
-def verify_committed(folder: Committed, *, files: Files = FILES) -> Manifest:
+def verify_committed(folder: Committed, *, hashes: bool = True, files: Files = FILES) -> Manifest:
     """`verify_folder`, and that the folder's name tells its step."""
-    manifest = verify_folder(folder.path, files=files)
+    manifest = verify_folder(folder.path, hashes=hashes, files=files)
     if manifest.step != folder.step:
         raise CheckpointError(
             f"{folder.path / MANIFEST_NAME}: step: is {manifest.step}, the folder's name says "

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from megatron.config.megatron_names import (
+    ELSEWHERE,
     MEGATRON_NAMES,
     OLD_NAMES,
     SYNONYMS,
@@ -29,11 +30,13 @@ _PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 @dataclass(kw_only=True)
 class CommandLine:
     """What the flags said. Fields appear in `givens` by name, the last use of a flag winning.
-    `path_pairs`: what gradient paths refuse, by the path's name, for `--help-compat`."""
+    `complaints`: one text for each flag that is unknown or refused, so that one error can list them
+    all. `path_pairs`: what gradient paths refuse, by the path's name, for `--help-compat`."""
 
     config: str | None = None
     givens: dict[str, Given] = field(default_factory=dict[str, Given])
     notices: list[str] = field(default_factory=list[str])
+    complaints: list[str] = field(default_factory=list[str])
     path_pairs: Mapping[str, Sequence[RefusedPair]] = field(
         default_factory=dict[str, Sequence[RefusedPair]]
     )
@@ -44,14 +47,15 @@ def read_flags(
     specs: Mapping[str, Sequence[Spec]],
     path_pairs: Mapping[str, Sequence[RefusedPair]],
 ) -> CommandLine:
-    """Flags of the fields in `specs` (by section). Raises `ConfigError` for any other, SystemExit
-    after `--help` and `--help-compat`, which prints `path_pairs` as well."""
+    """Flags of the fields in `specs` (by section). Every other flag is a complaint. Raises
+    `ConfigError` for a flag with too few or too many values, SystemExit after `--help` and
+    `--help-compat`, which prints `path_pairs` as well."""
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
     line = CommandLine(path_pairs=path_pairs)
     _, unknown = parser.parse_known_args(_attach_numbers(argv, specs), _Namespace(line))
-    if unknown:
-        fields = (spec.flag for group in specs.values() for spec in group)
-        raise _unknown(unknown, [*fields, "--config", *(name.flag for name in OLD_NAMES)])
+    fields = (spec.flag for group in specs.values() for spec in group)
+    known = [*fields, "--config", "--help", *(name.flag for name in OLD_NAMES)]
+    line.complaints += _complaints_of_unknown(unknown, known)
     return line
 
 
@@ -143,8 +147,9 @@ class _Refused(_Action):
         if shown not in refused.accepted:
             accepted = f"; accepted: {', '.join(refused.accepted)}" if refused.accepted else ""
             value = f" {show_plain(shown)}" if shown else ""
-            raise ConfigError(f"{flag}{value}: {refused.reason}{accepted}")
-        line.notices.append(f"{flag} {shown}: changes nothing here")
+            line.complaints.append(f"{flag}{value}: {refused.reason}{accepted}")
+        else:
+            line.notices.append(f"{flag} {shown}: changes nothing here")
 
 
 class _HelpCompat(_Action):
@@ -236,11 +241,30 @@ def _help(spec: Spec) -> str:
     return f"{spec.help} ({default})".lstrip()
 
 
-def _unknown(unknown: Sequence[str], known: Sequence[str]) -> ConfigError:
-    flags = [text for text in unknown if text.startswith("-")]
-    if not flags:
-        return ConfigError(f"{show_plain(unknown[0])}: stands alone; every value follows a --flag")
-    flag = flags[0].split("=")[0]
+def _complaints_of_unknown(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
+    """A complaint for each text that argparse could not place. A text without dashes that follows
+    an unknown flag is that flag's value, and the complaint about the flag covers the value."""
+    complaints: list[str] = []
+    for number, text in enumerate(unknown):
+        if text.startswith("-"):
+            flag = text.split("=")[0]
+            complaints.append(f"{show_plain(flag)}: no such flag{_hint(flag, known)}; see --help")
+        elif not any(earlier.startswith("-") for earlier in unknown[:number]):
+            complaints.append(_stray(text))
+    return complaints
+
+
+def _stray(text: str) -> str:
+    if text.endswith((".yaml", ".yml")):
+        return f"{show_plain(text)}: stands alone; give a configuration file as --config FILE"
+    return f"{show_plain(text)}: stands alone; every value follows a --flag"
+
+
+def _hint(flag: str, known: Sequence[str]) -> str:
+    """What an unknown flag may have meant: the name that another program's flag has here, else the
+    closest flag. Dashes and underscores count as equal."""
+    name = flag.lstrip("-").replace("-", "_").lower()
+    if name in ELSEWHERE:
+        return f"; here it is {ELSEWHERE[name]}"
     synonyms = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
-    close = nearest(flag, known, synonyms)
-    return ConfigError(f"{show_plain(flag)}: no such flag{close}; see --help")
+    return nearest(flag_name(name), known, synonyms)

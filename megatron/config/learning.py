@@ -17,6 +17,10 @@ from megatron.config.options import (
 LARGEST_SEED = 2**32 - 1
 """What the shuffle's generator (numpy's, as Megatron's) takes."""
 
+LARGEST_BATCH = 2**30
+LARGEST_RUN = 10**12
+"""Steps or samples: beyond what any machine trains in a century, and far from overflows."""
+
 
 @section
 class TrainingConfig:
@@ -27,23 +31,29 @@ class TrainingConfig:
         help="Seed of weights, dropout and data order.",
         within=between(0, LARGEST_SEED),
     )
-    micro_batch_size: int = option(help="Samples that a rank computes at once.", within=at_least(1))
+    micro_batch_size: int = option(
+        help="Samples that a rank computes at once.", within=between(1, LARGEST_BATCH)
+    )
     global_batch_size: int | None = option(
         default=None,
         help="Samples in a step over all ranks (none = micro_batch_size x data-parallel size).",
-        within=at_least(1),
+        within=between(1, LARGEST_BATCH),
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
         default=None,
         help="START INCREMENT SAMPLES: grow the global batch from START by INCREMENT, evenly over "
         "the first SAMPLES samples (none = off).",
-        within=at_least(1),
+        within=between(1, LARGEST_RUN),
     )
     train_iters: int | None = option(
-        default=None, help="Length of the run in steps (or train_samples).", within=at_least(1)
+        default=None,
+        help="Length of the run in steps (or train_samples).",
+        within=between(1, LARGEST_RUN),
     )
     train_samples: int | None = option(
-        default=None, help="Length of the run in samples (or train_iters).", within=at_least(1)
+        default=None,
+        help="Length of the run in samples (or train_iters).",
+        within=between(1, LARGEST_RUN),
     )
     exit_interval: int | None = option(
         default=None,

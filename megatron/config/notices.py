@@ -37,6 +37,12 @@ def _prints_nothing(c: Config) -> Notice:
     return f"log_interval {interval} is more than train_iters {iters}: no step is printed"
 
 
+def _finetunes_nothing(c: Config) -> Notice:
+    if not c.checkpoint.finetune or c.checkpoint.load is not None:
+        return None
+    return "finetune is on without --load: there are no weights to take, training begins with new"
+
+
 def _data_unread(c: Config) -> Notice:
     paths = (c.data.data_path, c.data.train_data_path, c.data.valid_data_path)
     if not c.data.mock_data or not any((*paths, c.data.test_data_path)):
@@ -109,6 +115,7 @@ def _overlap(c: Config, given: Container[str]) -> Notice:
 _ANY: tuple[Callable[[Config], Notice], ...] = (
     _saves_once,
     _prints_nothing,
+    _finetunes_nothing,
     _data_unread,
     _groups_unread,
     _scores_kept,

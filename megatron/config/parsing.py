@@ -38,10 +38,12 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
     file = {} if line.config is None else _read_file(line.config, fields)
     givens = file | line.givens
 
-    path = _selected_path(givens, paths)
-    specs = {**SPECS, **fields.of_path(path)}
-    _refuse_options_of_other_paths(givens, specs, path, fields)
-    values = {name: convert(specs[name], given) for name, given in givens.items()}
+    path, complaint = _selected_path(givens, paths)
+    specs = {**SPECS, **(fields.of_path(path) if path else fields.extensions)}
+    values, complaints = _convert_all(givens, specs, path, fields)
+    complaints = [*line.complaints, *([complaint] if complaint else []), *complaints]
+    if path is None or complaints:
+        raise _all_at_once(complaints)
     _require(specs, values)
 
     name = DEFAULT_NAME if line.config is None else Path(line.config).stem
@@ -128,29 +130,58 @@ def _hint(key: str, fields: _Fields) -> str:
     return nearest(key.replace("-", "_"), (*fields.homes, *fields.sections), SYNONYMS)
 
 
-def _selected_path(givens: Mapping[str, Given], paths: Mapping[str, GradientPath]) -> GradientPath:
+def _selected_path(
+    givens: Mapping[str, Given], paths: Mapping[str, GradientPath]
+) -> tuple[GradientPath | None, str]:
+    """The gradient path, or None and a complaint about the name that was given."""
     spec = SPECS["grad_path"]
     given = givens.get(spec.name)
-    name = spec.default if given is None else convert(spec, given)
-    if name not in paths:
-        origin = spec.name if given is None else given.origin
-        raise ConfigError(
-            f"{origin}: {show_plain(name)} is not known; must be one of "
-            f"{', '.join(paths)}{nearest(name, paths)}"
-        )
-    return paths[name]
+    try:
+        name = spec.default if given is None else convert(spec, given)
+    except ConfigError as error:
+        return None, str(error)
+    if name in paths:
+        return paths[name], ""
+    origin = spec.name if given is None else given.origin
+    return None, (
+        f"{origin}: {show_plain(name)} is not known; must be one of "
+        f"{', '.join(paths)}{nearest(name, paths)}"
+    )
 
 
-def _refuse_options_of_other_paths(
-    givens: Mapping[str, Given], specs: Mapping[str, Spec], path: GradientPath, fields: _Fields
-) -> None:
+def _convert_all(
+    givens: Mapping[str, Given],
+    specs: Mapping[str, Spec],
+    path: GradientPath | None,
+    fields: _Fields,
+) -> tuple[dict[str, Any], list[str]]:
+    """The typed values, and a complaint for each field that the gradient path does not take or
+    whose value cannot be read."""
+    values: dict[str, Any] = {}
+    complaints: list[str] = []
     for name, given in givens.items():
         if name not in specs:
+            assert path is not None, "without a path the options of every path are known"
             takers = " or ".join(fields.takers[name])
-            raise ConfigError(
+            complaints.append(
                 f"{given.origin}: the gradient path {path.name} does not take it; leave it out, "
                 f"or give --grad-path {takers}"
             )
+        elif name != "grad_path" or path is not None:
+            try:
+                values[name] = convert(specs[name], given)
+            except ConfigError as error:
+                complaints.append(str(error))
+    return values, complaints
+
+
+def _all_at_once(complaints: Sequence[str]) -> ConfigError:
+    """One error for all complaints, so that a script of another program is put right in one go."""
+    different = list(dict.fromkeys(complaints))
+    if len(different) == 1:
+        return ConfigError(different[0])
+    listed = " ".join(f"({number}) {text}" for number, text in enumerate(different, start=1))
+    return ConfigError(f"{len(different)} settings are refused: {listed}")
 
 
 def _require(specs: Mapping[str, Spec], values: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megatron.config.folders import output_folders_are_safe, run_is_well_named
+from megatron.config.learning import LARGEST_RUN
 from megatron.config.options import specs_of
 from megatron.config.parallel_rules import (
     interleaving_fills_stages,
@@ -249,12 +250,18 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
 def check_world(config: Config, world_size: int) -> None:
     """Raise `ConfigError` unless whole copies of the model fill `world_size` ranks."""
     size = config.parallel.model_parallel_size
+    absent = [rank for rank in config.logging.profile_ranks if rank >= world_size]
     if world_size < 1:
         raise ConfigError(f"world size {world_size} is out of range; must be at least 1")
     if world_size % size:
         raise ConfigError(
             f"world size {world_size} is not a multiple of {size}, tensor_model_parallel_size x "
             f"pipeline_model_parallel_size; nearest: {nearest_multiples(world_size, size)}"
+        )
+    if config.logging.profile and absent:
+        raise ConfigError(
+            f"profile_ranks: there is no rank {absent[0]} of {world_size}; ranks go from 0 to "
+            f"{world_size - 1}"
         )
 
 
@@ -280,4 +287,9 @@ def check_batch(config: Config, dp: int) -> None:
         raise ConfigError(
             f"train_samples {t.train_samples} is less than the first global batch of "
             f"{t.batch_size_at(0)}; raise it to at least that"
+        )
+    if t.total_samples() > LARGEST_RUN:
+        raise ConfigError(
+            f"train_iters {t.train_iters} of global_batch_size {t.global_batch_size} are "
+            f"{t.total_samples()} samples; must be at most {LARGEST_RUN}"
         )

@@ -316,6 +316,9 @@ class LoggingConfig:
     wandb_project: str | None = option(
         default=None, help="Project at Weights & Biases (none = off)."
     )
+    wandb_entity: str | None = option(
+        default=None, help="User or team at Weights & Biases (none = the account's own)."
+    )
     wandb_exp_name: str | None = option(
         default=None, help="Name of the run at Weights & Biases (none = the configuration's)."
     )
@@ -358,5 +361,11 @@ class RunConfig:
     dry_run: bool = option(
         default=False,
         help="Check the configuration for this number of ranks, print it and stop (ours).",
+        saved=False,
+    )
+    check_paths: bool = option(
+        default=True,
+        help="A dry run also looks for the data, tokenizer, masks and checkpoint that are named "
+        "(ours; false where only the compute nodes have them).",
         saved=False,
     )

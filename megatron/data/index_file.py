@@ -91,6 +91,16 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+def check_header(prefix: str | os.PathLike[str]) -> None:
+    """Raise `DataError` unless both files of a pair can be read and the header of `.idx` fits its
+    size. The tables are left alone, so this takes milliseconds for a pair of any size."""
+    _, idx_size = pair_sizes(prefix)
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path}: cannot be read: Permission denied")
+    _read_header(idx_path(prefix), idx_size)
+
+
 def read_index(prefix: str | os.PathLike[str]) -> IndexTables:
     """Map the tables of a pair after checking them against each other and the size of `.bin`.
 

@@ -153,6 +153,7 @@ class WandbTracker:
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=logging.wandb_project,
+            entity=logging.wandb_entity,
             name=logging.wandb_exp_name or name or None,
             dir=str(folder),
             config=dict(summary),

@@ -10,8 +10,16 @@ import pytest
 
 from megatron.config import parse
 from megatron.config.config import SPECS
-from megatron.config.megatron_names import IGNORED, MEGATRON_NAMES, OLD_NAMES, REFUSED
+from megatron.config.megatron_names import (
+    ELSEWHERE,
+    IGNORED,
+    MEGATRON_NAMES,
+    OLD_NAMES,
+    REFUSED,
+    SYNONYMS,
+)
 from megatron.config.refused_pairs import REFUSED_PAIRS
+from megatron.errors import ConfigError
 from tests.config.helpers import (
     PATHS,
     REQUIRED,
@@ -38,6 +46,48 @@ def test_unknown_flags() -> None:
     assert refused("stray") == "stray: stands alone; every value follows a --flag"
     assert refused("--a\nb").startswith(r"'--a\nb': no such flag")
     assert refused("--lr").startswith("--lr: expected one argument")
+    assert refused("configs/gpt_tiny.yaml") == (
+        "configs/gpt_tiny.yaml: stands alone; give a configuration file as --config FILE"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--precision", "here it is --bf16 or --fp16"),
+        ("--dtype", "here it is --bf16 or --fp16"),
+        ("--resume", "a run goes on by itself"),
+        ("--init_from", "here it is --load"),
+        ("--gradient-accumulation-steps", "here it is --global-batch-size"),
+        ("--version", "here it is pip show sparsetron"),
+        ("--block_size", "did you mean --seq-length?"),
+        ("--n_embd", "did you mean --hidden-size?"),
+        ("--max_iters", "did you mean --train-iters?"),
+    ],
+)
+def test_flags_of_other_programs_have_hints(flag: str, hint: str) -> None:
+    message = refused(flag, "x")
+    assert message.startswith(f"{flag}: no such flag; ") and hint in message, message
+
+
+def test_names_of_other_programs_mean_fields() -> None:
+    assert set(SYNONYMS.values()) <= set(SPECS)
+    assert not (set(SYNONYMS) | set(ELSEWHERE)) & set(SPECS)
+    assert not set(SYNONYMS) & set(ELSEWHERE)
+
+
+def test_all_refusals_come_in_one_message() -> None:
+    message = refused("--hiden-size", "4", "--num-experts", "8", "--lr", "x", "--grad-path", "dens")
+    assert message.startswith("4 settings are refused: (1) ")
+    for part in (
+        "--num-experts 8: not supported: no mixture of experts",
+        "--hiden-size: no such flag; did you mean --hidden-size?",
+        "--grad-path: dens is not known",
+        "--lr: x is not a number",
+    ):
+        assert part in message
+    assert "4: stands alone" not in message
+    assert refused("--num-experts", "8", "--num-experts", "8").startswith("--num-experts 8: not")
 
 
 def test_the_last_of_equal_flags_counts() -> None:
@@ -179,3 +229,28 @@ def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
     (line,) = told(*groups, *mask)
     assert "reset_attention_mask with num_query_groups 2" in line and "MiB a microbatch" in line
     assert not told(*groups) and not told(*mask) and not told(*groups, *mask, "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--micro-batch-size", "--global-batch-size", "--train-iters", "--rampup-batch-size"]
+)
+def test_sizes_beyond_any_machine_are_refused(flag: str) -> None:
+    values = [str(2**63 - 1)] * (3 if flag == "--rampup-batch-size" else 1)
+    assert "out of range; must be in [1, " in refused(flag, *values)
+
+
+def test_a_run_of_too_many_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match="samples; must be at most"):
+        read("--train-iters", str(10**12)).resolve(1)
+
+
+def test_only_ranks_that_there_are_can_profile() -> None:
+    config = read("--profile", "--profile-ranks", "0", "3")
+    config.resolve(4)
+    with pytest.raises(ConfigError, match="profile_ranks: there is no rank 3 of 2"):
+        config.resolve(2)
+
+
+def test_fine_tuning_nothing_is_announced() -> None:
+    assert any(notice.startswith("finetune is on without") for notice in read("--finetune").notices)
+    assert not any("finetune" in n for n in read("--finetune", "--load", "x").notices)

@@ -29,8 +29,11 @@ def test_ranges(spec) -> None:
 
 
 def test_ranges_read_well() -> None:
+    assert refused("--eval-interval", "0") == (
+        "--eval-interval: 0 is out of range; must be at least 1"
+    )
     assert refused("--micro-batch-size", "0") == (
-        "--micro-batch-size: 0 is out of range; must be at least 1"
+        "--micro-batch-size: 0 is out of range; must be in [1, 1073741824]"
     )
     assert refused("--hidden-dropout", "1.0").endswith("1.0 is out of range; must be in [0, 1)")
     assert refused("--lr", "0").endswith("0.0 is out of range; must be more than 0")

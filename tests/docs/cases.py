@@ -80,7 +80,7 @@ CASES: dict[str, Case] = {
         "cd $READER/cluster; {}"
     ),
     # No Perlmutter is here to be asked.
-    "SITE=perlmutter": Case(typed="SLURM_CONF=/dev/null {}"),
+    "SITE=perlmutter": Case(typed="cp corpus_text_document* $SCRATCH; SLURM_CONF=/dev/null {}"),
     "LAUNCHER=sbatch": Case(
         typed=f"submit() {{ {{}} {TOY} {LASTING}; }}; JOB=$(submit) && running runs/job 0",
         instead={"RANKS_PER_NODE=4": "RANKS_PER_NODE=1"},

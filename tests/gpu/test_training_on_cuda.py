@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.data.loader import BatchReader
 from megatron.data_parallel.interface import StepContext
+from megatron.origin import Origin
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_state import Origin
 from megatron.runtime import Launch, Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer

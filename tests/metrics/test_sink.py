@@ -263,12 +263,18 @@ def test_wandb_gets_project_name_folder_and_curves(
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
     metrics, _ = make_metrics(
-        tmp_path, wandb_project="p", name="gpt_tiny", summary={"lr": 0.1}, log_interval=1
+        tmp_path,
+        wandb_project="p",
+        wandb_entity="team",
+        name="gpt_tiny",
+        summary={"lr": 0.1},
+        log_interval=1,
     )
     metrics.step(record(1))
     metrics.evaluation(1, "valid", 2.0)
     metrics.close()
-    options = {"project": "p", "name": "gpt_tiny", "dir": str(tmp_path), "config": {"lr": 0.1}}
+    options = {"project": "p", "entity": "team", "name": "gpt_tiny", "dir": str(tmp_path)}
+    options |= {"config": {"lr": 0.1}}
     assert seen[0] == ("init", options)
     assert seen[1] == (1, step_scalars(record(1), LoggingConfig()))
     assert seen[2:] == [(1, {"lm loss validation": 2.0}), ("end", 0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import tracemalloc
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,6 +147,51 @@ def test_contents_that_do_not_fit_are_named(
     file: Path, arrays: dict[str, np.ndarray | None], words: str
 ) -> None:
     assert words in refused(rewritten(file, arrays))
+
+
+def bomb(path: Path, member: str, entries: int) -> Path:
+    """A small mask file of which one array unpacks to many zeros."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, array in {
+            "masks": np.array([1, 1]),
+            "shape/w": np.array([entries, 8]),
+            "bits/w": np.zeros(entries, np.uint8),
+        }.items():
+            array = np.zeros(entries, array.dtype) if name == member else array
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, array)
+    return path
+
+
+@pytest.mark.parametrize("member", ["masks", "shape/w", "bits/w"])
+def test_a_small_file_cannot_take_much_memory(tmp_path: Path, member: str) -> None:
+    entries = 2**25
+    path = bomb(tmp_path / "bomb", member, entries)
+    assert path.stat().st_size < entries // 100
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError):
+            load_masks(path, {"w": (4, 4)})
+        assert tracemalloc.get_traced_memory()[1] < entries // 8
+    finally:
+        tracemalloc.stop()
+
+
+def test_array_headers_that_do_not_parse_are_damage(tmp_path: Path, file: Path) -> None:
+    path = tmp_path / "odd"
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data.replace(b"{'descr'", b"{(descr'") if "masks" in name else data)
+    assert "not a mask file" in refused(path)
+
+
+def test_a_mask_file_that_may_not_be_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, **_: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    assert "cannot be read: Permission denied" in refused(file)
 
 
 def test_no_damage_of_a_byte_goes_unseen(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron.metrics import cut_metrics
+from megatron.origin import Origin, locate_checkpoint
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_state import Origin, locate_checkpoint
 from megatron.runtime import Launch, Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse

@@ -15,7 +15,7 @@ from megatron.data_parallel.interface import Step
 from megatron.errors import ConfigError
 from megatron.metrics import NullMetrics
 from megatron.optimizer.rules import Hyper
-from megatron.run_state import locate_checkpoint
+from megatron.origin import locate_checkpoint
 from megatron.runtime import detect_launch, start, stop
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer

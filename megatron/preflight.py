@@ -1,0 +1,76 @@
+"""A look at every file that a run will read, before any rank starts: a wrong path costs a line at
+once instead of a wait in a queue.
+
+Only names, permissions and headers are read, so the look takes milliseconds for data of any size.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.config import Config, DataConfig
+from megatron.errors import DataError
+from megatron.origin import Origin, locate_checkpoint
+
+SKIP = "where only the compute nodes have the data, give --check-paths false"
+
+
+def check_paths(config: Config, run_dir: Path, *, say: Callable[[str], None]) -> Origin | None:
+    """Where the run would start from, once data, tokenizer and checkpoint are found to be there.
+
+    Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
+    says the size of the vocabulary. A run that names no data is left to say so itself.
+    """
+    try:
+        check_data(config.data)
+    except DataError as error:
+        raise DataError(f"{error}; {SKIP}") from error
+    return locate_checkpoint(config, run_dir, say=say, look=True)
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise `DataError` for a data set or a tokenizer's file that is missing or cannot be read."""
+    from megatron.data.index_file import check_header
+    from megatron.data.vocabulary import data_prefixes, find_vocabulary
+
+    named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    prefixes = data_prefixes(data) if any(named) else []
+    for prefix in prefixes:
+        check_header(prefix)
+    for name in (data.vocab_file, data.merge_file):
+        if name is not None and data.tokenizer_type is not None:
+            _check_file(name)
+    if data.tokenizer_model is not None and _is_path(data):
+        _check_place(data.tokenizer_model)
+    if prefixes and data.tokenizer_type is None:
+        find_vocabulary(data, prefixes)
+
+
+def _is_path(data: DataConfig) -> bool:
+    """Whether the tokenizer's model is a path: a name without a folder may be one of the hub."""
+    model = data.tokenizer_model or ""
+    return data.tokenizer_type == "SentencePieceTokenizer" or (
+        model.endswith(".json") or model.startswith((".", "/"))
+    )
+
+
+def _check_place(name: str) -> None:
+    try:
+        folder = Path(name).is_dir()
+    except OSError as error:
+        raise DataError(f"{name}: cannot be looked at: {error.strerror}") from None
+    if not folder:
+        _check_file(name)
+    elif not os.access(name, os.R_OK | os.X_OK):
+        raise DataError(f"{name}: cannot be read: Permission denied")
+
+
+def _check_file(name: str) -> None:
+    from megatron.data.local_file import require_regular
+
+    require_regular(name)
+    if not os.access(name, os.R_OK):
+        raise DataError(f"{name}: cannot be read: Permission denied")

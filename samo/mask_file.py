@@ -1,0 +1,149 @@
+"""The file of masks: its layout, and the checks made before any mask is unpacked. Loads no torch.
+
+A file is an archive of arrays that `numpy.load` reads: `masks` holds the version of the form and
+the number of masks, `shape/NAME` and `bits/NAME` the logical shape of a tensor and its bits, packed
+as `numpy.packbits` does. The archive keeps a CRC-32 of each array, so a damaged file is found out
+when it is read. Archives can be compressed a thousandfold, so the header of each array is compared
+with the size that the array must have before the array itself is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from megatron.errors import DataError
+
+VERSION = 1
+MARK, SHAPE, BITS = "masks", "shape/", "bits/"
+MOST_AXES = 16
+
+_AGAIN = "write it anew with tools/prune_checkpoint.py"
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    tokenize.TokenError,
+    SyntaxError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+)
+"""What the readers of archives and arrays raise for bytes that make no sense."""
+
+
+def packed_bytes(shape: Sequence[int]) -> int:
+    """Bytes of the packed mask of a tensor of this shape."""
+    return -(-math.prod(shape) // 8)
+
+
+def check_mask_file(path: Path) -> None:
+    """Raise `DataError` unless the path is a mask file whose headers make sense. No mask is
+    unpacked."""
+    with opened_masks(path) as archive:
+        mask_shapes(path, archive)
+
+
+@contextmanager
+def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive of a mask file; errors of the disk and of its bytes become `DataError`."""
+    try:
+        if not path.is_file():
+            there = path.exists()
+            what = "is not a plain file" if there else f"no such file (looked from {Path.cwd()})"
+            raise DataError(
+                f"{path}: {what}; give a mask file, as tools/prune_checkpoint.py writes it"
+            )
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+    except _DAMAGE as error:
+        raise DataError(f"{path}: not a mask file, or cut short; {_AGAIN}") from error
+
+
+def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ...]]:
+    """The logical shape of each mask, in the file's order, once the bits of each mask are found to
+    have the size of the shape."""
+    version, count = _vector(archive, MARK, np.int64, most=2).tolist()
+    if version != VERSION:
+        raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_AGAIN}")
+    members = [name.removesuffix(".npy") for name in archive.namelist()]
+    names = [name.removeprefix(SHAPE) for name in members if name.startswith(SHAPE)]
+    alien = {*members} - {MARK} - {f"{kind}{name}" for kind in (SHAPE, BITS) for name in names}
+    if alien:
+        raise DataError(f"{path}: holds {min(alien)!r}, which belongs to no mask; {_AGAIN}")
+    if count != len(names):
+        raise ValueError("the archive's list of its members is damaged")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        with _damaged_as(path, name):
+            shape = _vector(archive, f"{SHAPE}{name}", np.int64, most=MOST_AXES).tolist()
+            if any(size < 1 for size in shape):
+                raise ValueError(f"no tensor has shape {shape}")
+            shapes[name] = tuple(shape)
+            with archive.open(f"{BITS}{name}.npy") as member:
+                _check_size(member, packed_bytes(shape), shape)
+    return shapes
+
+
+def read_bits(path: Path, archive: zipfile.ZipFile, name: str, shape: Sequence[int]) -> np.ndarray:
+    """The packed bits of one mask, of which `mask_shapes` has compared the size."""
+    with _damaged_as(path, name):
+        return _vector(archive, f"{BITS}{name}", np.uint8, most=packed_bytes(shape))
+
+
+@contextmanager
+def _damaged_as(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: mask of {name!r} is damaged: {reason}; {_AGAIN}") from error
+
+
+def _check_size(member: IO[bytes], wanted: int, shape: Sequence[int]) -> None:
+    (found,), _ = _header(member)
+    if found != wanted:
+        raise ValueError(f"{found} bytes do not hold shape {list(shape)}")
+
+
+def _header(member: IO[bytes]) -> tuple[tuple[int], np.dtype]:
+    """Length and type of the vector that follows. The header of version 1 is at most 64 KB long;
+    those of later versions may be 4 GB, and no mask file has them."""
+    version = np.lib.format.read_magic(member)
+    if version != (1, 0):
+        raise ValueError(f"array format {version}, wanted (1, 0)")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    if len(shape) != 1:
+        raise ValueError(f"an array of {len(shape)} axes, wanted 1")
+    return (shape[0],), dtype
+
+
+def _vector(
+    archive: zipfile.ZipFile, name: str, dtype: type[np.generic], *, most: int
+) -> np.ndarray:
+    """A vector of at most so many entries out of the archive, which compares its CRC when the last
+    byte is read."""
+    with archive.open(f"{name}.npy") as member:
+        (length,), found = _header(member)
+        if found != dtype or not 0 <= length <= most:
+            raise ValueError(f"{name}: not a vector of {np.dtype(dtype)}")
+        data = member.read(length * found.itemsize)
+        if len(data) != length * found.itemsize or member.read(1):
+            raise ValueError(f"{name}: not a vector of {np.dtype(dtype)}")
+    return np.frombuffer(bytearray(data), dtype=dtype)
