@@ -20,7 +20,8 @@ from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_lib
 SIZES = (2, 4)
 """Bytes of an entry."""
 _library: Any = native_library()
-_in_use: ContextVar[int] = ContextVar("instruction set", default=len(instruction_sets()))
+_BEST = len(instruction_sets())
+_in_use: ContextVar[int] = ContextVar("instruction set", default=_BEST)
 """The number of the instruction set in use, by default the best one."""
 
 
