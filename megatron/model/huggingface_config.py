@@ -14,6 +14,8 @@ from megatron.config import ModelConfig
 from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"
+_MOST = 1 << 20
+"""The largest size of anything in config.json: a product of three still is a tensor's length."""
 _TITLES = {GPT2: "GPT-2", LLAMA: "Llama"}
 _GELU = {"tanh": "gelu_new", "erf": "gelu"}
 _GELU_BACK = {
@@ -210,8 +212,10 @@ def _require(values: Mapping[str, Any], **wanted: Any) -> None:
 def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
     value = values.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {key}: {value!r}; must be a whole number of at least 1")
+    if type(value) is not int or not 1 <= value <= _MOST:
+        raise ConfigError(
+            f"config.json: {key}: {value!r}; must be a whole number from 1 to {_MOST}"
+        )
     return value
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
@@ -86,6 +89,72 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     (tmp_path / "there" / "merges.txt").write_text("damaged")
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
     assert not (tmp_path / "not").exists()
+
+
+def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
+    """A small export without one tensor, whose config.json says something else."""
+    there = tmp_path / "there"
+    make_model_run(tmp_path / "run", f"--vocab-size {VOCAB} {FORMS[form]}", vocab_size=VOCAB)
+    assert export_hf.main([str(tmp_path / "run"), str(there)]) == 0
+    state = load_file(there / "model.safetensors")
+    state.pop(leave_out, None)
+    save_file(state, there / "model.safetensors")
+    values = json.loads((there / "config.json").read_text()) | changed
+    (there / "config.json").write_text(json.dumps(values))
+    return there
+
+
+@pytest.mark.parametrize(
+    ("form", "leave_out", "changed", "code", "words"),
+    [
+        ("untied", "lm_head.weight", {}, 4, "output_layer.weight: missing"),
+        ("gpt2", "transformer.wte.weight", {}, 4, "embeddings.weight: missing"),
+        ("gpt2", "transformer.h.1.ln_1.bias", {}, 4, "layers.1.input_norm.bias: missing"),
+        ("gpt2", "", {"n_embd": 10**12}, 2, "n_embd: 1000000000000; must be a whole number"),
+        ("gpt2", "", {"n_embd": 64}, 4, "config.json makes it (vocabulary, 64)"),
+        ("gpt2", "", {"n_layer": 10**9}, 2, "n_layer: 1000000000; must be a whole number"),
+        ("gpt2", "", {"n_layer": 10**6}, 4, "config.json says 1000000 layers"),
+        ("llama", "", {"num_hidden_layers": 10**6}, 4, "config.json says 1000000 layers"),
+    ],
+)
+def test_a_config_of_another_model_is_one_line(
+    form: str,
+    leave_out: str,
+    changed: dict[str, int],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = hf_folder(tmp_path, form, leave_out, **changed)
+    capsys.readouterr()
+    assert import_hf.main([str(source), str(tmp_path / "back")]) == code
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_line_to_train_from_is_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a b; c"
+    assert import_hf.main([str(hf_folder(tmp_path, "gpt2")), str(output)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(line)
+    assert str(output) in words and str(output / "model.yaml") in words
+
+
+def test_a_full_disk_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = hf_folder(tmp_path, "gpt2")
+    monkeypatch.setattr(import_hf, "_write", write)
+    capsys.readouterr()
+    assert import_hf.main([str(source), str(tmp_path / "back")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'back'}: No space left on device\n"
 
 
 HARNESS_TASK = """
