@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_files_of_a_tokenizer_without_its_type_are_refused(tmp_path: Path, field
     with pytest.raises(
         ConfigError, match=f"--{field.replace('_', '-')}: .*--tokenizer-type {kind}"
     ):
-        find_vocabulary(DataConfig(data_path=(prefix,), **{field: "x"}), [prefix])
+        find_vocabulary(replace(DataConfig(data_path=(prefix,)), **{field: "x"}), [prefix])
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
