@@ -189,6 +189,7 @@ def _tokenizer(data: DataConfig, options: argparse.Namespace | None) -> Tokenize
             merge_file=named.merge_file,
             model=named.tokenizer_model,
             vocab_size=data.vocab_size,
+            hub=named is options,  # a name that the run brought may not start a download
         )
     sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     prefixes = data_prefixes(data) if any(sources) else []

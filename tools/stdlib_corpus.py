@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
+from megatron.data.local_file import is_file  # noqa: E402
 from megatron.data.sidecar import write_atomically  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
@@ -148,7 +149,7 @@ def _order(name: str) -> bytes:
 
 
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hashlib.sha256(path.read_bytes()).hexdigest() if is_file(path) else None
 
 
 def _read_stamp(path: Path) -> dict:

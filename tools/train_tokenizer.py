@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
 from megatron.data.encode import extract_texts  # noqa: E402
+from megatron.data.local_file import is_folder, stat_of  # noqa: E402
 from megatron.data.raw_text import TEXT_UNITS, Batch, find_inputs, read_batches  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
@@ -36,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.output.exists() and not arguments.overwrite:
+        if arguments.max_bytes is not None and arguments.max_bytes < 1:
+            raise ConfigError(f"--max-bytes: {arguments.max_bytes}; wanted at least 1")
+        if is_folder(arguments.output):
+            raise ConfigError(f"--output: {arguments.output} is a folder; name a file in it")
+        if stat_of(arguments.output) is not None and not arguments.overwrite:
             raise ConfigError(f"--output: {arguments.output} exists; add --overwrite")
         files = find_inputs(arguments.input, say=_say)
         keys = tuple(arguments.json_keys)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron.data.encode import Encoded, EncodeOptions, encode, load_tokenizer
 from megatron.data.index_file import bin_path, idx_path
 from megatron.data.indexed import IndexedDatasetWriter, optimal_dtype
+from megatron.data.local_file import is_folder, stat_of
 from megatron.data.raw_text import Batch
 from megatron.data.sidecar import sidecar_path
 from megatron.data.workers import Crew, WorkerError, describe_error
@@ -109,15 +110,15 @@ def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite:
 
     ConfigError if an output exists and may not be overwritten, or is one of the inputs.
     """
-    sources = {path.resolve() for path in inputs}
+    sources = {os.path.realpath(path) for path in inputs}
     for prefix in prefixes:
         outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix))
         for path in outputs:
-            if path.resolve() in sources:
+            if os.path.realpath(path) in sources:
                 raise ConfigError(f"--output-prefix: {path} is one of the inputs; choose another")
-            if path.is_dir():
+            if is_folder(path):
                 raise ConfigError(f"--output-prefix: {path} is a folder; choose another")
-            if path.exists() and not overwrite:
+            if stat_of(path) is not None and not overwrite:
                 raise ConfigError(
                     f"--output-prefix: {path} exists; choose another or add --overwrite"
                 )
