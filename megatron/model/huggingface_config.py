@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.config.model import ROPE_SCALING
 from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"
@@ -100,7 +101,7 @@ def to_hf_config(
             "max_position_embeddings": config.positions,
             "rms_norm_eps": config.norm_epsilon,
             "rope_theta": float(config.rotary_base),
-            "rope_scaling": None,
+            "rope_scaling": _rope_scaling(config),
             "attention_bias": False,
             "mlp_bias": False,
             "attention_dropout": config.attention_dropout,
@@ -121,6 +122,13 @@ def to_hf_config(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     }
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """The key `rope_scaling`, which every release of transformers reads beside `rope_theta`."""
+    if not config.use_rope_scaling:
+        return None
+    return {"rope_type": "llama3", "factor": config.rope_scaling_factor, **ROPE_SCALING}
 
 
 def from_hf_config(values: Mapping[str, Any], *, seq_length: int | None) -> ModelConfig:
@@ -172,9 +180,7 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
 def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     _require(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"config.json: rope_type: {kind!r}; only plain rotary can be imported")
+    scaling = _scaling_of(rope, positions=values.get("max_position_embeddings"))
     base = rope.get("rope_theta", values.get("rope_theta", 10000.0))
     if not isinstance(base, int | float) or base != int(base):
         raise ConfigError(f"config.json: rope_theta: {base!r}; must be a whole number here")
@@ -189,6 +195,7 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups if groups != heads else 1,
         "position_embedding_type": "rope",
         "rotary_base": int(base),
+        **scaling,
         "normalization": "RMSNorm",
         "norm_epsilon": _number(values, "rms_norm_eps", 1e-6),
         "swiglu": True,
@@ -199,6 +206,23 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": _number(values, "attention_dropout", 0.0),
         "hidden_dropout": 0.0,
     }
+
+
+def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
+    """The model's fields for the frequencies that `rope` asks for. `positions`: those of the model,
+    which are the original ones where `rope` tells of no others."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind != "llama3":
+        raise ConfigError(
+            f"config.json: rope_type: {kind!r}; only default and llama3 can be imported"
+        )
+    _require({"original_max_position_embeddings": positions, **rope}, **ROPE_SCALING)
+    factor = rope.get("factor")
+    if type(factor) not in (int, float) or not math.isfinite(factor) or factor < 1:
+        raise ConfigError(f"config.json: factor: {factor!r}; must be a number of at least 1")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
 
 def _require(values: Mapping[str, Any], **wanted: Any) -> None:

@@ -142,6 +142,7 @@ def test_legal_neighbours_of_the_rules() -> None:
 
 
 PAIRS = {
+    "use_rope_scaling without position_embedding_type rope": ("--use-rope-scaling",),
     "fp16 with bf16": ("--fp16", "--bf16"),
     "grad_reduce_in_bf16 without bf16": ("--grad-reduce-in-bf16",),
     "grad_reduce_in_bf16 with accumulate_allreduce_grads_in_fp32": (
