@@ -186,7 +186,6 @@ REFUSED = tuple(
         ("--step-batch-size-schedule", (), "not supported: give --rampup-batch-size"),
         ("--use-checkpoint-args", (), "not supported: give --config RUN/config.yaml"),
         ("--pretrained-checkpoint", (), "not supported: give --load with --finetune"),
-        ("--save-retain-interval", (), "not supported: give --keep-last N, or keep all"),
         ("--test-mode", (), "not supported: give --skip-train"),
     )
 )

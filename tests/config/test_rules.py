@@ -80,6 +80,10 @@ REFUSALS = {
     "more than num_layers 2; lower the former",
     ("--profile", "--profile-step-end", "5"): "profile_step_end 5 must be more than "
     "profile_step_start 10; raise the end",
+    ("--save-retain-interval", "8"): "save_retain_interval 8 needs save_interval; give "
+    "--save-interval",
+    ("--save-retain-interval", "8", "--save-interval", "3"): "save_retain_interval 8 is not a "
+    "multiple of save_interval 3; nearest: 6, 9",
     ("--tensor-model-parallel-size", "3"): "num_attention_heads 4 is not a multiple of "
     "tensor_model_parallel_size 3; sizes below that would do: 1, 2",
     ("--pipeline-model-parallel-size", "3"): "pipeline_model_parallel_size 3 leaves a stage "
