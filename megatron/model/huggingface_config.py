@@ -220,7 +220,11 @@ def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
         )
     _require({"original_max_position_embeddings": positions, **rope}, **ROPE_SCALING)
     factor = rope.get("factor")
-    if type(factor) not in (int, float) or not math.isfinite(factor) or factor < 1:
+    if (
+        not isinstance(factor, int | float)
+        or isinstance(factor, bool)
+        or not 1 <= factor < math.inf
+    ):
         raise ConfigError(f"config.json: factor: {factor!r}; must be a number of at least 1")
     return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
