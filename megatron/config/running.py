@@ -244,6 +244,7 @@ class DataConfig:
         Literal[
             "GPT2BPETokenizer",
             "SentencePieceTokenizer",
+            "Llama2Tokenizer",
             "HuggingFaceTokenizer",
             "ByteTokenizer",
             "NullTokenizer",
