@@ -27,7 +27,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 RADIUS = "--radius-density 0.4 --radius-interval 2 --radius-start-iter 0"
 PRUNED = "--samo-sparsity 0.5 --samo-pruning random"
 CLIP = 0.1
-OVERFLOWS = 2**19
+OVERFLOWS = 2**20
 """A scale with which gradients overflow: they do not with a quarter of it."""
 CASES = {
     # Stages, ranks of each, what both schedules are given, limits (0: the default).

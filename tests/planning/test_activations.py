@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import parse
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
+from megatron.model import attention as attention_module
 from megatron.model.attention import SelfAttention, document_mask
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
@@ -147,8 +148,11 @@ MASKED = f"{STILL} --reset-attention-mask"
 
 
 @pytest.mark.parametrize("more", [GROUPS, f"{GROUPS} --bf16", LLAMA, f"{LLAMA} --bf16"])
-def test_attention_without_a_fused_kernel_keeps_what_torch_saves(more: str) -> None:
+def test_attention_without_a_fused_kernel_keeps_what_torch_saves(
+    more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attention that torch falls back to is the same code on a CPU and on CUDA."""
+    monkeypatch.setattr(attention_module, "blocked_attention_serves", lambda query: False)
     grid = planned(f"{MODEL} {MASKED} {more}", 1, vocabulary=97)
     model, dtype = grid.config.model, getattr(torch, grid.config.precision.param_dtype)
     attention = SelfAttention(model, dtype=dtype, device=torch.device("cpu"))
