@@ -24,8 +24,11 @@ def check_paths(config: Config, run_dir: Path, *, say: Callable[[str], None]) ->
 
     Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
     says the size of the vocabulary or the vocabulary is too small for the tensor-parallel ranks. A
-    run that names no data is left to say so itself.
+    configuration that names no data is only told of: `--dry-run` also shows what a size or a script
+    stands for, before there are data.
     """
+    if not (_prefixes(config.data) or config.data.mock_data):
+        say("note: no data is named; a run needs --data-path, or --mock-data")
     try:
         check_data(config.data)
         # One rank holds any vocabulary, and no tokenizer has to be read for it.
@@ -81,7 +84,7 @@ def _prefixes(data: DataConfig) -> list[str]:
 def _is_path(data: DataConfig) -> bool:
     """Whether the tokenizer's model is a path: a name without a folder may be one of the hub."""
     model = data.tokenizer_model or ""
-    return data.tokenizer_type == "SentencePieceTokenizer" or (
+    return data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer") or (
         model.endswith(".json") or model.startswith((".", "/"))
     )
 

@@ -59,6 +59,15 @@ def test_missing_files_are_found(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_configuration_without_data_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry(tmp_path, data="") == 0
+    assert "no data is named" in capsys.readouterr().err
+    assert dry(tmp_path) == 0
+    assert "no data is named" not in capsys.readouterr().err
+
+
 def test_damaged_headers_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d.bin").write_bytes(b"")
     (tmp_path / "d.idx").write_bytes(b"MMIDIDX")

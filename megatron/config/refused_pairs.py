@@ -151,6 +151,18 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         "give --start-weight-decay and --end-weight-decay",
     ),
     _pair(
+        "dataloader_type cyclic",
+        lambda c: c.data.dataloader_type == "cyclic",
+        "the documents and the samples of each epoch are shuffled already",
+        "leave --dataloader-type out",
+    ),
+    _pair(
+        "dataloader_type external",
+        lambda c: c.data.dataloader_type == "external",
+        "batches come from the data that the configuration names",
+        "write a .bin/.idx pair with tools/preprocess_data.py, and give --data-path",
+    ),
+    _pair(
         "recompute_method or recompute_num_layers without recompute_granularity",
         lambda c: (
             c.recompute.recompute_granularity is None

@@ -271,8 +271,10 @@ class DataConfig:
     no_mmap_bin_files: bool = option(
         default=False, help="Read data files instead of mapping them into memory."
     )
-    dataloader_type: Literal["single"] = option(
-        default="single", help="single: one pass in a fixed order."
+    dataloader_type: Literal["single", "cyclic", "external"] = option(
+        default="single",
+        help="single: samples in one order that is shuffled anew for each epoch. Megatron's cyclic "
+        "and external are refused.",
     )
 
 

@@ -177,6 +177,8 @@ PAIRS = {
     "recompute_method or recompute_num_layers without recompute_granularity": (
         *("--recompute-method", "block"),
     ),
+    "dataloader_type cyclic": ("--dataloader-type", "cyclic"),
+    "dataloader_type external": ("--dataloader-type", "external"),
     "optimizer_impl apex with device cpu": ("--optimizer-impl", "apex", "--device", "cpu"),
     "distributed_backend nccl with device cpu": (
         *("--distributed-backend", "nccl", "--device", "cpu"),

@@ -166,9 +166,9 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_large_garbage_is_told_quickly(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     for text in ("k: 1\n", "[", "{", "- ", "a: b: ", "&a ", "# x\n", "x", "'", "!a "):
-        start = time.monotonic()
+        start = time.process_time()
         message = refused_yaml(path, text * (SIZE_LIMIT // len(text)))
-        assert time.monotonic() - start < 5, text
+        assert time.process_time() - start < 5, text
         assert message.startswith("a.yaml")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.metrics import cut_metrics
-from megatron.metrics.files import COLUMNS, AppendFile
+from megatron.metrics.files import COLUMNS, AppendFile, parse_line
 
 from .helpers import lines_of, make_metrics, record
 
@@ -162,3 +162,19 @@ def test_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     metrics.step(record(3))
     metrics.close()
     assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ours"),
+    [
+        ('{"iteration": 3}', True),
+        ('{"iteration": 0, "valid_loss": 1.5}', True),
+        ('{"iteration": -1}', False),
+        (f'{{"iteration": {10**400}}}', False),
+        ('{"iteration": true}', False),
+        ('{"iteration": "3"}', False),
+        ("[3]", False),
+    ],
+)
+def test_a_line_without_a_number_that_a_step_can_have_is_not_ours(text: str, is_ours: bool) -> None:
+    assert (parse_line(text.encode() + b"\n") is not None) == is_ours
