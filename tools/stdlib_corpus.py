@@ -135,8 +135,11 @@ def _read(path: Path) -> str:
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
     """The strings of one dict literal, read without running the file; it may be absent."""
-    if not path.is_file():
-        return
+    try:
+        if not path.is_file():
+            return
+    except OSError as error:
+        raise DataError(f"{path.parent.parent}: {error.strerror}") from error
     for node in ast.parse(_read(path)).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():

@@ -8,6 +8,7 @@ Reads what tools/preprocess_data.py reads. Exit: 0 done, 2 a flag is wrong, 3 th
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.output.exists() and not arguments.overwrite:
+        if arguments.max_bytes is not None and arguments.max_bytes < 1:
+            raise ConfigError(f"--max-bytes: {arguments.max_bytes}; must be at least 1")
+        # os.path tells nothing of a place that cannot be looked at; writing there does.
+        if os.path.exists(arguments.output) and not arguments.overwrite:
             raise ConfigError(f"--output: {arguments.output} exists; add --overwrite")
         files = find_inputs(arguments.input, say=_say)
         keys = tuple(arguments.json_keys)

@@ -109,15 +109,16 @@ def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite:
 
     ConfigError if an output exists and may not be overwritten, or is one of the inputs.
     """
-    sources = {path.resolve() for path in inputs}
+    sources = {os.path.realpath(path) for path in inputs}
     for prefix in prefixes:
         outputs = (bin_path(prefix), idx_path(prefix), sidecar_path(prefix))
         for path in outputs:
-            if path.resolve() in sources:
+            if os.path.realpath(path) in sources:
                 raise ConfigError(f"--output-prefix: {path} is one of the inputs; choose another")
-            if path.is_dir():
+            # os.path tells nothing of a place that cannot be looked at; making its folder does.
+            if os.path.isdir(path):
                 raise ConfigError(f"--output-prefix: {path} is a folder; choose another")
-            if path.exists() and not overwrite:
+            if os.path.exists(path) and not overwrite:
                 raise ConfigError(
                     f"--output-prefix: {path} exists; choose another or add --overwrite"
                 )
