@@ -307,7 +307,8 @@ def build_trainer(
     on_cuda = runtime.device.type == "cuda"
 
     def vocabulary_of_run() -> Vocabulary:
-        found = find_vocabulary(config.data, data_prefixes(config.data))
+        hub = "tokenizer_model" in config.from_flags
+        found = find_vocabulary(config.data, data_prefixes(config.data), hub=hub)
         check_vocabulary(config, found.size)
         return found
 

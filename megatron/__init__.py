@@ -12,6 +12,7 @@
     `data_parallel.{bucket_plan,buckets,engine,dense,sharded}`
 4   `pipeline` (`stage` computes, `runner` brings the three together), `checkpoint`
 5   `guards` (failures found, named and told; requests to leave),
+    `preflight` and `origin`: what a start needs is looked for before it;
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
     `metrics`, `report`, `profiling`; `planning`: what a run will take
 6   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths

@@ -22,6 +22,11 @@ _FREE_TO_CHANGE = {
     },
     "data": {"data_cache_path", "no_mmap_bin_files", "dataloader_type"},
 }
+_LATER: dict[str, Any] = {
+    "model.use_rope_scaling": False,
+    "model.rope_scaling_factor": 8.0,
+}
+"""Settings that older checkpoints do not mention, with the values by which these were trained."""
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
 _PATH = "gradient.grad_path"
 _SECTIONS = ("model", "data", "training")
@@ -149,9 +154,9 @@ def check_data(
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:
     return [
-        f"{key}: {was.get(key)!r} there, {now.get(key)!r} here"
+        f"{key}: {there!r} there, {now.get(key)!r} here"
         for key in sorted(keys)
-        if was.get(key) != now.get(key)
+        if (there := was.get(key, _LATER.get(key))) != now.get(key)
     ]
 
 

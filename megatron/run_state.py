@@ -114,10 +114,12 @@ class RunState:
         self._directory = save_directory(self.config, self.run_dir)
         self._channel = world.apart() if asked.async_save else world
         self._keeper: Keeper | None = None
-        if asked.keep_last is not None and world.rank == 0:
+        removes = asked.keep_last is not None or asked.save_retain_interval is not None
+        if removes and world.rank == 0:
             self._keeper = Keeper(
                 directory=self._directory,
-                count=asked.keep_last,
+                count=asked.keep_last or 1,
+                interval=asked.save_retain_interval,
                 say=self._notes.append,
                 files=self.files,
             )

@@ -3,7 +3,7 @@
     t % T == 0                 rest = sparse_all_reduce(grad, None, residual)      (dense, flushes)
     else, once chosen          rest = sparse_all_reduce(grad, index, residual)     (a short vector)
     the step was applied       residual = rest
-    ... and t % T == 0         index = select(update, 0.4)
+    ... and t % T == 0         index = select(update, 0.4, group=ranks)
 
 All state is the caller's. `grad` and `residual` are 1-D and may hold one tensor or many, but k of n
 entries are chosen of the whole: give each matrix its own, as the paper does, and 1-D parameters to
@@ -23,16 +23,17 @@ from radius.agreement import Choice, take_first_choice
 from radius.index import BucketIndex, keeps_bits, new_index, quota
 
 
-def select(
-    update: torch.Tensor, density: float, group: dist.ProcessGroup | None = None
-) -> BucketIndex:
+def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | None) -> BucketIndex:
     """Index of the k = ceil(density n) entries of largest magnitude; of equal ones the first.
 
     `update`: 1-D, what the optimizer has just subtracted from the weights but for the learning
     rate: m^ / (sqrt(v^) + eps) + lambda w for AdamW, the velocity for SGD. Ranks whose
-    processors round differently may differ in its last bits, and so in what they select: the
-    ranks of `group` (None: all) compare a hash of 8 bytes, and where it differs all take the index
-    of the first rank, one bit for each entry. Collective, where processes were joined at all.
+    processors round differently may differ in its last bits, and so in what they select.
+
+    `group`: the ranks that hold this very tensor and send its entries to each other, such as
+    `dist.group.WORLD` in plain data parallelism. These ranks compare a hash of 8 bytes, and where
+    the hash differs, all of them take the index of the first rank, one bit for each entry:
+    collective over `group`. With None this rank selects alone.
     """
     require_flat("update", update)
     exact = exact_density(density)
@@ -40,7 +41,7 @@ def select(
     bits = keeps_bits(update.device.type, exact)
     index = new_index(update.numel(), update.device, bits=bits)
     index.choose(0, select_largest(update.float(), count))
-    if dist.is_available() and dist.is_initialized():
+    if group is not None:
         take_first_choice([Choice(index, 0, update.numel())], group, update.device)
     return index
 

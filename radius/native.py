@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,20 +20,19 @@ from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_lib
 SIZES = (2, 4)
 """Bytes of an entry."""
 _library: Any = native_library()
-_set = len(instruction_sets())
-"""The number of the instruction set in use, the best one."""
+_BEST = len(instruction_sets())
+_in_use: ContextVar[int] = ContextVar("instruction set", default=_BEST)
+"""The number of the instruction set in use, by default the best one."""
 
 
 @contextmanager
 def using(instruction_set: str) -> Iterator[None]:
     """Let the kernels use another of `instruction_sets()`, so that a test covers each of them."""
-    global _set
-    before = _set
-    _set = 1 + INSTRUCTION_SETS.index(instruction_set)
+    token = _in_use.set(1 + INSTRUCTION_SETS.index(instruction_set))
     try:
         yield
     finally:
-        _set = before
+        _in_use.reset(token)
 
 
 def compact(
@@ -83,8 +83,8 @@ def _compact(bits: Bits, flat: torch.Tensor, out: torch.Tensor | None, *, clear:
     count = flat.numel() if out is None else out.numel()
     _require(flat.numel() <= bits.blocks * BLOCK and (out is None or out.dtype == flat.dtype))
     done = _library.sparsetron_compact(
-        *(_set, _at(bits.words), _at(bits.patch), _at(bits.patches), _at(flat), flat.numel()),
-        *(_at(out), count, flat.element_size(), clear),
+        *(_in_use.get(), _at(bits.words), _at(bits.patch), _at(bits.patches)),
+        *(_at(flat), flat.numel(), _at(out), count, flat.element_size(), clear),
     )
     _require(done >= 0 and (out is None or done == count))
 
@@ -112,7 +112,7 @@ def _expand(
     if values.dtype != out.dtype:
         values = values[: int(bits.counts[first:last].sum())].to(out.dtype)
     done = _library.sparsetron_expand(
-        *(_set, _at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
+        *(_in_use.get(), _at(bits.words), _at(bits.patch), _at(bits.patches), first * BLOCK),
         *(_at(values), values.numel(), _at(out), out.numel(), size, zeros, scale),
     )
     _require(done >= 0)

@@ -18,7 +18,7 @@ LAYERS = (
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
-    + ("report", "profiling", "planning"),
+    + ("report", "profiling", "planning", "origin", "preflight"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
@@ -28,6 +28,8 @@ WITHOUT_TORCH = (
     "megatron.status",
     "megatron.config",
     "megatron.runtime",
+    "megatron.origin",
+    "megatron.preflight",
     "megatron.mpi_world",
     "megatron.parallel.dims",
     "megatron.data_parallel.interface",

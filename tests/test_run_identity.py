@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.run_identity import check_identity, check_path, path_differences
 
@@ -41,6 +42,18 @@ def test_another_path_is_refused_with_what_differs_and_may_be_forced(
 
 def test_the_same_path_goes_on_without_a_word() -> None:
     assert _check(SPARSE, SPARSE, own=True) == [] == path_differences(SPARSE, SPARSE)
+
+
+LATER = {"model.use_rope_scaling": (False, True), "model.rope_scaling_factor": (8.0, 4.0)}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_setting_that_an_older_checkpoint_does_not_mention_was_the_default(name: str) -> None:
+    default, other = LATER[name]
+    assert getattr(ModelConfig, name.removeprefix("model.")) == default
+    check_identity(DENSE, DENSE | {name: default}, where=Path("."), model_only=False)
+    with pytest.raises(CheckpointError, match=f"{name}: {default} there, {other} here"):
+        check_identity(DENSE, DENSE | {name: other}, where=Path("."), model_only=False)
 
 
 def test_the_path_is_no_part_of_what_makes_another_run() -> None:

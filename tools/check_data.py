@@ -2,6 +2,8 @@
 
     python tools/check_data.py PREFIX [--vocab-size N] [--eod ID] [--full] [--sha256]
 
+Where the data's PREFIX.json records the hash of both files (tools/preprocess_data.py writes it),
+both are read whole and compared; a run itself compares only their sizes when it starts.
 Exit status: 0 a good pair, 2 a wrong command line, 3 a bad pair (one line on stderr says why).
 """
 
@@ -11,7 +13,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,18 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.values import LARGEST_INTEGER  # noqa: E402
 from megatron.data.build import check_tokenizer  # noqa: E402
-from megatron.data.index_file import bin_path, idx_path, without_suffix  # noqa: E402
+from megatron.data.index_file import without_suffix  # noqa: E402
 from megatron.data.indexed import IndexedDataset  # noqa: E402
-from megatron.data.sidecar import read_sidecar  # noqa: E402
+from megatron.data.sidecar import (  # noqa: E402
+    SUFFIXES,
+    FileRecord,
+    check_sizes,
+    read_file_records,
+    read_sidecar,
+    sidecar_path,
+)
 from megatron.errors import EXIT_DONE, DataError  # noqa: E402
 
 _CHUNK = 1 << 22
@@ -55,11 +65,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.vocab_size is not None and options.vocab_size < 1:
         parser.error(f"--vocab-size: {options.vocab_size}: wanted a positive integer")
+    if options.eod is not None and not 0 <= options.eod <= LARGEST_INTEGER:
+        parser.error(f"--eod: {options.eod}: wanted an id, a whole number from 0")
     return options
 
 
 def _report(prefix: str, options: argparse.Namespace) -> None:
     data = IndexedDataset(prefix)
+    check_sizes(prefix)
     lengths = data.sequence_lengths
     print(f"prefix      {prefix}")
     print(f"documents   {data.num_documents}")
@@ -86,11 +99,29 @@ def _report(prefix: str, options: argparse.Namespace) -> None:
     if options.full or options.vocab_size is not None or options.eod is not None:
         low, high = _scan(data, vocab_size)
         print(f"ids         min {low}, max {high}")
-    if options.sha256:
-        for path in (bin_path(prefix), idx_path(prefix)):
+    recorded = read_file_records(prefix)
+    print(f"recorded    {'size and sha256 of both files' if recorded else 'no sizes, no hashes'}")
+    if options.sha256 or recorded:
+        _check_files(prefix, recorded or {}, show=options.sha256)
+
+
+def _check_files(prefix: str, recorded: Mapping[str, FileRecord], *, show: bool) -> None:
+    """Hash both files whole; DataError where one is not what its writer recorded."""
+    for suffix in SUFFIXES:
+        path = f"{prefix}{suffix}"
+        try:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            print(f"sha256      {digest}  {path.name}")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if show:
+            print(f"sha256      {digest}  {Path(path).name}")
+        if suffix in recorded and digest != recorded[suffix].sha256:
+            raise DataError(
+                f"{path}: sha256 {digest[:12]}, but {sidecar_path(prefix)} recorded "
+                f"{recorded[suffix].sha256[:12]} when it was written; bring the file back or write "
+                "the data again"
+            )
 
 
 def _described(sidecar: dict[str, object] | None, key: str) -> int | None:

@@ -22,6 +22,9 @@ from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
+MOST_TOKENS, MOST_SAMPLES = 1_000_000, 10_000
+"""More would run for days, or fill the memory with texts."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
@@ -56,10 +59,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     rules = (
-        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
+        _within("--max-new-tokens", options.max_new_tokens, MOST_TOKENS),
         ("--temperature", options.temperature, 0 < options.temperature < 1e9, "more than 0"),
         ("--top-k", options.top_k, options.top_k >= 0, "at least 0 (0 = all tokens)"),
-        ("--num-samples", options.num_samples, options.num_samples >= 1, "at least 1"),
+        _within("--num-samples", options.num_samples, MOST_SAMPLES),
         ("--seed", options.seed, 0 <= options.seed < 2**62, "from 0 to 2^62"),
     )
     for flag, value, good, rule in rules:
@@ -68,10 +71,15 @@ def _check(options: argparse.Namespace) -> None:
     check_tokenizer_flags(options)
 
 
+def _within(flag: str, value: int, most: int) -> tuple[str, int, bool, str]:
+    return flag, value, 1 <= value <= most, f"from 1 to {most}"
+
+
 def _samples(options: argparse.Namespace) -> list[str]:
     """The prompt with each of its continuations."""
     saved = find_model(options.run, step=options.checkpoint_step)
     tokenizer = saved.tokenizer(options)
+    saved.check_tokenizer(tokenizer)
 
     import torch
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        place = error.filename or options.output
+        print(f"error: {place}: {error.strerror or error}", file=sys.stderr)
         return ConfigError.exit_code
     return 0
 
@@ -98,8 +100,9 @@ def _write(
     )
     (output / MODEL_YAML).write_text(_model_yaml(config), encoding="utf-8")
     print(f"{path}: {len(weights)} tensors, vocabulary {vocabulary.size}")
+    config_file, folder = (shlex.quote(str(each)) for each in (output / MODEL_YAML, output))
     print(
-        f"train from it:\n  python pretrain_gpt.py --config {output / MODEL_YAML} --load {output} "
+        f"train from it:\n  python pretrain_gpt.py --config {config_file} --load {folder} "
         "--finetune --run-dir NEW --data-path PREFIX --lr 1e-5 --train-iters N --micro-batch-size B"
     )
 
@@ -113,11 +116,16 @@ def _weights(
 
     with ExitStack() as stack:
         state = _State(source, stack, leave_out=(_HEAD,) if model.tied else ())
+        if model.num_layers > len(state):
+            raise CheckpointError(
+                f"{source}: {len(state)} tensors, config.json says {model.num_layers} layers; the "
+                "two are not of one model"
+            )
         if values["model_type"] == LLAMA:
             found = from_llama(state, model)
         else:
             found = from_gpt2(state, num_heads=model.num_attention_heads)
-            if not model.tied:
+            if not model.tied and _HEAD in state:
                 found["output_layer.weight"] = state[_HEAD]
     return {name: tensor.float() for name, tensor in found.items()}
 
@@ -158,6 +166,8 @@ class _State(Mapping[str, "torch.Tensor"]):
 def _weight_files(source: Path) -> list[str]:
     if (source / _INDEX).is_file():
         names = read_json_object(source / _INDEX).get("weight_map", {})
+        if not isinstance(names, Mapping):
+            raise CheckpointError(f"{source / _INDEX}: weight_map: must be an object")
         return sorted({Path(str(name)).name for name in names.values()})
     if (source / _ONE).is_file():
         return [_ONE]
@@ -172,7 +182,14 @@ def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
 
     from megatron.model.gpt import GPT
 
-    table = weights["embedding.word_embeddings.weight"]
+    table = weights.get("embedding.word_embeddings.weight")
+    # Looked at first: a model of a width that no file has cannot even be described.
+    if table is None or table.ndim != 2 or table.shape[1] != model.hidden_size:
+        found = "missing" if table is None else tuple(table.shape)
+        raise CheckpointError(
+            f"embedding.word_embeddings.weight: {found}, config.json makes it "
+            f"(vocabulary, {model.hidden_size}); the two are not of one model"
+        )
     small = dataclasses.replace(model, num_layers=1)
     like = GPT(small, vocab_size=1, seed=0, dtype=torch.float32, device="meta")
     shapes = {info.name: tuple(info.logical_shape) for info in like.parameter_infos()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.files import failing_as
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint
-from megatron.checkpoint.verify import read_manifest
+from megatron.checkpoint.verify import open_to_all, read_manifest
 from megatron.config import DataConfig, ModelConfig, parse
 from megatron.config.options import Spec, specs_of
 from megatron.config.values import show
@@ -50,6 +50,16 @@ class SavedModel:
         its data. Raises `DataError` where nobody says."""
         return _tokenizer(self.data, options)
 
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise `DataError` for another tokenizer than the checkpoint remembers of its data."""
+        identity = read_manifest(self.step).state.get("identity", {})
+        known = identity.get("data.tokenizer") if isinstance(identity, Mapping) else None
+        if isinstance(known, str) and known != tokenizer.fingerprint():
+            raise DataError(
+                "tokenizer: not the one that made the data of this run: their vocabularies or "
+                "rules differ; leave out --tokenizer-type, or give the run's own"
+            )
+
     def load(self) -> GPT:
         """The whole model in evaluation mode, on the GPU if there is one. Raises
         `CheckpointError` where weights do not have the shapes that the configuration gives."""
@@ -65,6 +75,9 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
     """
     with failing_as(place, "read"):
         run, there = _run_folder(place), place.exists()
+        danger = open_to_all(run) if run is not None else None
+    if danger is not None:
+        raise ConfigError(f"{run}: {danger}")
     if run is None and not there:
         raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")
     described = (
@@ -176,6 +189,7 @@ def _tokenizer(data: DataConfig, options: argparse.Namespace | None) -> Tokenize
             merge_file=named.merge_file,
             model=named.tokenizer_model,
             vocab_size=data.vocab_size,
+            hub=named is options,  # a name that the run brought may not start a download
         )
     sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     prefixes = data_prefixes(data) if any(sources) else []

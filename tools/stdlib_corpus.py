@@ -22,6 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
+from megatron.data.local_file import (
+    is_file,  # noqa: E402
+    is_folder,  # noqa: E402
+)
 from megatron.data.sidecar import write_atomically  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
@@ -110,6 +114,8 @@ def make_corpus(
 
 def _documents(library: Path) -> Iterator[tuple[str, str]]:
     """Name and text of each module, and of each topic of the language reference."""
+    if not is_folder(library):
+        raise DataError(f"{library}: is no folder; give --library FOLDER")
     for path in library.rglob("*.py"):
         relative = path.relative_to(library)
         if _SKIP_FOLDERS.intersection(relative.parts[:-1]):
@@ -135,11 +141,8 @@ def _read(path: Path) -> str:
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
     """The strings of one dict literal, read without running the file; it may be absent."""
-    try:
-        if not path.is_file():
-            return
-    except OSError as error:
-        raise DataError(f"{path.parent.parent}: {error.strerror}") from error
+    if not path.is_file():
+        return
     for node in ast.parse(_read(path)).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():
@@ -151,7 +154,7 @@ def _order(name: str) -> bytes:
 
 
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hashlib.sha256(path.read_bytes()).hexdigest() if is_file(path) else None
 
 
 def _read_stamp(path: Path) -> dict:

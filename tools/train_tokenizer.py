@@ -8,7 +8,6 @@ Reads what tools/preprocess_data.py reads. Exit: 0 done, 2 a flag is wrong, 3 th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
 from megatron.data.encode import extract_texts  # noqa: E402
+from megatron.data.local_file import is_folder, stat_of  # noqa: E402
 from megatron.data.raw_text import TEXT_UNITS, Batch, find_inputs, read_batches  # noqa: E402
+from megatron.data.subword import unencodable  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 
@@ -38,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.max_bytes is not None and arguments.max_bytes < 1:
-            raise ConfigError(f"--max-bytes: {arguments.max_bytes}; must be at least 1")
-        # os.path tells nothing of a place that cannot be looked at; writing there does.
-        if os.path.exists(arguments.output) and not arguments.overwrite:
+            raise ConfigError(f"--max-bytes: {arguments.max_bytes}; wanted at least 1")
+        if is_folder(arguments.output):
+            raise ConfigError(f"--output: {arguments.output} is a folder; name a file in it")
+        if stat_of(arguments.output) is not None and not arguments.overwrite:
             raise ConfigError(f"--output: {arguments.output} exists; add --overwrite")
         files = find_inputs(arguments.input, say=_say)
         keys = tuple(arguments.json_keys)
@@ -67,6 +69,8 @@ def read_texts(
         for number, payload in batch.records:
             try:
                 texts = extract_texts(payload, batch.kind, keys)
+                for text in texts:
+                    _check_encodable(text)
             except DataError as error:
                 raise DataError(f"{batch.source}:{number}: {error}") from error
             for text in texts:
@@ -74,6 +78,14 @@ def read_texts(
                 left -= len(text)
                 if left <= 0:
                     return
+
+
+def _check_encodable(text: str) -> None:
+    """Raise `DataError` for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise unencodable(text) from error
 
 
 def _say(line: str) -> None:

@@ -24,7 +24,8 @@ def main(
             velocity.mul_(0.9).add_(grad)
             weight.data.sub_(velocity, alpha=lr)
             residual = rest
-            index = select(velocity, density) if resample else index
+            if resample:
+                index = select(velocity, density, group=dist.group.WORLD)
         losses.append(loss.item())
     return losses
 

@@ -1,4 +1,5 @@
-"""`--keep-last`: older checkpoints make room, once enough newer ones are known to be good.
+"""`--keep-last` and `--save-retain-interval`: older checkpoints make room, once enough newer ones
+are known to be good.
 
 A checkpoint is taken away in two moves: renamed to the name of a draft, which nobody reads and the
 next save removes, then deleted. So a crash leaves it whole or gone, never a part of it under a name
@@ -25,7 +26,8 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(kw_only=True)
 class Keeper:
-    """Keeps the newest `count` steps of a folder that verify. One process for each folder.
+    """Keeps the newest `count` steps of a folder that verify, and every multiple of `interval`
+    (None: no others). One process for each folder.
 
     Every byte of a checkpoint is read once by each process, right after its commit for those it
     writes; the verdict stands for as long as sizes and times of its files stay.
@@ -33,12 +35,14 @@ class Keeper:
 
     directory: Path
     count: int
+    interval: int | None = None
     say: Callable[[str], None]
     files: Files = FILES
     _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
     def prune(self) -> list[Path]:
-        """Delete good steps older than the newest `count` good ones; returns their folders.
+        """Delete good steps older than the newest `count` good ones, except multiples of
+        `interval`; returns their folders.
 
         Damaged steps neither count nor go. A failure is told through `say`: the run has what it
         needs, and the next save tries again.
@@ -47,7 +51,9 @@ class Keeper:
         try:
             kept = 0
             steps = list_steps(self.directory, files=self.files).committed
-            for _, folders in groupby(steps, key=lambda folder: folder.step):
+            for step, folders in groupby(steps, key=lambda folder: folder.step):
+                if kept >= self.count and self._is_retained(step):
+                    continue
                 good = [folder.path for folder in folders if self._verifies(folder)]
                 if kept < self.count:
                     kept += bool(good)
@@ -58,6 +64,9 @@ class Keeper:
         except CheckpointError as error:
             self.say(f"older checkpoints stay: {error}")
         return removed
+
+    def _is_retained(self, step: int) -> bool:
+        return self.interval is not None and step % self.interval == 0
 
     def _verifies(self, folder: Committed) -> bool:
         stamp = self._stamp(folder.path)

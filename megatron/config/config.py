@@ -30,8 +30,8 @@ class Config:
     """Every setting of a run, by section.
 
     `extensions` holds the sections that the gradient path brings. `name` is the stem of the
-    configuration file; `notices` are lines to be announced once. These two are no settings and do
-    not count in comparisons.
+    configuration file; `notices` are lines to be announced once; `from_flags` are the fields that
+    the command line itself sets. These three are no settings and do not count in comparisons.
     """
 
     model: ModelConfig
@@ -50,6 +50,7 @@ class Config:
     extensions: dict[str, object] = field(default_factory=dict[str, object])
     name: str = field(default="gpt", compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
+    from_flags: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def sections(self) -> dict[str, object]:
@@ -148,7 +149,7 @@ def _resolve_recompute(config: Config) -> RecomputeConfig:
     return dataclasses.replace(recompute, recompute_method=method, recompute_num_layers=count)
 
 
-_NOT_SECTIONS = ("extensions", "name", "notices")
+_NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")
 
 SECTIONS: dict[str, type] = {
     name: hint for name, hint in get_type_hints(Config).items() if name not in _NOT_SECTIONS

@@ -186,9 +186,6 @@ REFUSED = tuple(
         ("--step-batch-size-schedule", (), "not supported: give --rampup-batch-size"),
         ("--use-checkpoint-args", (), "not supported: give --config RUN/config.yaml"),
         ("--pretrained-checkpoint", (), "not supported: give --load with --finetune"),
-        ("--use-rope-scaling", (), "not supported: frequencies follow from --rotary-base alone"),
-        ("--rope-scaling-factor", (), "not supported: leave it out, with --use-rope-scaling"),
-        ("--save-retain-interval", (), "not supported: give --keep-last N, or keep all"),
         ("--test-mode", (), "not supported: give --skip-train"),
     )
 )

@@ -18,6 +18,14 @@ from megatron.config.options import (
 LARGEST_DEPTH = 10_000
 """Layers: far more than any network has, and few enough to plan for each."""
 
+ROPE_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Constants of Llama 3.1's rotary scaling, under the names that Hugging Face gives them. In
+Megatron-LM they are fixed as well; only the factor is an option."""
+
 
 @section
 class ModelConfig:
@@ -58,6 +66,15 @@ class ModelConfig:
         default=1.0,
         help="Share of a head's channels that are rotated, (0, 1].",
         within=Interval(low=0, low_open=True, high=1),
+    )
+    use_rope_scaling: bool = option(
+        default=False,
+        help="Divide low rotary frequencies by rope_scaling_factor, as Llama 3.1 does.",
+    )
+    rope_scaling_factor: float = option(
+        default=8.0,
+        help="Divisor of low rotary frequencies; read with use_rope_scaling only.",
+        within=at_least(1),
     )
     make_vocab_size_divisible_by: int = option(
         default=128,

@@ -52,7 +52,9 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
     check_pairs(config, path.refused_pairs)
     path.check(config)
     lines = [*line.notices, *_overrides(line.givens, file, specs), *notices(config, givens)]
-    return dataclasses.replace(config, notices=tuple(dict.fromkeys(lines)))
+    return dataclasses.replace(
+        config, notices=tuple(dict.fromkeys(lines)), from_flags=frozenset(line.givens)
+    )
 
 
 class _Fields:

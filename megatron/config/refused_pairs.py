@@ -64,6 +64,12 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         "add --fp16 or drop --loss-scale",
     ),
     _pair(
+        "use_rope_scaling without position_embedding_type rope",
+        lambda c: c.model.use_rope_scaling and c.model.position_embedding_type != "rope",
+        "only rotary positions have frequencies to scale",
+        "add --position-embedding-type rope or drop --use-rope-scaling",
+    ),
+    _pair(
         "train_iters with train_samples",
         lambda c: c.training.train_iters is not None and c.training.train_samples is not None,
         "the run has one length",

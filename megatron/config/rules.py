@@ -113,6 +113,20 @@ def _training_has_lr(c: Config) -> Complaint:
     return "lr: not given; give --lr, or --skip-train to evaluate only"
 
 
+def _retained_steps_are_saved(c: Config) -> Complaint:
+    retain, interval = c.checkpoint.save_retain_interval, c.checkpoint.save_interval
+    if retain is None:
+        return None
+    if interval is None:
+        return f"save_retain_interval {retain} needs save_interval; give --save-interval"
+    if retain % interval == 0:
+        return None
+    return (
+        f"save_retain_interval {retain} is not a multiple of save_interval {interval}; nearest: "
+        f"{nearest_multiples(retain, interval)}"
+    )
+
+
 def _ramp_reaches_batch(c: Config) -> Complaint:
     t = c.training
     if t.rampup_batch_size is None or t.global_batch_size is None:
@@ -234,6 +248,7 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
     stages_have_layers,
     _run_has_length,
     _training_has_lr,
+    _retained_steps_are_saved,
     _ramp_reaches_batch,
     _lr_above_its_floors,
     _schedule_fits,

@@ -187,6 +187,12 @@ class CheckpointConfig:
         help="Good checkpoints to keep; older ones are deleted (ours; none = all).",
         within=at_least(2),
     )
+    save_retain_interval: int | None = option(
+        default=None,
+        help="Good checkpoints at multiples of this step stay, and the newest one or keep_last; "
+        "others are deleted (none = keep_last alone decides).",
+        within=at_least(1),
+    )
     async_save: bool = option(
         default=False, help="Write checkpoints while training goes on, from a copy in memory."
     )

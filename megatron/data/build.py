@@ -21,7 +21,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.index_file import bin_path
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
-from megatron.data.sidecar import read_sidecar, sidecar_path
+from megatron.data.sidecar import check_sizes, read_sidecar, sidecar_path
 from megatron.data.split import (
     SPLITS,
     Blend,
@@ -196,6 +196,7 @@ class _Builder:
         indexed = self.opened.get(prefix)
         if indexed is None:
             indexed = IndexedDataset(prefix, mmap=not self.data_config.no_mmap_bin_files)
+            check_sizes(prefix)
             check_tokenizer(indexed, vocab_size=self.vocab_size, fingerprint=self.fingerprint)
             self.opened[prefix] = indexed
         found = documents_of(source.fractions, len(indexed))

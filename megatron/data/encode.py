@@ -18,7 +18,7 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerChoice:
-    """Arguments of `build_tokenizer`, small enough to send to a worker."""
+    """Arguments of `build_tokenizer`, small enough to send to a worker; the user's own flags."""
 
     type: str
     vocab_file: str | None = None
@@ -82,6 +82,7 @@ def load_tokenizer(choice: TokenizerChoice) -> Tokenizer:
         merge_file=choice.merge_file,
         model=choice.model,
         vocab_size=choice.vocab_size,
+        hub=True,
     )
 
 

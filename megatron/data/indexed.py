@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import shutil
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron.data.index_file import (
     idx_path,
     read_index,
 )
-from megatron.data.sidecar import sidecar_path, write_sidecar
+from megatron.data.sidecar import FileRecord, sidecar_path, write_sidecar
 from megatron.errors import DataError
 
 _LONGEST = 2**31 - 1
@@ -114,6 +115,32 @@ class IndexedDataset:
             os.close(self._file)
 
 
+class _HashedFile:
+    """A file to write from its start, which knows the size and the hash of what it was given."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self._size = 0
+        self.close = self._file.close
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self._size += len(content)
+
+    def finish(self) -> FileRecord:
+        """Put the content on disk and close the file."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(bytes=self._size, sha256=self._digest.hexdigest())
+
+
 class IndexedDatasetWriter:
     """Writes a pair that appears under its names only when `close` has it complete on disk.
 
@@ -136,7 +163,7 @@ class IndexedDatasetWriter:
             path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in self._final
         )
         try:
-            self._bin = open(self._temporary[0], "wb", buffering=1 << 20)  # noqa: SIM115
+            self._bin = _HashedFile(self._temporary[0])
         except OSError as error:
             raise DataError(f"{self._final[0]}: cannot be written: {error.strerror}") from error
 
@@ -175,7 +202,8 @@ class IndexedDatasetWriter:
         before = len(self._lengths)
         try:
             with open(bin_path(prefix), "rb") as source:
-                shutil.copyfileobj(source, self._bin, 1 << 22)
+                while part := source.read(1 << 22):
+                    self._bin.write(part)
         except OSError as error:
             raise self._failure(error) from error
         self._lengths.frombytes(np.asarray(other.sequence_lengths, dtype="=i4").tobytes())
@@ -185,20 +213,23 @@ class IndexedDatasetWriter:
     def close(self, *, tokenizer: Mapping[str, object] | None = None) -> None:
         """Put the pair on disk under its names; `.idx` last, so that it vouches for the rest.
 
-        `tokenizer` goes into the sidecar; without one an old sidecar is removed, as it describes
-        data that is no longer there (call `write_sidecar` after this, not before).
+        `tokenizer` goes into the sidecar, with the size and hash of both files; without one an old
+        sidecar is removed, as it describes data that is no longer there (call `write_sidecar` after
+        this, not before).
         """
         assert self._marks[-1] == len(self._lengths), "end_document() was not called"
         try:
-            self._sync(self._bin)
-            with open(self._temporary[1], "wb", buffering=1 << 20) as file:
-                self._write_index(file)
-                self._sync(file)
+            index = _HashedFile(self._temporary[1])
+            try:
+                self._write_index(index)
+                files = {".bin": self._bin.finish(), ".idx": index.finish()}
+            finally:
+                index.close()
             self._final[1].unlink(missing_ok=True)
             sidecar_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._temporary[0], self._final[0])
             if tokenizer is not None:
-                write_sidecar(self.prefix, tokenizer)
+                write_sidecar(self.prefix, tokenizer, files)
             os.replace(self._temporary[1], self._final[1])
             _sync_folder(os.path.dirname(self.prefix) or ".")
         except OSError as error:
@@ -248,7 +279,7 @@ class IndexedDatasetWriter:
         except OSError as error:
             raise self._failure(error) from error
 
-    def _write_index(self, file) -> None:
+    def _write_index(self, file: _HashedFile) -> None:
         lengths = np.frombuffer(self._lengths, dtype="=i4").astype("<i4", copy=False)
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
@@ -257,12 +288,6 @@ class IndexedDatasetWriter:
         file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(marks)))
         for table in (lengths, pointers, marks):
             file.write(table.tobytes())
-
-    @staticmethod
-    def _sync(file) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
 
     def _failure(self, error: OSError) -> DataError:
         return DataError(f"{self._final[0]}: cannot be written: {error.strerror}")

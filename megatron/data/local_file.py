@@ -11,14 +11,45 @@ from typing import Any
 from megatron.errors import DataError
 
 
+def one_line(value: object, *, longest: int = 300) -> str:
+    """The first line of a text, cut where it is too long for an error message."""
+    line = next(iter(str(value).strip().splitlines()), "")
+    return line if len(line) <= longest else f"{line[:longest]}..."
+
+
+def stat_of(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Stat of a path, None where nothing is there; `DataError` where that cannot be known.
+
+    `Path.exists` and its like raise `PermissionError` for a folder that cannot be searched, and
+    `OSError` for a name that is too long.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{one_line(path)}: cannot be looked at: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the name
+        raise DataError(f"{one_line(path)}: cannot be looked at: {error}") from error
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a regular file is there; `DataError` where that cannot be known."""
+    found = stat_of(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is there; `DataError` where that cannot be known."""
+    found = stat_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
 def require_regular(path: str | os.PathLike[str]) -> os.stat_result:
     """Stat of a regular file; DataError for one that is missing, a folder, a pipe or a device."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file (looked from {Path.cwd()})") from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be looked at: {error}") from error
+    found = stat_of(path)
+    if found is None:
+        raise DataError(f"{path}: no such file (looked from {Path.cwd()})")
     if stat.S_ISDIR(found.st_mode):
         raise DataError(f"{path}: is a folder; wanted a file")
     if not stat.S_ISREG(found.st_mode):
@@ -57,6 +88,8 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise DataError(f"{path}: not JSON: {str(error).partition(';')[0]}") from error
     except RecursionError as error:
         raise DataError(f"{path}: nested too deeply") from error
     if not isinstance(value, dict):

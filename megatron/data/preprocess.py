@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron.data.encode import Encoded, EncodeOptions, encode, load_tokenizer
 from megatron.data.index_file import bin_path, idx_path
 from megatron.data.indexed import IndexedDatasetWriter, optimal_dtype
+from megatron.data.local_file import is_folder, stat_of
 from megatron.data.raw_text import Batch
 from megatron.data.sidecar import sidecar_path
 from megatron.data.workers import Crew, WorkerError, describe_error
@@ -115,10 +116,9 @@ def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite:
         for path in outputs:
             if os.path.realpath(path) in sources:
                 raise ConfigError(f"--output-prefix: {path} is one of the inputs; choose another")
-            # os.path tells nothing of a place that cannot be looked at; making its folder does.
-            if os.path.isdir(path):
+            if is_folder(path):
                 raise ConfigError(f"--output-prefix: {path} is a folder; choose another")
-            if os.path.exists(path) and not overwrite:
+            if stat_of(path) is not None and not overwrite:
                 raise ConfigError(
                     f"--output-prefix: {path} exists; choose another or add --overwrite"
                 )

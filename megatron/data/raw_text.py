@@ -11,13 +11,15 @@ import glob
 import gzip
 import io
 import lzma
+import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from megatron.data.local_file import require_regular
+from megatron.data.local_file import is_folder, require_regular, stat_of
 from megatron.errors import ConfigError, DataError, SparsetronError
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -64,9 +66,10 @@ def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Pat
     found: list[Path] = []
     for name in given:
         path = Path(name)
-        if path.is_dir():
-            files = _readable(sorted(path.rglob("*")), where=name, say=say)
-        elif path.exists() or not glob.has_magic(name):
+        there = stat_of(path)
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            files = _readable(sorted(_files_below(path)), where=name, say=say)
+        elif there is not None or not glob.has_magic(name):
             files = [path]
         else:
             matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
@@ -126,13 +129,24 @@ def _inner_suffix(path: Path) -> str:
     return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Every file below a folder; `DataError` for a folder that cannot be listed, as its files
+    would be missing from the data in silence."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(where, name) for name in names)
+
+
 def _readable(paths: Sequence[Path], *, where: str, say: Callable[[str], None]) -> list[Path]:
     known = (*_JSON, *_PARQUET, *_TEXT)
-    files = [path for path in paths if not path.is_dir() and not path.name.startswith(".")]
+    files = [path for path in paths if not path.name.startswith(".") and not is_folder(path)]
     taken = [
         path
         for path in files
-        if _inner_suffix(path) in known and not path.with_suffix(".idx").exists()
+        if _inner_suffix(path) in known and stat_of(path.with_suffix(".idx")) is None
     ]
     if not taken:
         raise DataError(

@@ -1,16 +1,31 @@
-"""`PREFIX.json` beside a pair: which tokenizer made it, so that another one is refused."""
+"""`PREFIX.json` beside a pair: which tokenizer made it, so that another one is refused, and the
+size and hash of both files, so that damage is found."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron.data.local_file import is_file, one_line, require_regular
 from megatron.errors import DataError
 
 FORMAT = 1
+SUFFIXES = (".bin", ".idx")
+MAX_IDS = 2**31
+"""Ids in a vocabulary, at most: `.bin` holds an id of the largest vocabularies as int32."""
 _MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What one file was when it was written: its size and the sha256 of its bytes, in hex."""
+
+    bytes: int
+    sha256: str
 
 
 def sidecar_path(prefix: str | os.PathLike[str]) -> Path:
@@ -18,19 +33,70 @@ def sidecar_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.json")
 
 
-def write_sidecar(prefix: str | os.PathLike[str], tokenizer: Mapping[str, object]) -> None:
-    """Describe the tokenizer of a pair (`Tokenizer.describe()`); appears whole or not at all."""
-    path = sidecar_path(prefix)
-    text = json.dumps({"format": FORMAT, "tokenizer": dict(tokenizer)}, indent=2) + "\n"
-    write_atomically(path, text.encode())
+def write_sidecar(
+    prefix: str | os.PathLike[str],
+    tokenizer: Mapping[str, object],
+    files: Mapping[str, FileRecord] | None = None,
+) -> None:
+    """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files;
+    appears whole or not at all."""
+    content: dict[str, object] = {"format": FORMAT, "tokenizer": dict(tokenizer)}
+    if files is not None:
+        content["files"] = {suffix: asdict(record) for suffix, record in files.items()}
+    write_atomically(sidecar_path(prefix), (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
     """What `write_sidecar` was given, None where there is no such file, else DataError."""
+    content = _read(sidecar_path(prefix))
+    return None if content is None else content["tokenizer"]
+
+
+def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, FileRecord] | None:
+    """Size and hash of `.bin` and `.idx`, by suffix, as they were written; None where nothing
+    recorded them: there is no sidecar, or an older version wrote it."""
     path = sidecar_path(prefix)
+    content = _read(path)
+    if content is None or "files" not in content:
+        return None
+    files = content["files"]
     try:
-        if not path.is_file():
-            return None
+        return {suffix: _record(files[suffix]) for suffix in SUFFIXES}
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{path}: 'files' wants bytes and sha256 of {' and '.join(SUFFIXES)}; remove it or "
+            "write the data again"
+        ) from None
+
+
+def check_sizes(prefix: str | os.PathLike[str]) -> None:
+    """Raise `DataError` unless both files have the size that the sidecar recorded.
+
+    This is the check at the start of a run. It takes no time for data of any size, and it does not
+    find changed bytes: hashing all tokens at each start would cost minutes (`check_data` does it).
+    """
+    for suffix, record in (read_file_records(prefix) or {}).items():
+        path = f"{os.fspath(prefix)}{suffix}"
+        size = require_regular(path).st_size
+        if size != record.bytes:
+            raise DataError(
+                f"{path}: {size} bytes, but {sidecar_path(prefix)} recorded {record.bytes} when it "
+                "was written; bring the file back or write the data again"
+            )
+
+
+def _record(value: Mapping[str, object]) -> FileRecord:
+    size, digest = value["bytes"], value["sha256"]
+    if type(size) is not int or not isinstance(digest, str):
+        raise ValueError
+    return FileRecord(bytes=size, sha256=digest)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The checked content of a sidecar, None where there is none."""
+    if not is_file(path):
+        return None
+    try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
     except OSError as error:
@@ -40,14 +106,23 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}; remove it or write the data again") from error
+        raise DataError(
+            f"{path}: not JSON: {one_line(error)}; remove it or write the data again"
+        ) from error
     tokenizer = content.get("tokenizer") if isinstance(content, dict) else None
     if not isinstance(tokenizer, dict) or content.get("format") != FORMAT:
         raise DataError(
             f'{path}: wanted {{"format": {FORMAT}, "tokenizer": {{...}}}}; remove it or write '
             "the data again"
         )
-    return tokenizer
+    for key, least in (("vocab_size", 1), ("eod", 0)):
+        value = tokenizer.get(key)
+        if value is not None and (type(value) is not int or not least <= value <= MAX_IDS):
+            raise DataError(
+                f"{path}: {key} is {one_line(repr(value))}; wanted a whole number from {least} to "
+                f"{MAX_IDS}; write the data again"
+            )
+    return content
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.data.bpe_files import END_OF_TEXT, read_merges, read_vocab
-from megatron.data.local_file import read_json_object, require_regular
+from megatron.data.local_file import (
+    is_file,
+    is_folder,
+    one_line,
+    read_json_object,
+    require_regular,
+    stat_of,
+)
+from megatron.data.sidecar import MAX_IDS
 from megatron.errors import DataError, missing_extra
 
+_HUB_FLAGS = "--tokenizer-model with that name on the command line"
 _END_MARKS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -56,9 +67,16 @@ class _FastTokenizer:
             return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:
             raise unencodable(text) from error
+        except BaseException as error:
+            _refuse("text: the tokenizer cannot encode it", error)
+            raise
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=False)
+        try:
+            return self._inner.decode(list(ids), skip_special_tokens=False)
+        except BaseException as error:
+            _refuse("token ids: the tokenizer cannot decode them", error)
+            raise
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -88,7 +106,8 @@ class GPT2BPETokenizer(_FastTokenizer):
             raise missing_extra("tokenizers", "data") from error
         vocab = read_vocab(vocab_file, alphabet=pre_tokenizers.ByteLevel.alphabet())
         merges = read_merges(merge_file, vocab=vocab, vocab_file=vocab_file)
-        inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        with _refusing(vocab_file, "not the vocabulary of a byte-level BPE"):
+            inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
         inner.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(
@@ -105,37 +124,40 @@ class HuggingFaceTokenizer(_FastTokenizer):
     The end mark is `eos_token` of the `tokenizer_config.json` beside it, else the first known
     name in the vocabulary (`<|endoftext|>`, `</s>`, ...). Ids may have gaps: `vocab_size` is the
     largest plus one. A folder without `tokenizer.json` and a hub name need transformers; a hub
-    name is downloaded unless `local_only`. Code that comes with a model is never run.
+    name that is not on this machine is downloaded with `hub` and refused without. Code that comes
+    with a model is never run.
     """
 
     type = "HuggingFaceTokenizer"
 
-    def __init__(self, model: str, *, local_only: bool = False) -> None:
+    def __init__(self, model: str, *, hub: bool = False) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise missing_extra("tokenizers", "data") from error
         path = Path(model)
-        if path.is_dir() and (path / "tokenizer.json").is_file():
+        if is_folder(path) and is_file(path / "tokenizer.json"):
             path = path / "tokenizer.json"
         named_file = path.suffix == ".json" or path.is_absolute() or model.startswith(".")
-        place = _absolute(path) if path.exists() else model
-        if path.is_dir() or not (path.exists() or named_file):
-            text, named_eos = _from_transformers(model, local_only=local_only)
+        there = stat_of(path) is not None
+        place = _absolute(path) if there else model
+        if is_folder(path) or not (there or named_file):
+            text, named_eos = _from_transformers(model, hub=hub and not there)
             content = json.loads(text)
         else:
             content = read_json_object(path)
             text, named_eos = json.dumps(content), _configured_eos(path.parent)
         _check_ids(model, content)
-        try:
+        with _refusing(path, "not a tokenizer.json"):
             inner = Tokenizer.from_str(text)
-        except Exception as error:  # the package raises bare Exception
-            raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+            vocab = inner.get_vocab(with_added_tokens=True)
+        if max(vocab.values(), default=0) >= MAX_IDS:
+            raise DataError(f"{path}: id {max(vocab.values())}; token ids are less than {MAX_IDS}")
         content.pop("truncation", None)
         content.pop("padding", None)
         super().__init__(
             inner,
-            eod=_find_eod(model, inner.get_vocab(with_added_tokens=True), named_eos),
+            eod=_find_eod(model, vocab, named_eos),
             identity=content,
             files={"model": place},
         )
@@ -195,7 +217,7 @@ def unencodable(text: str) -> DataError:
 
 
 def _absolute(path: str | Path) -> str:
-    return str(Path(path).resolve())
+    return os.path.realpath(path)
 
 
 def _check_ids(place: str, content: Mapping[str, Any]) -> None:
@@ -205,15 +227,20 @@ def _check_ids(place: str, content: Mapping[str, Any]) -> None:
         raise DataError(f"{place}: has no 'model'; not a tokenizer.json")
     vocab = model.get("vocab")
     if isinstance(vocab, Mapping):
-        owners: dict[object, str] = {}
+        owners: dict[int, str] = {}
         for token, id in vocab.items():
+            if type(id) is not int or not 0 <= id < MAX_IDS:
+                raise DataError(
+                    f"{place}: {one_line(token)!r} has id {one_line(repr(id))}; wanted a whole "
+                    f"number from 0 to {MAX_IDS - 1}"
+                )
             if owners.setdefault(id, token) != token:
                 raise DataError(f"{place}: {owners[id]!r} and {token!r} both have id {id!r}")
 
 
 def _configured_eos(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
+    if not is_file(path):
         return None
     named = read_json_object(path).get("eos_token")
     if isinstance(named, Mapping):
@@ -233,18 +260,27 @@ def _find_eod(place: str, vocab: Mapping[str, int], named: str | None) -> int:
     )
 
 
-def _from_transformers(name: str, *, local_only: bool) -> tuple[str, str | None]:
-    """The `tokenizer.json` text and the eos token of a folder or hub name."""
+def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
+    """The `tokenizer.json` text and the eos token of a folder or hub name.
+
+    A tokenizer may bring Python code of its own. `trust_remote_code=False` refuses that code;
+    without the argument transformers would ask on a terminal whether to run it.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise missing_extra("transformers", "data") from error
     try:
-        found: Any = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        found: Any = AutoTokenizer.from_pretrained(
+            name, local_files_only=not hub, trust_remote_code=False
+        )
     except Exception as error:  # whatever the package, the network or the hub made of it
-        reason = str(error).strip().split("\n")[0]
+        way_out = "" if hub else f"; only this machine was searched: {_HUB_FLAGS} downloads it"
+        if is_folder(name) or "trust_remote_code" in str(error):
+            way_out = "; code that comes with a tokenizer is never run"
         raise DataError(
-            f"{name}: no such file, and transformers finds no tokenizer by that name: {reason}"
+            f"{name}: no such file, and transformers finds no tokenizer by that name: "
+            f"{one_line(error)}{way_out}"
         ) from error
     if not getattr(found, "is_fast", False):
         raise DataError(
@@ -252,3 +288,42 @@ def _from_transformers(name: str, *, local_only: bool) -> tuple[str, str | None]
             "SentencePieceTokenizer"
         )
     return found.backend_tokenizer.to_str(), found.eos_token
+
+
+@contextmanager
+def _refusing(place: str | Path, what: str) -> Iterator[None]:
+    """Turn any error of the `tokenizers` package into a `DataError` of one line.
+
+    A file that the package does not foresee ends in a Rust panic, which prints a report of its own
+    on stderr; the report is held back, as the error says the same.
+    """
+    try:
+        with _silent_stderr():
+            yield
+    except BaseException as error:
+        _refuse(f"{place}: {what}", error)
+        raise
+
+
+def _refuse(what: str, error: BaseException) -> None:
+    """Raise a `DataError` for an error of the `tokenizers` package: a bare Exception, or a Rust
+    panic, which is a BaseException of a class that no module exports. Leave any other alone."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        raise DataError(f"{what}: {one_line(error)}") from error
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drop what native code writes to file descriptor 2 meanwhile."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # the descriptor is closed: nothing is shown anyway
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron.data.local_file import one_line, stat_of
+from megatron.data.sidecar import MAX_IDS
 from megatron.data.subword import (
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
@@ -153,9 +155,12 @@ def build_tokenizer(
     merge_file: str | None = None,
     model: str | None = None,
     vocab_size: int | None = None,
+    hub: bool = False,
 ) -> Tokenizer:
     """The tokenizer of a type name and the files it needs.
 
+    A `model` that is the name of a hub model is downloaded with `hub` alone, which a caller gives
+    where the user's own flag names the model; a name that a file brought may not start a download.
     ConfigError: unknown type, a flag missing, a flag that the type does not take, an absent
     package, or a `vocab_size` that is not the tokenizer's. DataError: a file missing or damaged.
     """
@@ -179,7 +184,12 @@ def build_tokenizer(
             )
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"{_VOCAB_SIZE}: {vocab_size}; wanted at least 1")
-    tokenizer = kind.build(**{name: given[name] for name in kind.needs})
+    if vocab_size is not None and vocab_size >= MAX_IDS:
+        raise ConfigError(f"{_VOCAB_SIZE}: {vocab_size}; wanted less than {MAX_IDS}")
+    arguments: dict[str, object] = {name: given[name] for name in kind.needs}
+    if type == "HuggingFaceTokenizer":
+        arguments["hub"] = hub
+    tokenizer = kind.build(**arguments)
     if "ids" not in kind.needs and vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"{_VOCAB_SIZE}: {vocab_size}, but {type} has {tokenizer.vocab_size} entries; leave "
@@ -212,16 +222,17 @@ def tokenizer_from_sidecar(
     }
     if kind == "NullTokenizer":
         size = info.get("vocab_size")
-        if not isinstance(size, int) or size < 2:
-            raise DataError(f"tokenizer description: vocab_size is {size!r}; wanted at least 2")
+        if type(size) is not int or not 2 <= size <= MAX_IDS:
+            raise DataError(
+                f"tokenizer description: vocab_size is {one_line(repr(size))}; wanted 2 to "
+                f"{MAX_IDS}"
+            )
         arguments["ids"] = size - 1
     if set(arguments) != set(_KINDS[kind].needs):
         raise DataError(
             f"tokenizer description: {kind} wants files {list(_KINDS[kind].needs)}, found "
             f"{sorted(files)}; give --tokenizer-type and its files"
         )
-    if kind == "HuggingFaceTokenizer":
-        arguments["local_only"] = True  # data brought from elsewhere may not start a download
     tokenizer = _KINDS[kind].build(**arguments)
     if tokenizer.fingerprint() != fingerprint:
         places = ", ".join(str(arguments[name]) for name in files) or kind
@@ -235,9 +246,10 @@ def tokenizer_from_sidecar(
 
 def _locate(recorded: str, folder: str | Path | None, kind: str) -> str:
     path = Path(recorded)
-    if path.exists() or not path.is_absolute():  # a relative name is a hub name
+    # A relative name is a hub name, which the tokenizer looks for on this machine alone.
+    if not path.is_absolute() or stat_of(path) is not None:
         return recorded
-    if folder is not None and (Path(folder) / path.name).exists():
+    if folder is not None and stat_of(Path(folder) / path.name) is not None:
         return str(Path(folder) / path.name)
     raise DataError(
         f"{recorded}: the tokenizer file that made the data is gone or has moved; put it back, or "

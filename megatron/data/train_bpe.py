@@ -11,6 +11,9 @@ from megatron.errors import ConfigError, DataError, missing_extra
 
 MIN_VOCAB_SIZE = 257
 """The 256 bytes and the end mark."""
+MAX_VOCAB_SIZE = 1 << 20
+"""Four times the largest vocabulary in use; the trainer reserves memory for all entries at once
+and aborts where there is not enough."""
 
 
 def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, output: Path) -> int:
@@ -20,8 +23,13 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, output: Path)
     itself. A small text may give fewer entries than asked. The same texts in the same order give
     the same file. Uses every core.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(f"--vocab-size: {vocab_size}; wanted at least {MIN_VOCAB_SIZE}")
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
+        wanted = (
+            f"at least {MIN_VOCAB_SIZE}"
+            if vocab_size < MIN_VOCAB_SIZE
+            else f"at most {MAX_VOCAB_SIZE}"
+        )
+        raise ConfigError(f"--vocab-size: {vocab_size}; wanted {wanted}")
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.data.index_file import pair_sizes
+from megatron.data.index_file import check_header
 from megatron.data.sidecar import read_sidecar
 from megatron.data.split import DataOptions, split_sources
 from megatron.data.tokenizer import build_tokenizer
@@ -45,12 +45,17 @@ class Vocabulary:
     fingerprint: str | None = None
 
 
-def find_vocabulary(options: VocabularyOptions, prefixes: list[str]) -> Vocabulary:
+def find_vocabulary(
+    options: VocabularyOptions, prefixes: list[str], *, hub: bool = False
+) -> Vocabulary:
     """The vocabulary of a run: of the tokenizer named, else of the first data set that says,
-    else `--vocab-size`. Raises `DataError` where a pair is missing, `ConfigError` where nobody
-    knows."""
+    else `--vocab-size`. Raises `DataError` where a pair is missing or its index has no good
+    header, `ConfigError` where nobody knows, or files of a tokenizer come without its type.
+
+    `hub` allows the download of a tokenizer that the hub has (see `build_tokenizer`).
+    """
     for prefix in prefixes:
-        pair_sizes(prefix)  # before its silent sidecar is blamed
+        check_header(prefix)  # before its silent sidecar is blamed
     if options.tokenizer_type is not None:
         tokenizer = build_tokenizer(
             options.tokenizer_type,
@@ -58,10 +63,12 @@ def find_vocabulary(options: VocabularyOptions, prefixes: list[str]) -> Vocabula
             merge_file=options.merge_file,
             model=options.tokenizer_model,
             vocab_size=options.vocab_size,
+            hub=hub,
         )
         return Vocabulary(
             size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint()
         )
+    _refuse_files_without_type(options)
     for prefix in prefixes:
         if (sidecar := read_sidecar(prefix)) is not None:
             return _described(sidecar, prefix, options.vocab_size)
@@ -83,10 +90,29 @@ def data_prefixes(options: DataOptions) -> list[str]:
     return list(dict.fromkeys(prefix for s in sources for prefix in s.blend.prefixes))
 
 
+def _refuse_files_without_type(options: VocabularyOptions) -> None:
+    """Megatron takes GPT2BPETokenizer where no type is given; here the data names its tokenizer,
+    and another one in these files would be ignored in silence."""
+    files = {
+        "--vocab-file": ("GPT2BPETokenizer", options.vocab_file),
+        "--merge-file": ("GPT2BPETokenizer", options.merge_file),
+        "--tokenizer-model": (
+            "HuggingFaceTokenizer or SentencePieceTokenizer",
+            options.tokenizer_model,
+        ),
+    }
+    for flag, (type, file) in files.items():
+        if file is not None:
+            raise ConfigError(
+                f"{flag}: {file} given without --tokenizer-type; add --tokenizer-type {type}, or "
+                f"leave {flag} out to take the tokenizer of the data"
+            )
+
+
 def _described(sidecar: dict[str, object], prefix: str, asked: int | None) -> Vocabulary:
     size, eod, mark = (sidecar.get(key) for key in ("vocab_size", "eod", "fingerprint"))
-    if not isinstance(size, int) or size < 1:
-        raise DataError(f"{prefix}.json: vocab_size is {size!r}; write the data again")
+    if not isinstance(size, int):
+        raise DataError(f"{prefix}.json: has no vocab_size; write the data again")
     if asked is not None and asked < size:
         raise ConfigError(
             f"vocab_size: {asked} is less than the {size} ids of {prefix}; leave --vocab-size out"

@@ -201,6 +201,10 @@ def _synchronize(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
+_MOST_ITERATIONS = 2**53
+"""Larger numbers are no step of a run, and curves could not hold them exactly."""
+
+
 def parse_line(line: bytes) -> dict[str, Value] | None:
     """A line of metrics.jsonl, or None where it is torn or not ours."""
     if not line.endswith(b"\n"):
@@ -209,7 +213,10 @@ def parse_line(line: bytes) -> dict[str, Value] | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or type(values.get("iteration")) is not int:
+    if not isinstance(values, dict):
+        return None
+    iteration = values.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= _MOST_ITERATIONS:
         return None
     return values
 

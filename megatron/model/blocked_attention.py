@@ -84,7 +84,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         queries, keys, values, mask = ctx.saved_tensors
         batch, length, heads, size = grads[0].shape
         kv_shape = (batch, length, keys.shape[0] // batch, size)

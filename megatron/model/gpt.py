@@ -242,6 +242,7 @@ class GPT(nn.Module):
             head_dim=config.head_dim,
             percent=config.rotary_percent,
             base=config.rotary_base,
+            scaling=config.rope_scaling_factor if config.use_rope_scaling else None,
             device=self.device,
         )
 

@@ -53,8 +53,8 @@ def from_gpt2(state: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str,
         if ".query_key_value." in ours:
             tensor = _interleave(tensor, 3, num_heads)
         result[ours] = tensor.contiguous()
-    head = state.get(_HEAD)
-    if head is not None and not torch.equal(head, result["embedding.word_embeddings.weight"]):
+    head, table = state.get(_HEAD), result.get("embedding.word_embeddings.weight")
+    if head is not None and (table is None or not torch.equal(head, table)):
         result["output_layer.weight"] = head
     return result
 

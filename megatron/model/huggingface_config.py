@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.values import LARGEST_INTEGER, show
+from megatron.config.model import ROPE_SCALING
+from megatron.config.values import show
 from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"
+_MOST = 1 << 20
+"""The largest size of anything in config.json: a product of three still is a tensor's length."""
 _TITLES = {GPT2: "GPT-2", LLAMA: "Llama"}
 _GELU = {"tanh": "gelu_new", "erf": "gelu"}
 _GELU_BACK = {
@@ -99,7 +102,7 @@ def to_hf_config(
             "max_position_embeddings": config.positions,
             "rms_norm_eps": config.norm_epsilon,
             "rope_theta": float(config.rotary_base),
-            "rope_scaling": None,
+            "rope_scaling": _rope_scaling(config),
             "attention_bias": False,
             "mlp_bias": False,
             "attention_dropout": config.attention_dropout,
@@ -120,6 +123,13 @@ def to_hf_config(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     }
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """The key `rope_scaling`, which every release of transformers reads beside `rope_theta`."""
+    if not config.use_rope_scaling:
+        return None
+    return {"rope_type": "llama3", "factor": config.rope_scaling_factor, **ROPE_SCALING}
 
 
 def from_hf_config(values: Mapping[str, Any], *, seq_length: int | None) -> ModelConfig:
@@ -175,14 +185,10 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"config.json: rope_parameters: {show(rope)}; must be an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(
-            f"config.json: rope_type: {show(kind)}; only plain rotary can be imported"
-        )
+    scaling = _scaling_of(rope, positions=values.get("max_position_embeddings"))
     base = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    whole = isinstance(base, int) or isinstance(base, float) and base.is_integer()
-    if not whole or not 2 <= base <= LARGEST_INTEGER:
+    whole = type(base) is int or isinstance(base, float) and base.is_integer()
+    if not whole or not 2 <= base < 2**63:
         raise ConfigError(
             f"config.json: rope_theta: {show(base)}; must be a whole number of at least 2 here"
         )
@@ -197,6 +203,7 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups if groups != heads else 1,
         "position_embedding_type": "rope",
         "rotary_base": int(base),
+        **scaling,
         "normalization": "RMSNorm",
         "norm_epsilon": _number(values, "rms_norm_eps", 1e-6),
         "swiglu": True,
@@ -209,20 +216,37 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
+    """The model's fields for the frequencies that `rope` asks for. `positions`: those of the model,
+    which are the original ones where `rope` tells of no others."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind != "llama3":
+        raise ConfigError(
+            f"config.json: rope_type: {show(kind)}; only default and llama3 can be imported"
+        )
+    _require({"original_max_position_embeddings": positions, **rope}, **ROPE_SCALING)
+    factor = rope.get("factor")
+    if type(factor) not in (int, float) or not 1 <= factor <= sys.float_info.max:
+        raise ConfigError(f"config.json: factor: {show(factor)}; must be a number of at least 1")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+
+
 def _require(values: Mapping[str, Any], **wanted: Any) -> None:
     for key, value in wanted.items():
         if values.get(key, value) != value:
             raise ConfigError(
-                f"config.json: {key}: {show(values[key])}; our model computes with {value!r} only"
+                f"config.json: {key}: {values[key]!r:.60}; our model computes with {value!r} only"
             )
 
 
 def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
     value = values.get(key)
     value = default if value is None else value
-    if type(value) is not int or not 1 <= value <= LARGEST_INTEGER:
+    if type(value) is not int or not 1 <= value <= _MOST:
         raise ConfigError(
-            f"config.json: {key}: {show(value)}; must be a whole number from 1 to {LARGEST_INTEGER}"
+            f"config.json: {key}: {show(value)}; must be a whole number from 1 to {_MOST}"
         )
     return value
 

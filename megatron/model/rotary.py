@@ -6,9 +6,12 @@ position * base^(-i / half) (Su et al. 2021, eq. 15, with that pairing).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.config.model import ROPE_SCALING
 
 
 class Rotary(NamedTuple):
@@ -19,17 +22,42 @@ class Rotary(NamedTuple):
 
 
 def rotary_table(
-    positions: int, *, head_dim: int, percent: float, base: float, device: torch.device
+    positions: int,
+    *,
+    head_dim: int,
+    percent: float,
+    base: float,
+    scaling: float | None = None,
+    device: torch.device,
 ) -> Rotary:
     """Cosines and sines of positions 0..positions-1, [positions, 1, half].
 
     The first `int(head_dim * percent)` coordinates of a head are rotated, as in Megatron (the
-    last even number of them); the others pass.
+    last even number of them); the others pass. `scaling`: the factor of `scale_frequencies`, None
+    for frequencies as they are.
     """
     rotated = int(head_dim * percent) // 2 * 2
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), base**-exponents)[:, None]
+    frequencies = rotary_frequencies(rotated, base=base)
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, scaling)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)[:, None]
     return Rotary(angles.cos().float().to(device), angles.sin().float().to(device))
+
+
+def rotary_frequencies(rotated: int, *, base: float) -> torch.Tensor:
+    """Radians per position of each pair of `rotated` coordinates, [rotated / 2] in fp64."""
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    return base**-exponents
+
+
+def scale_frequencies(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
+    """Llama 3.1's frequencies for longer texts: a pair that does not turn fully within the original
+    length turns `factor` times slower, a pair that turns four times or more is left alone, and
+    frequencies in between are mixed of both, linearly in the number of turns."""
+    low, high = ROPE_SCALING["low_freq_factor"], ROPE_SCALING["high_freq_factor"]
+    turns = ROPE_SCALING["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / factor
 
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -219,7 +219,11 @@ class Plan:
         """That the run keeps at most."""
         asked, steps = self.grid.config.checkpoint, self.steps
         count = -(-steps // asked.save_interval) if asked.save_interval else 1
-        return min(count, asked.keep_last) if asked.keep_last else count
+        retain = asked.save_retain_interval
+        if asked.keep_last is None and retain is None:
+            return count
+        retained = steps // retain if retain else 0
+        return min(count, retained + (asked.keep_last or 1))
 
     @cached_property
     def queue(self) -> Queue:

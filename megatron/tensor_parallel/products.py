@@ -116,8 +116,8 @@ class _WidenedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
-        grad = grads[0].flatten(0, -2)  # [rows, n]
-        rows = inputs.flatten(0, -2).float() if wants_weight else None
+        grad = grads[0].reshape(-1, weight.shape[0])  # [rows, n]
+        rows = inputs.reshape(-1, inputs.shape[-1]).float() if wants_weight else None
         sums = torch.zeros(grad.shape[0], weight.shape[1]) if wants_inputs else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         for part in _slices(weight):
@@ -135,7 +135,7 @@ def _widened_product(
 ) -> torch.Tensor:
     """left [..., k] times the transpose of right [n, k], contiguous, rounded to the dtype of left
     after the bias was added."""
-    rows = left.flatten(0, -2).float()
+    rows = left.reshape(-1, left.shape[-1]).float()
     out = left.new_empty(*left.shape[:-1], right.shape[0])
     columns = out.view(-1, right.shape[0])
     for part in _slices(right):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
+from megatron.processor import processor_model
 from radius.native_library import instruction_sets
 from tools.bench import native_kernels
-from tools.bench.native_kernels import CASES, COMPILED, TORCH, Row, cpu_name, main, page_name
+from tools.bench.native_kernels import CASES, COMPILED, TORCH, Row, main, page_name
 
 
 @pytest.mark.skipif(not instruction_sets(), reason="needs the kernels of radius/native.c")
@@ -23,14 +24,14 @@ def test_smoke_writes_a_row_for_each_case(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
     page = tmp_path / page_name(instruction_sets()[-1])
     found = json.loads(page.with_suffix(".json").read_text())
-    assert found["cpu"] == cpu_name()
+    assert found["cpu"] == processor_model()
     assert [(row["density"], row["select"]) for row in found["rows"]] == list(CASES)
     for row in found["rows"]:
         assert all(seconds > 0 for by_who in row["took"].values() for seconds in by_who.values())
         assert row["index_bytes"][TORCH] == pytest.approx(4 * row["density"], rel=0.01)
         assert row["index_bytes"][COMPILED] < 0.15
     text = page.with_suffix(".md").read_text()
-    assert text.count("largest") == 6 and cpu_name() in text
+    assert text.count("largest") == 6 and processor_model() in text
 
 
 def test_each_instruction_set_has_a_page_of_its_own() -> None:

@@ -57,6 +57,30 @@ def test_the_newest_good_ones_stay(five: Path) -> None:
     assert [path.name[-2:] for path in keep.prune()] == ["04"]
 
 
+@pytest.mark.parametrize(("count", "stay"), [(1, [2, 4, 6, 7]), (3, [2, 4, 5, 6, 7])])
+def test_multiples_of_the_interval_stay_beside_the_newest(
+    tmp_path: Path, count: int, stay: list[int]
+) -> None:
+    said: list[str] = []
+    keep = Keeper(directory=tmp_path, count=count, interval=2, say=said.append, files=QUICK)
+    for step in range(1, 8):
+        save(tmp_path, step)
+        keep.prune()
+    assert steps(tmp_path) == [f"0{step}" for step in stay] and said == []
+
+
+def test_a_step_between_retained_ones_stays_until_a_newer_one_is_good(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 3)
+    damage(save(tmp_path, 4))
+    said: list[str] = []
+    keep = Keeper(directory=tmp_path, count=1, interval=2, say=said.append, files=QUICK)
+    assert keep.prune() == [] and len(said) == 1
+    save(tmp_path, 5)
+    assert [path.name[-2:] for path in keep.prune()] == ["03"]
+    assert steps(tmp_path) == ["02", "04", "05"]
+
+
 def test_damaged_ones_neither_count_nor_go(five: Path) -> None:
     for step in (5, 4, 1):
         damage(five / f"step_0000000{step}")

@@ -177,6 +177,17 @@ def test_a_megatron_script_runs() -> None:
     assert any(notice.startswith("save_interval 10000 is more") for notice in config.notices)
 
 
+def test_a_flag_is_known_from_a_line_of_the_file(tmp_path: Path) -> None:
+    tiny = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
+    text = tiny.read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("data:", "data:\n  tokenizer_model: a/b", 1))
+    line = ["--config", str(tmp_path / "run.yaml")]
+    config = parse(line, paths=PATHS)
+    assert config.data.tokenizer_model == "a/b" and "tokenizer_model" not in config.from_flags
+    config = parse([*line, "--tokenizer-model", "c/d"], paths=PATHS)
+    assert config.data.tokenizer_model == "c/d" and "tokenizer_model" in config.from_flags
+
+
 def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         parse(["--help"], paths=PATHS)

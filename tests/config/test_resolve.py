@@ -168,6 +168,7 @@ def test_every_configuration_reads_back_equal(seed: int, tmp_path: Path) -> None
 KEPT = set(SMALL) | {
     *("global_batch_size", "rampup_batch_size", "train_samples", "skip_train", "grad_path"),
     *("kv_channels", "max_position_embeddings", "group_query_attention", "rotary_percent"),
+    "use_rope_scaling",
     *("fp16", "bf16", "loss_scale", "grad_reduce_in_bf16", "min_loss_scale", "initial_loss_scale"),
     *("min_lr", "lr_warmup_init", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
@@ -194,6 +195,7 @@ ROUND_TRIPS = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --profile",
     "--group-query-attention --num-query-groups 2 --kv-channels 8 --max-position-embeddings 64 "
     "--position-embedding-type rope --rotary-percent 0.5",
+    "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32",
     "--train-data-path 1 a 2 b --valid-data-path none --test-data-path c",
     "--train-iters none --lr none --skip-train",
     "--grad-path sparse --sparse-density 1e-3 --sparse-layers 0 1",

@@ -80,6 +80,10 @@ REFUSALS = {
     "more than num_layers 2; lower the former",
     ("--profile", "--profile-step-end", "5"): "profile_step_end 5 must be more than "
     "profile_step_start 10; raise the end",
+    ("--save-retain-interval", "8"): "save_retain_interval 8 needs save_interval; give "
+    "--save-interval",
+    ("--save-retain-interval", "8", "--save-interval", "3"): "save_retain_interval 8 is not a "
+    "multiple of save_interval 3; nearest: 6, 9",
     ("--tensor-model-parallel-size", "3"): "num_attention_heads 4 is not a multiple of "
     "tensor_model_parallel_size 3; sizes below that would do: 1, 2",
     ("--pipeline-model-parallel-size", "3"): "pipeline_model_parallel_size 3 leaves a stage "
@@ -142,6 +146,7 @@ def test_legal_neighbours_of_the_rules() -> None:
 
 
 PAIRS = {
+    "use_rope_scaling without position_embedding_type rope": ("--use-rope-scaling",),
     "fp16 with bf16": ("--fp16", "--bf16"),
     "grad_reduce_in_bf16 without bf16": ("--grad-reduce-in-bf16",),
     "grad_reduce_in_bf16 with accumulate_allreduce_grads_in_fp32": (

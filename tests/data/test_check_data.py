@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed import IndexedDatasetWriter, merge
 from megatron.data.sidecar import write_sidecar
 from tests.data.pairs import write_pair
 from tools.check_data import main
@@ -63,7 +63,26 @@ def test_bad_pairs_exit_3_with_one_line(prefix: str, capsys: pytest.CaptureFixtu
     assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
 
 
-@pytest.mark.parametrize("arguments", [[], ["p", "--vocab-size", "0"], ["p", "--eod", "x"]])
+def test_every_changed_byte_is_found(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    merge(f"{prefix}-new", [prefix], tokenizer={"type": "x", "vocab_size": 10, "eod": 9})
+    assert main([f"{prefix}-new", "--full"]) == 0
+    assert "recorded    size and sha256 of both files" in capsys.readouterr().out
+    for suffix in (".bin", ".idx"):
+        path = Path(f"{prefix}-new{suffix}")
+        good = path.read_bytes()
+        for place in range(len(good)):
+            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            assert main([f"{prefix}-new"]) == 3, (suffix, place)
+        path.write_bytes(good)
+    errors = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") for line in errors)
+    assert sum("recorded" in line for line in errors) >= 14  # each of .bin's bytes
+    assert main([f"{prefix}-new"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["p", "--vocab-size", "0"], ["p", "--eod", "x"], ["p", "--eod", "-5"]]
+)
 def test_a_wrong_command_line_exits_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

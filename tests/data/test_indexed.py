@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +11,13 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, merge, optimal_dtype
-from megatron.data.sidecar import read_sidecar, sidecar_path, write_sidecar
+from megatron.data.sidecar import (
+    check_sizes,
+    read_file_records,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
 from megatron.errors import DataError
 from tests.data.pairs import write_pair
 
@@ -135,6 +143,60 @@ def test_a_damaged_sidecar_is_a_data_error(tmp_path: Path, content: bytes) -> No
     sidecar_path(tmp_path / "p").write_bytes(content)
     with pytest.raises(DataError, match="p.json"):
         read_sidecar(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"vocab_size": 10**30},
+        {"vocab_size": 0},
+        {"vocab_size": True},
+        {"vocab_size": "9"},
+        {"eod": -1},
+        {"eod": 10**30},
+        {"eod": [1]},
+    ],
+)
+def test_a_sidecar_with_impossible_ids_is_refused(tmp_path: Path, tokenizer: dict) -> None:
+    write_sidecar(tmp_path / "p", tokenizer)
+    with pytest.raises(DataError, match="p.json: .*wanted a whole number"):
+        read_sidecar(tmp_path / "p")
+
+
+def test_the_sidecar_records_size_and_hash_of_both_files(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "a", [5, 0, 7])
+    assert read_file_records(pair) is None
+    merge(tmp_path / "p", [pair], tokenizer={"type": "x"})
+    records = read_file_records(tmp_path / "p")
+    assert records is not None
+    for suffix in (".bin", ".idx"):
+        content = (tmp_path / f"p{suffix}").read_bytes()
+        assert records[suffix].bytes == len(content)
+        assert records[suffix].sha256 == hashlib.sha256(content).hexdigest()
+    write_sidecar(tmp_path / "p", {"type": "x"})  # as versions before this record wrote it
+    assert read_file_records(tmp_path / "p") is None
+    check_sizes(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    "files", [[], {}, {".bin": {}, ".idx": {}}, {".bin": {"bytes": "1", "sha256": ""}, ".idx": 1}]
+)
+def test_damaged_file_records_are_refused(tmp_path: Path, files: object) -> None:
+    content = {"format": 1, "tokenizer": {}, "files": files}
+    sidecar_path(tmp_path / "p").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="p.json: 'files' wants bytes and sha256"):
+        read_file_records(tmp_path / "p")
+
+
+def test_a_file_of_another_size_than_recorded_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "a", [5])
+    merge(tmp_path / "p", [pair], tokenizer={"type": "x"})
+    check_sizes(tmp_path / "p")
+    other = write_pair(tmp_path / "b", [6])
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"p{suffix}").write_bytes(Path(f"{other}{suffix}").read_bytes())
+    with pytest.raises(DataError, match=r"p.bin: 12 bytes, but .*p.json recorded 10"):
+        check_sizes(tmp_path / "p")
 
 
 def test_an_unwritable_place_is_a_data_error(tmp_path: Path) -> None:

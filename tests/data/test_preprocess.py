@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -467,6 +468,34 @@ def test_imports_no_torch_and_runs_from_anywhere(tmp_path: Path) -> None:
     assert info is not None
     tokenizer = tokenizer_from_sidecar(info)
     assert [tokenizer.decode(ids) for ids in documents(tmp_path / "o")] == texts(20)
+
+
+def test_an_over_long_name_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, name = write_jsonl(tmp_path / "a.jsonl", ["a"]), "x" * 5000
+    assert run("--input", name, "--output-prefix", tmp_path / "o", *BYTES) == 3
+    assert run("--input", source, "--output-prefix", tmp_path / name, *BYTES) == 3
+    assert train_main(["--input", str(source), "--output", name]) == 3
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and all("cannot be looked at" in line for line in errors)
+    assert max(map(len, errors)) < 500
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hidden = tmp_path / "in" / "hidden"
+    hidden.mkdir(parents=True)
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["a"])
+    real = os.scandir
+
+    def scandir(path):
+        if str(path) == str(hidden):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert run("--input", tmp_path / "in", "--output-prefix", tmp_path / "o", *BYTES) == 3
+    assert "hidden: cannot be listed: Permission denied" in capsys.readouterr().err
 
 
 def test_train_tokenizer_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

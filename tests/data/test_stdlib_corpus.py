@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,27 @@ def test_what_is_there_is_kept_until_something_changes(library: Path, tmp_path: 
 def test_max_bytes_bounds_the_text(library: Path, tmp_path: Path) -> None:
     made = make_corpus(tmp_path / "out", vocab_size=260, max_bytes=400, library=library)
     assert 0 < made.text_bytes <= 400 and made.documents < 23
+
+
+def test_a_corpus_that_cannot_be_looked_at_is_one_line(
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--output", str(tmp_path / "out"), "--library", str(library), "--vocab-size", "300"]
+    assert main(flags) == 0
+    hidden, real = str(tmp_path / "out" / "corpus.jsonl"), os.stat
+
+    def stat(path, *arguments, **named):
+        if str(path) == hidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert main(flags) == 3
+    error = capsys.readouterr().err
+    assert "corpus.jsonl: cannot be looked at" in error and error.count("\n") == 1
 
 
 def test_no_source_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -144,6 +145,7 @@ def test_bytes_cut_inside_a_character_decode() -> None:
         ({"type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
         ({"type": "NullTokenizer"}, "needs --vocab-size"),
         ({"type": "NullTokenizer", "vocab_size": 0}, "--vocab-size: 0; wanted at least 1"),
+        ({"type": "NullTokenizer", "vocab_size": 2**31}, "wanted less than 2147483648"),
         ({"type": "ByteTokenizer", "model": "m"}, "--tokenizer-model: given, but ByteTokenizer"),
         ({"type": "ByteTokenizer", "vocab_size": 256}, "--vocab-size: 256, but ByteTokenizer has"),
     ],
@@ -235,6 +237,118 @@ def test_tokenizer_json_is_checked(bpe: Path, tmp_path: Path) -> None:
         hugging_face(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize("id", [[1], "1", -1, 1.5, True, None, 2**31, 10**30])
+def test_an_id_that_is_no_token_id_is_refused(bpe: Path, tmp_path: Path, id: object) -> None:
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="'?zz'? has id .*wanted a whole number from 0"):
+        hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"continuing_subword_prefix": "#" * 99}},
+    ],
+)
+def test_a_rust_panic_is_a_data_error_of_one_line(
+    bpe: Path, tmp_path: Path, change: dict, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    content["model"] |= change.pop("model", {})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+    with pytest.raises(DataError, match="not a tokenizer.json: ") as error:
+        hugging_face(tmp_path)
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
+def test_a_panic_while_encoding_is_a_data_error(bpe: Path, tmp_path: Path) -> None:
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="the tokenizer cannot encode it: "):
+        hugging_face(tmp_path).encode("some text")
+
+
+def test_integers_of_too_many_digits_are_refused(bpe: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": ' + "9" * 5000 + "}")
+    (tmp_path / "merges.txt").write_bytes((bpe / "merges.txt").read_bytes())
+    with pytest.raises(DataError, match="vocab.json: not JSON: Exceeds the limit") as error:
+        gpt2(tmp_path)
+    assert len(str(error.value)) < 500
+
+
+def test_code_that_comes_with_a_tokenizer_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    folder, mark = tmp_path / "model", tmp_path / "mark"
+    folder.mkdir()
+    names = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    config = {"tokenizer_class": "Own", "auto_map": names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    code = f"open({str(mark)!r}, 'w').close()\nclass Own: pass\n"
+    (folder / "own.py").write_text(code)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    with pytest.raises(DataError, match="code that comes with a tokenizer is never run"):
+        build_tokenizer("HuggingFaceTokenizer", model=str(folder), hub=True)
+    assert not mark.exists() and asked == []
+
+
+@pytest.mark.parametrize(("hub", "is_folder"), [(True, True), (True, False), (False, False)])
+def test_only_a_name_that_the_user_gave_is_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: bool, is_folder: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    seen: list[dict[str, object]] = []
+
+    def refuse(name: str, **arguments: object) -> None:
+        seen.append(arguments)
+        raise OSError("not here")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    model = str(tmp_path) if is_folder else "someone/model"
+    with pytest.raises(DataError, match="not here"):
+        build_tokenizer("HuggingFaceTokenizer", model=model, hub=hub)
+    local = is_folder or not hub
+    assert seen == [{"local_files_only": local, "trust_remote_code": False}]
+    described = {"type": "HuggingFaceTokenizer", "files": {"model": model}, "fingerprint": "0"}
+    with pytest.raises(DataError, match="not here"):
+        tokenizer_from_sidecar(described)
+    assert seen[1]["local_files_only"] is True
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG])
+def test_a_place_that_cannot_be_looked_at_is_a_data_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hidden = str(tmp_path / "hidden" / "tokenizer.json")
+    real = os.stat
+
+    def stat(path, *arguments, **named):
+        if str(path) == hidden:
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    described = {"type": "HuggingFaceTokenizer", "files": {"model": hidden}, "fingerprint": "0"}
+    for build in (lambda: hugging_face(Path(hidden)), lambda: tokenizer_from_sidecar(described)):
+        with pytest.raises(DataError, match="tokenizer.json: cannot be looked at"):
+            build()
+
+
+def test_an_over_long_name_in_a_description_is_refused_in_a_short_line() -> None:
+    described = {"type": "HuggingFaceTokenizer", "fingerprint": "0"}
+    for name in ("/" + "x" * 100_000, "x" * 5000):
+        with pytest.raises(DataError, match="cannot be looked at") as error:
+            tokenizer_from_sidecar({**described, "files": {"model": name}})
+        assert len(str(error.value)) < 500
+
+
 def test_fingerprint_follows_the_ids_alone(bpe: Path, tmp_path: Path) -> None:
     first = gpt2(bpe)
     vocab = json.loads((bpe / "vocab.json").read_text())
@@ -300,6 +414,8 @@ def test_training_twice_gives_one_file(bpe: Path, tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").read_bytes() == (bpe / "tokenizer.json").read_bytes()
     with pytest.raises(ConfigError, match="--vocab-size: 256"):
         train_byte_level_bpe(TEXT, vocab_size=256, output=tmp_path / "x.json")
+    with pytest.raises(ConfigError, match="--vocab-size: 99999999999; wanted at most 1048576"):
+        train_byte_level_bpe(TEXT, vocab_size=99_999_999_999, output=tmp_path / "x.json")
     with pytest.raises(DataError, match="too little text"):
         train_byte_level_bpe(["ab"], vocab_size=300, output=tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()

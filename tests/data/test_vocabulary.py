@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.config import DataConfig
+from megatron.data.sidecar import write_sidecar
 from megatron.data.vocabulary import data_prefixes, find_vocabulary
 from megatron.errors import ConfigError, DataError
 from tests.data.pairs import write_pair
@@ -24,6 +26,25 @@ def test_a_missing_pair_is_named_before_its_vocabulary(tmp_path: Path) -> None:
         _find(tmp_path)
     with pytest.raises(ConfigError, match="give --tokenizer-type or --vocab-size"):
         _find(write_pair(tmp_path / "p", [3]))
+
+
+def test_an_empty_index_is_blamed_before_the_vocabulary(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "p", [3])
+    Path(f"{prefix}.idx").write_bytes(b"")
+    with pytest.raises(DataError, match="p.idx: truncated"):
+        _find(prefix)
+
+
+@pytest.mark.parametrize("field", ["vocab_file", "merge_file", "tokenizer_model"])
+def test_files_of_a_tokenizer_without_its_type_are_refused(tmp_path: Path, field: str) -> None:
+    prefix = write_pair(tmp_path / "p", [3])
+    write_sidecar(prefix, {"type": "ByteTokenizer", "vocab_size": 257})
+    assert _find(prefix) == 257
+    kind = "HuggingFaceTokenizer" if field == "tokenizer_model" else "GPT2BPETokenizer"
+    with pytest.raises(
+        ConfigError, match=f"--{field.replace('_', '-')}: .*--tokenizer-type {kind}"
+    ):
+        find_vocabulary(replace(DataConfig(data_path=(prefix,)), **{field: "x"}), [prefix])
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])

@@ -14,7 +14,7 @@ TOY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 LASTING = "--micro-batch-size 1 --global-batch-size 2 --train-iters 100000 --log-interval 2"
 FEW = "--micro-batch-size 1 --global-batch-size 4 --train-iters 5 --eval-iters 1"
 BRIEF = f"{TOY} {FEW}"
-LIMIT = 240.0
+LIMIT = 480.0
 """Seconds that a command may take on a busy machine."""
 
 

@@ -72,7 +72,8 @@ def test_documents_do_not_see_each_other(
     results = []
     for function in (reference, blocked_attention):
         leaves = [part.requires_grad_() for part in example(heads, groups)]
-        context = function(*leaves, mask)
+        query, key, value = leaves
+        context = function(query, key, value, mask)
         context.square().sum().backward()
         results.append([context, *(leaf.grad for leaf in leaves)])
     for expected, got in zip(*results, strict=True):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.checkpoint.store import save_checkpoint
+from megatron.checkpoint.verify import read_manifest
 from megatron.config import parse, to_yaml
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
+from tools import run_model
 from tools.generate import main
+from tools.run_model import find_model
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
@@ -69,6 +74,8 @@ def test_an_empty_prompt_starts_a_document(run: Path, capsys: pytest.CaptureFixt
         (["--temperature", "0"], 2, "--temperature"),
         (["--top-k", "-1"], 2, "--top-k"),
         (["--num-samples", "0"], 2, "--num-samples"),
+        (["--num-samples", "100000000"], 2, "from 1 to 10000"),
+        (["--max-new-tokens", "100000000000"], 2, "from 1 to 1000000"),
         (["--checkpoint-step", "9"], 4, "step 9"),
     ],
 )
@@ -82,6 +89,26 @@ def test_mistakes_are_one_line(
     assert main([str(run), *arguments]) == code
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_the_tokenizer_must_be_the_one_of_the_data(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = find_model(run)
+    manifest = read_manifest(saved.step)
+    state = {**manifest.state, "identity": {"data.tokenizer": "another"}}
+    with mock.patch.object(run_model, "read_manifest", lambda step: replace(manifest, state=state)):
+        assert main([str(run)]) == 3
+    error = capsys.readouterr().err
+    assert "not the one that made the data" in error and error.count("\n") == 1
+
+
+def test_a_run_that_anyone_may_write_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(run_model, "open_to_all", lambda folder: "belongs to user 7"):
+        assert main([str(run)]) == 2
+    assert f"{run}: belongs to user 7" in capsys.readouterr().err
 
 
 def test_folders_that_will_not_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.config.model import ROPE_SCALING
 from megatron.model import gelu
 from megatron.model.attention import SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import RMSNorm
-from megatron.model.rotary import Rotary, rotary_table, rotate
+from megatron.model.rotary import (
+    Rotary,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+    scale_frequencies,
+)
 from tests.model.models import sharpen, small_config, small_model
 
 CPU = torch.device("cpu")
@@ -41,6 +48,32 @@ def test_rotary_is_a_complex_rotation(percent: float) -> None:
             expected[:, position, :, i] = (pair * turn).real
             expected[:, position, :, i + half] = (pair * turn).imag
     torch.testing.assert_close(rotate(heads, table), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_rope_scaling_slows_what_does_not_turn_within_the_original_length() -> None:
+    frequencies = rotary_frequencies(128, base=500000.0)
+    turns = 8192 * frequencies / (2 * math.pi)
+    slower = frequencies / scale_frequencies(frequencies, 8.0)
+    assert (slower[turns >= 4] == 1).all() and (turns >= 4).any()
+    torch.testing.assert_close(slower[turns <= 1], torch.full_like(slower[turns <= 1], 8.0))
+    between = slower[(turns > 1) & (turns < 4)]
+    assert len(between) > 3 and (between.diff() > 0).all()
+    assert 1 < between[0] and between[-1] < 8
+    torch.testing.assert_close(scale_frequencies(frequencies, 1.0), frequencies)
+
+
+@pytest.mark.parametrize(("percent", "factor"), [(1.0, 8.0), (1.0, 32.0), (0.5, 3.0)])
+def test_scaled_frequencies_are_those_of_transformers(percent: float, factor: float) -> None:
+    rope = pytest.importorskip("transformers.modeling_rope_utils", reason="optional package")
+    from transformers import LlamaConfig
+
+    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor}
+    parameters |= {"partial_rotary_factor": percent, **ROPE_SCALING}
+    config = LlamaConfig(head_dim=128, rope_parameters=parameters)
+    expected, attention_factor = rope.ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    assert attention_factor == 1.0
+    ours = scale_frequencies(rotary_frequencies(int(128 * percent), base=500000.0), factor)
+    torch.testing.assert_close(ours.float(), expected, atol=0, rtol=2e-6)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

@@ -330,4 +330,6 @@ def test_batch_steps_and_disk_are_those_of_the_run() -> None:
     plan = plan_of(flags, 4)
     assert plan.tokens == 64 * 128 and plan.steps == 100 and plan.microbatches == 16
     assert plan.checkpoint == 12 * plan.parameters and plan.checkpoints == 2
+    retaining: Any = f"{MODEL} --save-interval 10 --save-retain-interval 50"
+    assert plan_of(retaining, 4).checkpoints == 3, "steps 50 and 100, and one while it is replaced"
     assert plan.queue.total > plan.queue.training == pytest.approx(100 * plan.seconds.total)

@@ -31,7 +31,7 @@ def by_hand(groups: ProcessGroups, bad: float) -> dict[str, torch.Tensor]:
     if groups.dp.rank == 1 and not math.isfinite(bad):
         local[ZERO] = bad
     update = torch.arange(300.0) % 150 - ZERO
-    index = select(update, 0.41)
+    index = select(update, 0.41, group=None)
     positions = torch.empty(index.numel, dtype=torch.int64)
     index.gather(torch.arange(300), positions)
     residual[positions] = 0.0
@@ -75,7 +75,7 @@ def on_rank_other_rounding(groups: ProcessGroups, bits: bool) -> tuple[torch.Ten
     alone = torch.zeros(300, dtype=torch.bool)
     alone[select_largest(update, 120).positions(0, 300).long()] = True
     with index_of(bits):
-        packed = select(update, 0.4).packed(0, 300)
+        packed = select(update, 0.4, group=dist.group.WORLD).packed(0, 300)
     return torch.from_numpy(np.unpackbits(packed.numpy(), count=300)).bool(), alone
 
 
@@ -90,6 +90,6 @@ def test_by_hand_ranks_that_round_differently_take_the_choice_of_the_first(
 
 def test_by_hand_refuses_what_is_not_flat() -> None:
     with pytest.raises(ConfigError, match=r"update: shape \(3, 4\)"):
-        select(torch.zeros(3, 4), 0.5)
+        select(torch.zeros(3, 4), 0.5, group=None)
     with pytest.raises(ConfigError, match="residual: 5 entries for a gradient of 6"):
         sparse_all_reduce(torch.zeros(6), None, torch.zeros(5))

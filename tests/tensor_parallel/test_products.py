@@ -81,7 +81,7 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape", [(5, 16), (2, 7, 16), (1, 1, 16)])
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 7, 16), (1, 1, 16)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_widened_products_are_rounded_once(
     widened: None, shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype

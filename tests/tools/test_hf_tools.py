@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
+from megatron.config import ModelConfig
+from megatron.errors import ConfigError
+from megatron.model.huggingface_config import from_hf_config
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
 from tests.tools.runs import make_model_run
@@ -32,6 +38,9 @@ FORMS = {
     "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm --rotary-base 500 "
     "--disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention "
     "--num-query-groups 2 --kv-channels 6 --ffn-hidden-size 48",
+    "llama 3.1": "--position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 4 --disable-bias-linear "
+    "--max-position-embeddings 1024",
 }
 
 
@@ -45,9 +54,14 @@ def test_transformers_compute_the_same_and_the_way_back_changes_no_bit(
     assert export_hf.main([str(run), str(there)]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(there, local_files_only=True).eval()
     tokens = torch.randint(0, VOCAB, (3, 16))
+    # Spread over all positions: low frequencies turn little within 16 of them. Without a mask,
+    # transformers would take each gap for the start of another text.
+    positions = torch.arange(16).expand(3, 16) * (ours.config.positions // 16)
+    mask = torch.ones_like(tokens)
     with torch.no_grad():
-        logits = theirs(tokens).logits
-        torch.testing.assert_close(ours(tokens)[..., :VOCAB], logits, atol=1e-5, rtol=1e-5)
+        logits = theirs(tokens, position_ids=positions, attention_mask=mask).logits
+        got = ours(tokens, positions)[..., :VOCAB]
+        torch.testing.assert_close(got, logits, atol=1e-5, rtol=1e-5)
     assert import_hf.main([str(there), str(back), "--seq-length", "16"]) == 0
     found = find_model(back).load().logical_values()
     assert found.keys() == ours.logical_values().keys()
@@ -86,6 +100,72 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
     (tmp_path / "there" / "merges.txt").write_text("damaged")
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "not")]) == 3
     assert not (tmp_path / "not").exists()
+
+
+def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
+    """A small export without one tensor, whose config.json says something else."""
+    there = tmp_path / "there"
+    make_model_run(tmp_path / "run", f"--vocab-size {VOCAB} {FORMS[form]}", vocab_size=VOCAB)
+    assert export_hf.main([str(tmp_path / "run"), str(there)]) == 0
+    state = load_file(there / "model.safetensors")
+    state.pop(leave_out, None)
+    save_file(state, there / "model.safetensors")
+    values = json.loads((there / "config.json").read_text()) | changed
+    (there / "config.json").write_text(json.dumps(values))
+    return there
+
+
+@pytest.mark.parametrize(
+    ("form", "leave_out", "changed", "code", "words"),
+    [
+        ("untied", "lm_head.weight", {}, 4, "output_layer.weight: missing"),
+        ("gpt2", "transformer.wte.weight", {}, 4, "embeddings.weight: missing"),
+        ("gpt2", "transformer.h.1.ln_1.bias", {}, 4, "layers.1.input_norm.bias: missing"),
+        ("gpt2", "", {"n_embd": 10**12}, 2, "n_embd: 1000000000000; must be a whole number"),
+        ("gpt2", "", {"n_embd": 64}, 4, "config.json makes it (vocabulary, 64)"),
+        ("gpt2", "", {"n_layer": 10**9}, 2, "n_layer: 1000000000; must be a whole number"),
+        ("gpt2", "", {"n_layer": 10**6}, 4, "config.json says 1000000 layers"),
+        ("llama", "", {"num_hidden_layers": 10**6}, 4, "config.json says 1000000 layers"),
+    ],
+)
+def test_a_config_of_another_model_is_one_line(
+    form: str,
+    leave_out: str,
+    changed: dict[str, int],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = hf_folder(tmp_path, form, leave_out, **changed)
+    capsys.readouterr()
+    assert import_hf.main([str(source), str(tmp_path / "back")]) == code
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_line_to_train_from_is_quoted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a b; c"
+    assert import_hf.main([str(hf_folder(tmp_path, "gpt2")), str(output)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(line)
+    assert str(output) in words and str(output / "model.yaml") in words
+
+
+def test_a_full_disk_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = hf_folder(tmp_path, "gpt2")
+    monkeypatch.setattr(import_hf, "_write", write)
+    capsys.readouterr()
+    assert import_hf.main([str(source), str(tmp_path / "back")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'back'}: No space left on device\n"
 
 
 HARNESS_TASK = """
@@ -252,6 +332,46 @@ def test_an_import_that_does_not_fit_is_one_line(
     assert import_hf.main([str(tmp_path / "there"), str(tmp_path / "back")]) == code
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and not (tmp_path / "back").exists()
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 2,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def import_scaled(rope: dict[str, Any], key: str = "rope_scaling") -> ModelConfig:
+    values = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    return from_hf_config(values | {"max_position_embeddings": 8192, key: rope}, seq_length=16)
+
+
+def test_rope_scaling_is_imported_from_either_key() -> None:
+    for key, rope in (
+        ("rope_scaling", LLAMA_3),
+        ("rope_parameters", LLAMA_3 | {"rope_theta": 10000.0}),
+        ("rope_scaling", {"type": "llama3", "factor": 2}),
+    ):
+        found = import_scaled(rope, key)
+        assert (found.use_rope_scaling, found.rope_scaling_factor) == (True, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_type": "yarn"}, "rope_type: 'yarn'; only default and llama3"),
+        ({"low_freq_factor": 2.0}, "low_freq_factor: 2.0; our model computes with 1.0"),
+        ({"high_freq_factor": 8}, "high_freq_factor: 8; our model computes with 4.0"),
+        ({"original_max_position_embeddings": 4096}, "4096; our model computes with 8192"),
+        ({"factor": 0.5}, "factor: 0.5; must be a number of at least 1"),
+        ({"factor": "8"}, "factor: '8'; must be a number of at least 1"),
+    ],
+)
+def test_other_rope_scaling_is_refused_by_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        import_scaled(LLAMA_3 | changes)
 
 
 def test_weights_that_cannot_be_read_are_named(

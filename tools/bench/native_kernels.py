@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from megatron.data_parallel.interface import Reduced  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.optimizer.rules import Hyper  # noqa: E402
+from megatron.processor import processor_model  # noqa: E402
 from megatron.sparse.selection import draw_seeded, select_largest  # noqa: E402
 from radius.bitmap import BitmapIndex  # noqa: E402
 from radius.chunk_index import ChunkIndex  # noqa: E402
@@ -152,16 +153,6 @@ def _timed(work: Callable[[], None]) -> float:
     return perf_counter() - began
 
 
-def cpu_name() -> str:
-    """The processor as Linux names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown CPU")
-
-
 def page_name(instruction_set: str) -> str:
     """Each instruction set has a page of its own, so that a run on one CPU keeps the other's."""
     best = instruction_set == INSTRUCTION_SETS[-1]
@@ -174,8 +165,8 @@ def as_markdown(rows: Sequence[Row], options: argparse.Namespace, load: float) -
     lines = [
         "# Entries moved on a CPU, by kernels in C and by torch",
         "",
-        f"{cpu_name()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; one "
-        f"thread of {os.cpu_count()} cores, load {load} at the start; a bucket of "
+        f"{processor_model()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; "
+        f"one thread of {os.cpu_count()} cores, load {load} at the start; a bucket of "
         f"{options.entries:,} fp32 entries. Nanoseconds an entry, the least of "
         f"{options.rounds} rounds, and bytes an entry of index.",
         "",
@@ -219,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = options.out / page_name(instruction_sets()[-1])
         page.with_suffix(".md").write_text(text, encoding="utf-8")
         found = {
-            "cpu": cpu_name(),
+            "cpu": processor_model(),
             "entries": options.entries,
             "rows": [asdict(row) for row in rows],
         }
