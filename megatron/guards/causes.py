@@ -30,6 +30,9 @@ PATIENCE = 2.0
 """Seconds that a rank waits for a peer to tell what happened to it."""
 _POLL = 0.05
 _LOOK_BYTES = 4096
+_REASON = 512
+"""Characters of a reason that fit into a look, whichever they are."""
+_READS = 5
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 
@@ -87,34 +90,41 @@ class Causes:
     def parted(self) -> Status | None:
         """The failure of the rank that issued another collective than its peers, if one did: what
         else went wrong came of that."""
-        return self._parted_in(self.look())
+        return self._parted_in(self.look(until=time.monotonic() + PATIENCE))
 
-    def look(self) -> Look:
-        """What can be seen from now on, by this rank or by another one that looks for all."""
+    def look(self, *, until: float) -> Look:
+        """What can be seen from now on, by this rank or by another one that looks for all. A rank
+        that nobody has told anything `until` then looks by itself: the one that looks for all may
+        be the one that is stopped."""
         try:
             with _opened(self.run_dir / FOLDER / LOOK) as file:
                 asked = self._told(file)
-                if not _locked(file):
-                    return asked
+                if not _locked(file, until):
+                    return self._look()
                 told = self._told(file)
                 # The look after this may have begun before this rank asked, the next one did not.
                 if told.parted is not None or told.number > asked.number + 1:
                     return told
                 found = replace(self._look(), number=told.number + 1)
-                text = json.dumps(asdict(found)).encode()
-                os.ftruncate(file, os.pwrite(file, text, 0))
+                # One length for all, so that nobody reads the end of the look before.
+                text = json.dumps(asdict(replace(found, reason=found.reason[:_REASON])))
+                os.pwrite(file, text.encode().ljust(_LOOK_BYTES), 0)
                 return found
         except OSError:
             # No locks on this disk, or no space: one rank of each host looks, for itself.
-            mine = self.rank == min(self._near())
+            mine = self.rank == min(self._near()) or time.monotonic() >= until
             return self._look() if mine else Look(attempt=self.attempt)
 
     def _told(self, file: int) -> Look:
-        """The last look of this start, as the file has it."""
-        with suppress(ValueError, TypeError):
-            told = Look(**json.loads(os.pread(file, _LOOK_BYTES, 0)))
-            if told.attempt == self.attempt:
-                return told
+        """The last look of this start, as the file has it; a half-written one is read again."""
+        for _ in range(_READS):
+            text = os.pread(file, _LOOK_BYTES, 0)
+            with suppress(ValueError, TypeError):
+                told = Look(**json.loads(text))
+                return told if told.attempt == self.attempt else Look(attempt=self.attempt)
+            if not text:
+                break
+            time.sleep(_POLL / 5)
         return Look(attempt=self.attempt)
 
     def _look(self) -> Look:
@@ -151,7 +161,7 @@ class Causes:
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            gone, parted = self.gone(), self.parted()
+            gone, parted = self.gone(), self._parted_in(self.look(until=deadline))
             if self.known() is not None:
                 return None
             if parted is not None:
@@ -161,7 +171,7 @@ class Causes:
                 time.sleep(_POLL)
                 return None if self.known() is not None else self.of(gone, gone_text(gone, here))
             time.sleep(_POLL)
-        look = self.look()
+        look = self.look(until=deadline)
         late = self._seen([look.last] if look.last not in (None, self.rank) else [])
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)
@@ -193,17 +203,17 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _locked(file: int) -> bool:
-    """Whether the file could be locked within `PATIENCE` seconds, which closing it ends. Raises
-    OSError where the disk has no locks."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+def _locked(file: int, until: float) -> bool:
+    """Whether the file could be locked until then, which closing it ends; tried at least once.
+    Raises OSError where the disk has no locks."""
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
             time.sleep(_POLL / 5)
-    return False
 
 
 def line(status: Status, world_size: int) -> str:

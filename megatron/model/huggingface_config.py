@@ -228,7 +228,11 @@ def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
         )
     _require({"original_max_position_embeddings": positions, **rope}, **ROPE_SCALING)
     factor = rope.get("factor")
-    if type(factor) not in (int, float) or not 1 <= factor <= sys.float_info.max:
+    if (
+        not isinstance(factor, int | float)
+        or isinstance(factor, bool)
+        or not 1 <= factor <= sys.float_info.max
+    ):
         raise ConfigError(f"config.json: factor: {show(factor)}; must be a number of at least 1")
     return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 

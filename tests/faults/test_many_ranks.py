@@ -3,6 +3,7 @@ all of them, reads a header of each, and the rings of the few that differ."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -209,3 +210,58 @@ def test_headers_tell_what_all_calls_tell(
         )
         assert every.place.group == by_header.place.group
         assert {every.rank, every.other} == {by_header.rank, by_header.other} or ranks > 2
+
+
+def _hung(run_dir: Path, late: int, few: int = 4) -> None:
+    """All but one rank have left a sum that failed."""
+    for rank in range(few):
+        beat = Heartbeat(run_dir / FOLDER, rank=rank, attempt="a")
+        beat.at("backward" if rank == late else "reduce", 7)
+        beat.called(1, "sum")
+        if rank != late:
+            beat.at("leaving")
+        assert isinstance(beat._memory, heartbeat.mmap.mmap)
+        beat._memory.close()
+
+
+def _few(run_dir: Path, rank: int) -> Causes:
+    return replace(_causes(run_dir, rank), world_size=4, near=range(4))
+
+
+def test_a_rank_that_stops_while_it_looks_does_not_make_its_peers_blame_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.2)
+    _hung(tmp_path, late=3)
+    with open(tmp_path / FOLDER / LOOK, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
+    assert blamed is not None and blamed.rank == 3 and "does not follow" in blamed.reason
+
+
+def test_without_locks_a_rank_looks_for_itself_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lowest rank of the host, which looks for the others there, is the one that hangs."""
+
+    def refused(file: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.2)
+    monkeypatch.setattr(fcntl, "flock", refused)
+    _hung(tmp_path, late=0)
+    blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
+    assert blamed is not None and blamed.rank == 0
+
+
+def test_a_look_that_is_half_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for none, it would let a rank accept a look that began before its own failure."""
+    _hung(tmp_path, late=3)
+    causes = _few(tmp_path, 1)
+    causes.parted()
+    whole = (tmp_path / FOLDER / LOOK).read_bytes()
+    texts = [whole[:40], whole[:90], whole]
+    monkeypatch.setattr(os, "pread", lambda file, size, place: texts.pop(0))
+    assert causes._told(0).number == 1 and not texts
