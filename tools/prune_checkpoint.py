@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
-from megatron.config.values import show  # noqa: E402
+from megatron.config.values import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
@@ -196,7 +196,7 @@ def _check(options: argparse.Namespace) -> Fraction:
         sparsity = Fraction(-1)
     if not 0 <= sparsity < 1:
         raise ConfigError(
-            f"--sparsity: {show(options.sparsity)}; must be a number from 0 up to below 1"
+            f"--sparsity: {show_plain(options.sparsity)}; must be a number from 0 up to below 1"
         )
     try:
         there, parent = options.output.exists(), options.output.parent.is_dir()
