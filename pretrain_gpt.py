@@ -131,7 +131,8 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
 
 def check_files(config: Config) -> None:
     """Look at every file that the run will read; see `megatron.preflight`."""
-    from megatron.preflight import check_paths
+    from megatron.planning.layout import logical_shapes
+    from megatron.preflight import check_paths, vocabulary_size
     from samo.mask_file import check_mask_file
 
     def say(text: str) -> None:
@@ -141,7 +142,11 @@ def check_files(config: Config) -> None:
     masks = config.values().get("samo_mask_file")
     # A run that goes on has its masks in its checkpoint.
     if masks is not None and (origin is None or not origin.own):
-        check_mask_file(Path(str(masks)))
+        shapes = None
+        if (size := vocabulary_size(config.data)) is not None:
+            path = GRADIENT_PATHS[config.gradient.grad_path]
+            shapes = logical_shapes(config, path, vocabulary=size)
+        check_mask_file(Path(str(masks)), shapes)
 
 
 def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held: ExitStack) -> int:

@@ -1,8 +1,8 @@
 """A look at every file that a run will read, before any rank starts: a wrong path costs a line at
 once instead of a wait in a queue.
 
-Only names, permissions and headers are read, so the look takes milliseconds for data of any size.
-Nothing here imports torch.
+Only names, permissions and headers are read, and a tokenizer's files where the size of the
+vocabulary matters, so the look takes no longer for more data. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config import Config, DataConfig
+from megatron.config.parallel_rules import check_vocabulary
 from megatron.errors import DataError
 from megatron.origin import Origin, locate_checkpoint
 
@@ -22,22 +23,27 @@ def check_paths(config: Config, run_dir: Path, *, say: Callable[[str], None]) ->
     """Where the run would start from, once data, tokenizer and checkpoint are found to be there.
 
     Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
-    says the size of the vocabulary. A run that names no data is left to say so itself.
+    says the size of the vocabulary or the vocabulary is too small for the tensor-parallel ranks. A
+    run that names no data is left to say so itself.
     """
     try:
         check_data(config.data)
+        # One rank holds any vocabulary, and no tokenizer has to be read for it.
+        shared = config.parallel.tensor_model_parallel_size > 1
+        size = vocabulary_size(config.data) if shared else None
     except DataError as error:
         raise DataError(f"{error}; {SKIP}") from error
+    if size is not None:
+        check_vocabulary(config, size)
     return locate_checkpoint(config, run_dir, say=say, look=True)
 
 
 def check_data(data: DataConfig) -> None:
     """Raise `DataError` for a data set or a tokenizer's file that is missing or cannot be read."""
     from megatron.data.index_file import check_header
-    from megatron.data.vocabulary import data_prefixes, find_vocabulary
+    from megatron.data.vocabulary import find_vocabulary
 
-    named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    prefixes = data_prefixes(data) if any(named) else []
+    prefixes = _prefixes(data)
     for prefix in prefixes:
         check_header(prefix)
     for name in (data.vocab_file, data.merge_file):
@@ -49,6 +55,29 @@ def check_data(data: DataConfig) -> None:
             _check_json(Path(data.tokenizer_model))
     if prefixes and data.tokenizer_type is None:
         find_vocabulary(data, prefixes)
+
+
+def vocabulary_size(data: DataConfig) -> int | None:
+    """Entries of the vocabulary of the run, before padding. None where the run names no data, and
+    where the tokenizer may be one of the hub: a look at files downloads nothing.
+
+    Raises as `find_vocabulary` does, which gives a run its vocabulary."""
+    from megatron.data.vocabulary import find_vocabulary
+
+    prefixes = _prefixes(data)
+    if not prefixes and not data.mock_data:
+        return None
+    if data.tokenizer_type is not None and data.tokenizer_model is not None and not _is_path(data):
+        return None
+    return find_vocabulary(data, prefixes).size
+
+
+def _prefixes(data: DataConfig) -> list[str]:
+    """Prefixes of the data sets, none for a run that names no data."""
+    from megatron.data.vocabulary import data_prefixes
+
+    named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return data_prefixes(data) if any(named) else []
 
 
 def _is_path(data: DataConfig) -> bool:

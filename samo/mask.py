@@ -24,9 +24,11 @@ from samo.mask_file import (
     SHAPE,
     VERSION,
     mask_shapes,
+    misfit,
     opened_masks,
     packed_bytes,
     read_bits,
+    refuse_misfits,
 )
 from samo.parts import Parts
 
@@ -143,9 +145,8 @@ def load_masks(
     """
     with opened_masks(path) as archive:
         found = mask_shapes(path, archive)
-        for name, shape in found.items() if shapes is not None else ():
-            if wrong := _misfit(name, shape, shapes):
-                raise DataError(f"{source or path}: masks {name}, {wrong}")
+        if shapes is not None:
+            refuse_misfits(found, shapes, source=source or str(path))
         return PackedMasks.of(
             (name, _unpacked(read_bits(path, archive, name, shape), name, shape))
             for name, shape in found.items()
@@ -154,19 +155,6 @@ def load_masks(
 
 def _unpacked(bits: np.ndarray, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return PackedMasks({name: torch.from_numpy(bits)}, {name: shape})[name]
-
-
-def _misfit(
-    name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]] | None
-) -> str | None:
-    """Why a mask of this shape is of none of the model's tensors, as an error ends."""
-    if shapes is None:
-        return None
-    if name not in shapes:
-        return "of which the model has none; the mask is of another model"
-    if tuple(shape) != tuple(shapes[name]):
-        return f"but has it in shape {list(shape)}, the model in {list(shapes[name])}"
-    return None
 
 
 def masks_for(
@@ -187,15 +175,11 @@ def masks_for(
         if name not in shapes and name in elsewhere:
             continue
         mask = masks[name]
-        if misfit := _misfit(name, tuple(mask.shape), shapes):
-            wrong = misfit
-        elif len(mask.shape) < 2:
-            wrong = "which has one axis: biases and norms are never pruned; leave it out"
-        elif not mask.any():
+        wrong = misfit(name, mask.shape, shapes)
+        if wrong is None and not mask.any():
             wrong = "of which it stores no entry; leave at least one"
-        else:
-            continue
-        raise DataError(f"{source}: masks {name}, {wrong}")
+        if wrong is not None:
+            raise DataError(f"{source}: masks {name}, {wrong}")
     return flat_masks(infos, masks)
 
 

@@ -15,7 +15,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -50,11 +50,34 @@ def packed_bytes(shape: Sequence[int]) -> int:
     return -(-math.prod(shape) // 8)
 
 
-def check_mask_file(path: Path) -> None:
-    """Raise `DataError` unless the path is a mask file whose headers make sense. No mask is
-    unpacked."""
+def check_mask_file(path: Path, shapes: Mapping[str, Sequence[int]] | None) -> None:
+    """Raise `DataError` unless the path is a mask file whose headers make sense and whose masks
+    fit `shapes`, those of the model's tensors. With None, for a caller that cannot know them, the
+    headers are compared with one another alone. No mask is unpacked."""
     with opened_masks(path) as archive:
-        mask_shapes(path, archive)
+        found = mask_shapes(path, archive)
+    if shapes is not None:
+        refuse_misfits(found, shapes, source=str(path))
+
+
+def refuse_misfits(
+    found: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], *, source: str
+) -> None:
+    """Raise `DataError` for a mask whose shape is that of none of the model's tensors."""
+    for name, shape in found.items():
+        if wrong := misfit(name, shape, shapes):
+            raise DataError(f"{source}: masks {name}, {wrong}")
+
+
+def misfit(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Why a mask of this shape is of none of the model's tensors, as an error ends."""
+    if name not in shapes:
+        return "of which the model has none; the mask is of another model"
+    if tuple(shape) != tuple(shapes[name]):
+        return f"but has it in shape {list(shape)}, the model in {list(shapes[name])}"
+    if len(shape) < 2:
+        return "which has one axis: biases and norms are never pruned; leave it out"
+    return None
 
 
 @contextmanager

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pretrain_gpt
+from megatron.config import Config
+from megatron.data.sidecar import write_sidecar
+from megatron.planning.layout import logical_shapes
+from samo.mask_file import check_mask_file, packed_bytes
+from tests.data.pairs import write_pair
 from tests.training.harness import TINY
 
 
@@ -78,3 +84,89 @@ def test_a_folder_that_may_not_be_read(
     monkeypatch.setattr(Path, "stat", denied)
     assert dry(tmp_path, "--load", str(closed)) == 4
     assert "closed: cannot read: Permission denied" in capsys.readouterr().err
+
+
+def write_masks(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """A mask file whose own headers agree, for tensors of these shapes."""
+    arrays = {"masks": np.array([1, len(shapes)])}
+    for name, shape in shapes.items():
+        arrays[f"shape/{name}"] = np.array(shape)
+        arrays[f"bits/{name}"] = np.full(packed_bytes(shape), 255, np.uint8)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    return path
+
+
+def config_of(world: int, *flags: str) -> Config:
+    paths = pretrain_gpt.GRADIENT_PATHS
+    return pretrain_gpt.parse([*TINY.split(), *flags], paths=paths).resolve(world)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("layers.0.mlp.dense_h_to_4h.weight", (128, 32), ""),
+        ("embedding.word_embeddings.weight", (96, 32), ""),
+        ("embedding.word_embeddings.weight", (97, 32), "shape [97, 32], the model in [96, 32]"),
+        ("layers.0.mlp.dense_h_to_4h.weight", (4, 4), "shape [4, 4], the model in [128, 32]"),
+        ("layers.2.mlp.dense_h_to_4h.weight", (128, 32), "the mask is of another model"),
+        ("layers.1.input_norm.weight", (32,), "biases and norms are never pruned"),
+    ],
+)
+def test_masks_are_compared_with_the_model(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    shape: tuple[int, ...],
+    words: str,
+) -> None:
+    masks = write_masks(tmp_path / "masks.npz", {name: shape})
+    flags = ("--grad-path", "samo", "--samo-pruning", "file", "--samo-mask-file", str(masks))
+    assert dry(tmp_path, *flags) == (3 if words else 0)
+    said = capsys.readouterr().err
+    assert words in said and (not words or f"masks {name}" in said)
+
+
+def test_masks_whose_model_is_unknown_are_compared_with_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tokenizer of the hub is not downloaded for a dry run."""
+    masks = write_masks(tmp_path / "masks.npz", {"any": (3, 5)})
+    check_mask_file(masks, None)
+    flags = ("--grad-path", "samo", "--samo-pruning", "file", "--samo-mask-file", str(masks))
+    hub = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "some-name")
+    assert dry(tmp_path, *flags, *hub, "--vocab-size", "none") == 0
+    assert dry(tmp_path, *flags) == 3
+    assert "masks any, of which the model has none" in capsys.readouterr().err
+
+
+def test_the_shapes_of_a_model_do_not_depend_on_the_grid() -> None:
+    grid = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    path = pretrain_gpt.GRADIENT_PATHS["dense"]
+    shapes = logical_shapes(config_of(1), path, vocabulary=95)
+    assert shapes["embedding.word_embeddings.weight"] == (95, 32)
+    assert logical_shapes(config_of(4, *grid), path, vocabulary=95) == shapes
+
+
+@pytest.mark.parametrize("ids", [2, 3, 4])
+@pytest.mark.parametrize("source", ["sidecar", "tokenizer"])
+def test_every_tensor_parallel_rank_has_a_token(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    ids: int,
+) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    prefix = write_pair(tmp_path / "d", [40])
+    flags = ["--tensor-model-parallel-size", "4", "--vocab-size", "none"]
+    if source == "sidecar":
+        write_sidecar(prefix, {"vocab_size": ids, "eod": 0})
+    else:
+        flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(ids - 1)]
+    data = f"--data-path {prefix}"
+    assert dry(tmp_path, *flags, data=data) == (2 if ids < 4 else 0)
+    words = f"vocab_size {ids} is less than tensor_model_parallel_size 4"
+    assert (words in capsys.readouterr().err) == (ids < 4)
+    assert dry(tmp_path, *flags, "--check-paths", "false", data=data) == 0

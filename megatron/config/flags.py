@@ -52,10 +52,11 @@ def read_flags(
     `--help-compat`, which prints `path_pairs` as well."""
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
     line = CommandLine(path_pairs=path_pairs)
-    _, unknown = parser.parse_known_args(_attach_numbers(argv, specs), _Namespace(line))
+    texts = _attach_numbers(argv, specs)
+    _, unknown = parser.parse_known_args(texts, _Namespace(line))
     fields = (spec.flag for group in specs.values() for spec in group)
     known = [*fields, "--config", "--help", *(name.flag for name in OLD_NAMES)]
-    line.complaints += _complaints_of_unknown(unknown, known)
+    line.complaints += _complaints_of_unknown(texts, unknown, known)
     return line
 
 
@@ -241,30 +242,48 @@ def _help(spec: Spec) -> str:
     return f"{spec.help} ({default})".lstrip()
 
 
-def _complaints_of_unknown(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
-    """A complaint for each text that argparse could not place. A text without dashes that follows
-    an unknown flag is that flag's value, and the complaint about the flag covers the value."""
+def _complaints_of_unknown(
+    texts: Sequence[str], unknown: Sequence[str], known: Sequence[str]
+) -> list[str]:
+    """A complaint for each of the `unknown`, which argparse could not place among the `texts` of
+    the command line. Texts directly after an unknown flag are that flag's values, and the complaint
+    about the flag covers them. The name of a YAML file is never taken for such a value."""
     complaints: list[str] = []
-    for number, text in enumerate(unknown):
+    left = list(unknown)
+    after_flag = False
+    for text in texts:
+        if not left or text != left[0]:
+            after_flag = False
+            continue
+        del left[0]
         if text.startswith("-"):
             flag = text.split("=")[0]
             complaints.append(f"{show_plain(flag)}: no such flag{_hint(flag, known)}; see --help")
-        elif not any(earlier.startswith("-") for earlier in unknown[:number]):
+            after_flag = True
+        elif not after_flag or _is_yaml(text):
             complaints.append(_stray(text))
+    assert not left, "argparse keeps the order of what it does not place"
     return complaints
 
 
+def _is_yaml(text: str) -> bool:
+    return text.endswith((".yaml", ".yml"))
+
+
 def _stray(text: str) -> str:
-    if text.endswith((".yaml", ".yml")):
+    if _is_yaml(text):
         return f"{show_plain(text)}: stands alone; give a configuration file as --config FILE"
     return f"{show_plain(text)}: stands alone; every value follows a --flag"
 
 
 def _hint(flag: str, known: Sequence[str]) -> str:
     """What an unknown flag may have meant: the name that another program's flag has here, else the
-    closest flag. Dashes and underscores count as equal."""
+    closest flag, if one is close. Dashes and underscores count as equal. Names are compared without
+    the dashes in front, which make any two short flags look alike."""
     name = flag.lstrip("-").replace("-", "_").lower()
     if name in ELSEWHERE:
         return f"; here it is {ELSEWHERE[name]}"
-    synonyms = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
-    return nearest(flag_name(name), known, synonyms)
+    meant = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
+    meant |= {flag: flag for flag in known}
+    bare = {other.lstrip("-"): ours for other, ours in meant.items()}
+    return nearest(flag_name(name).lstrip("-"), (), bare)

@@ -247,6 +247,7 @@ class DataConfig:
         Literal[
             "GPT2BPETokenizer",
             "SentencePieceTokenizer",
+            "Llama2Tokenizer",
             "HuggingFaceTokenizer",
             "ByteTokenizer",
             "NullTokenizer",

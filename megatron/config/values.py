@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megatron.config.megatron_names import UNREAD_TOKENIZERS
 from megatron.config.options import Spec
 from megatron.errors import ConfigError
 
@@ -162,7 +163,10 @@ def _text(spec: Spec, scalar: Scalar, from_file: bool) -> _Converted:
     if _UNPRINTABLE.search(scalar.text):
         return None, "has a control character or line break; remove it"
     if spec.choices and scalar.text not in spec.choices:
-        return None, f"is not known; must be {_wanted(spec)}{nearest(scalar.text, spec.choices)}"
+        hint = nearest(scalar.text, spec.choices)
+        if scalar.text in UNREAD_TOKENIZERS:
+            hint = f"; {UNREAD_TOKENIZERS[scalar.text]}"
+        return None, f"is not known; must be {_wanted(spec)}{hint}"
     return scalar.text, ""
 
 

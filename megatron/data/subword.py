@@ -169,6 +169,8 @@ class SentencePieceTokenizer:
     SentencePiece normalises (spaces, some Unicode forms), so decoding may not give the very text.
     """
 
+    type = "SentencePieceTokenizer"
+
     def __init__(self, model: str) -> None:
         require_regular(model)
         try:
@@ -202,12 +204,35 @@ class SentencePieceTokenizer:
 
     def describe(self) -> dict[str, object]:
         return describe(
-            "SentencePieceTokenizer",
+            self.type,
             vocab_size=self.vocab_size,
             eod=self.eod,
             fingerprint=self._fingerprint,
             files={"model": self._path},
         )
+
+
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """A SentencePiece `.model` whose texts begin with the begin-of-sentence piece, as Megatron's.
+
+    An empty text is that piece alone.
+    """
+
+    type = "Llama2Tokenizer"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self._bos: int = self._inner.bos_id()
+        if self._bos < 0:
+            raise DataError(
+                f"{model}: has no begin-of-sentence piece; train one with --bos_id set, or give "
+                "--tokenizer-type SentencePieceTokenizer"
+            )
+        # One model file gives two series of ids, so the fingerprints differ too.
+        self._fingerprint = hashlib.sha256(f"bos {self._fingerprint}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return [self._bos, *super().encode(text)]
 
 
 def unencodable(text: str) -> DataError:

@@ -1,7 +1,8 @@
-"""Text to token ids and back: one small protocol, five tokenizers, and how data names its own.
+"""Text to token ids and back: one small protocol, six tokenizers, and how data names its own.
 
-Text is only text to every tokenizer here: no begin mark is put in front, and an end mark spelled
-out inside a document stays ordinary characters. The end mark comes from `eod` alone.
+Text is only text to every tokenizer here: an end mark spelled out inside a document stays ordinary
+characters. The end mark comes from `eod` alone. Llama2Tokenizer alone puts a begin mark in front,
+because Megatron-LM's does.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron.config.megatron_names import UNREAD_TOKENIZERS
 from megatron.data.local_file import one_line, stat_of
 from megatron.data.sidecar import MAX_IDS
 from megatron.data.subword import (
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
+    Llama2Tokenizer,
     SentencePieceTokenizer,
     describe,
     unencodable,
@@ -139,6 +142,7 @@ _KINDS: dict[str, _Kind] = {
     "SentencePieceTokenizer": _Kind(
         needs={"model": "--tokenizer-model"}, build=SentencePieceTokenizer
     ),
+    "Llama2Tokenizer": _Kind(needs={"model": "--tokenizer-model"}, build=Llama2Tokenizer),
     "HuggingFaceTokenizer": _Kind(needs={"model": "--tokenizer-model"}, build=HuggingFaceTokenizer),
     "ByteTokenizer": _Kind(needs={}, build=ByteTokenizer),
     "NullTokenizer": _Kind(needs={"ids": _VOCAB_SIZE}, build=NullTokenizer),
@@ -258,6 +262,8 @@ def _locate(recorded: str, folder: str | Path | None, kind: str) -> str:
 
 
 def _nearest(type: str) -> str:
+    if type in UNREAD_TOKENIZERS:
+        return f"; {UNREAD_TOKENIZERS[type]}"
     known = {name.lower(): name for name in TOKENIZER_TYPES}
     close = difflib.get_close_matches(type.lower(), known, n=1, cutoff=0.4)
     meant = f"; did you mean {known[close[0]]}?" if close else ";"

@@ -66,6 +66,10 @@ class Grid:
             stored=total,
         )
 
+    def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """Logical shapes of the parameters of a stage, by name."""
+        return {param.name: param.logical_shape for param in self._params(stage, 0)}
+
     def _params(self, stage: int, tp_rank: int) -> Iterator[ParamShape]:
         """In the order of `named_parameters`."""
         for chunk, layers in enumerate(self.split[stage]):
@@ -93,6 +97,16 @@ class Grid:
                 yield cut.table("output_layer.weight", tied=False)
             elif not has_embedding:
                 yield cut.table(WORD_TABLE, tied=True)
+
+
+def logical_shapes(
+    config: Config, path: GradientPath, *, vocabulary: int
+) -> dict[str, tuple[int, ...]]:
+    """The whole model's parameters by logical name, however they are cut and padded."""
+    dims = ParallelDims(tp=1, dp=1, pp=config.parallel.pipeline_model_parallel_size)
+    # Shapes do not depend on the buckets or the device.
+    grid = Grid(config=config, dims=dims, path=path, vocabulary=vocabulary, cap=1, device="cpu")
+    return {name: shape for stage in range(dims.pp) for name, shape in grid.shapes(stage).items()}
 
 
 @dataclass(frozen=True)

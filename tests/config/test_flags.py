@@ -51,6 +51,29 @@ def test_unknown_flags() -> None:
     )
 
 
+@pytest.mark.parametrize("flag", ["--bar", "--foo", "--xy", "--no"])
+def test_a_flag_unlike_all_others_has_no_suggestion(flag: str) -> None:
+    assert refused(flag, "3") == f"{flag}: no such flag; see --help"
+
+
+def test_an_unknown_flag_excuses_only_the_texts_behind_it() -> None:
+    bar, stray = "--bar: no such flag", "stray: stands alone; every value follows a --flag"
+    file = "x.yaml: stands alone; give a configuration file as --config FILE"
+    assert refused("--bar", "3", "stray").startswith(bar)
+    for argv, parts in (
+        (["--bar", "3", "stray", "x.yaml"], [bar, file]),
+        (["--bar", "x.yaml"], [bar, file]),
+        (["--bar", "3", "--seed", "3", "stray"], [bar, stray]),
+        (["--bar", "--seed", "3", "stray", "x.yaml"], [bar, stray, file]),
+        (["stray", "--bar", "stray"], [bar, stray]),
+        (["--seed", "3", "stray", "--bar", "stray", "x.yml"], [bar, stray, "x.yml: stands alone"]),
+    ):
+        message = refused(*argv)
+        assert message.startswith(f"{len(parts)} settings are refused: "), message
+        for part in parts:
+            assert message.count(part) == 1, message
+
+
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [

@@ -180,12 +180,14 @@ KEPT = set(SMALL) | {
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("pipeline_schedule", "pipeline_limit", "optimizer_cpu_offload", "predivide_loss"),
     *("train_data_path", "valid_data_path", "test_data_path"),
+    *("save_interval", "save_retain_interval"),
 }
 """Fields that rules tie together; `ROUND_TRIPS` covers them."""
 
 ROUND_TRIPS = (
     "",
     "--bf16 --grad-reduce-in-bf16 --clip-grad 0",
+    "--save-interval 4 --save-retain-interval 8",
     "--fp16 --loss-scale 128 --min-loss-scale 0.5 --initial-loss-scale 1e10",
     "--train-iters none --train-samples 400 --global-batch-size 16 --rampup-batch-size 4 4 50 "
     "--lr-warmup-samples 9 --lr-decay-samples 300",

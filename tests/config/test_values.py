@@ -98,6 +98,9 @@ def test_choices(tmp_path: Path) -> None:
         "--normalization: RMSNrom is not known; must be one of LayerNorm, RMSNorm; did you mean "
         "RMSNorm?"
     )
+    message = refused("--tokenizer-type", "TikTokenizer")
+    assert "convert_tiktoken_to_fast" in message and "did you mean" not in message
+    assert read("--tokenizer-type", "Llama2Tokenizer").data.tokenizer_type == "Llama2Tokenizer"
     message = refused_yaml(tmp_path / "a.yaml", yaml_text() + "normalization: no\n")
     assert message.startswith("a.yaml:8: normalization: no is not known; must be one of LayerNorm")
     assert "True" not in refused("--device", "tpu")

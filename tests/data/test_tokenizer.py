@@ -105,6 +105,39 @@ def test_sentencepiece(shared_data: Path) -> None:
     assert tokenizer_from_sidecar(tokenizer.describe()).encode("a b") == tokenizer.encode("a b")
 
 
+def test_llama_2_begins_each_text_as_megatron_does(shared_data: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    path = str(shared_data / "sentencepiece" / "test_model.model")
+    plain = build_tokenizer("SentencePieceTokenizer", model=path)
+    llama = build_tokenizer("Llama2Tokenizer", model=path)
+    assert (llama.vocab_size, llama.eod) == (plain.vocab_size, plain.eod)
+    for text in ("I saw a girl", " two  spaces", ""):
+        assert llama.encode(text) == [1, *plain.encode(text)]
+        assert llama.decode(llama.encode(text)) == plain.decode(plain.encode(text))
+    assert llama.fingerprint() != plain.fingerprint()
+    again = tokenizer_from_sidecar(json.loads(json.dumps(llama.describe())))
+    assert again.encode("a b") == llama.encode("a b")
+    with pytest.raises(DataError, match="not the tokenizer that made the data"):
+        tokenizer_from_sidecar({**llama.describe(), "type": "SentencePieceTokenizer"})
+
+
+def test_llama_2_refuses_a_model_without_a_begin_piece(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXT),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=40,
+        bos_id=-1,
+        model_type="char",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    model = str(tmp_path / "m.model")
+    assert build_tokenizer("SentencePieceTokenizer", model=model).encode("cat")
+    with pytest.raises(DataError, match="no begin-of-sentence piece.*SentencePieceTokenizer"):
+        build_tokenizer("Llama2Tokenizer", model=model)
+
+
 def test_sentencepiece_refuses_other_files(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     (tmp_path / "x.model").write_bytes(b"not a model")
@@ -139,6 +172,8 @@ def test_bytes_cut_inside_a_character_decode() -> None:
         ({"type": "GPT2BPETokeniser"}, "did you mean GPT2BPETokenizer"),
         ({"type": "hugging face"}, "did you mean HuggingFaceTokenizer"),
         ({"type": "zzz"}, "known: GPT2BPETokenizer, "),
+        ({"type": "TikTokenizer"}, "convert_tiktoken_to_fast"),
+        ({"type": "Llama2Tokenizer"}, "needs --tokenizer-model"),
         ({"type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
         ({"type": "GPT2BPETokenizer", "vocab_file": "v"}, "needs --merge-file"),
         ({"type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),

@@ -17,7 +17,7 @@ RADIUS = (
 
 @pytest.mark.parametrize(
     "path",
-    ["", "--use-distributed-optimizer", RADIUS],
+    ["", "--use-distributed-optimizer", "--grad-path samo", RADIUS],
 )
 def test_ranks_that_share_a_batch_skip_the_steps_that_one_rank_skips(
     ranks: Ranks, tmp_path: Path, path: str
