@@ -5,6 +5,7 @@ Nothing here imports torch, so that a dry run can look for the checkpoint in mil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ def locate_checkpoint(
     asked = config.checkpoint
     own_place = save_directory(config, run_dir)
     elsewhere = asked.load is not None and (
-        checkpoints_folder(Path(asked.load)).resolve() != own_place.resolve()
+        # Path.resolve raises a RuntimeError in a loop of links.
+        os.path.realpath(checkpoints_folder(Path(asked.load))) != os.path.realpath(own_place)
     )
     own_step = None if elsewhere else asked.ckpt_step
     own = None

@@ -54,6 +54,8 @@ def check_data(data: DataConfig) -> None:
             _check_file(name)
     if data.tokenizer_model is not None and _is_path(data):
         _check_place(data.tokenizer_model)
+        if data.tokenizer_type == "HuggingFaceTokenizer":
+            _check_json(Path(data.tokenizer_model))
     if prefixes and data.tokenizer_type is None:
         find_vocabulary(data, prefixes)
 
@@ -106,3 +108,15 @@ def _check_file(name: str) -> None:
     require_regular(name)
     if not os.access(name, os.R_OK):
         raise DataError(f"{name}: cannot be read: Permission denied")
+
+
+def _check_json(path: Path) -> None:
+    """Raise `DataError` unless the file begins as tokenizer.json does, or the folder has files."""
+    if path.is_dir():
+        if not any(path.iterdir()):
+            raise DataError(f"{path}: is empty; wanted the files of a tokenizer")
+        return
+    with open(path, "rb") as file:
+        start = file.read(64)
+    if not start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        raise DataError(f"{path}: holds no JSON object; wanted tokenizer.json")

@@ -17,6 +17,16 @@ from tests.ranks import Ranks
 REPO = Path(__file__).resolve().parent.parent
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as `counts`, whichever process they ran in."""
+    reports = (one for each in terminalreporter.stats.values() for one in each)
+    for report in reports:
+        if isinstance(report, pytest.TestReport) and report.when == "call":
+            for name, value in report.user_properties:
+                if name == "counts":
+                    terminalreporter.write_line(str(value))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Random tensors are the same whatever ran before; tests without torch stay without it."""

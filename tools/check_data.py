@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
+from megatron.config.values import LARGEST_INTEGER  # noqa: E402
 from megatron.data.build import check_tokenizer  # noqa: E402
 from megatron.data.index_file import without_suffix  # noqa: E402
 from megatron.data.indexed import IndexedDataset  # noqa: E402
@@ -64,7 +65,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.vocab_size is not None and options.vocab_size < 1:
         parser.error(f"--vocab-size: {options.vocab_size}: wanted a positive integer")
-    if options.eod is not None and options.eod < 0:
+    if options.eod is not None and not 0 <= options.eod <= LARGEST_INTEGER:
         parser.error(f"--eod: {options.eod}: wanted an id, a whole number from 0")
     return options
 

@@ -16,6 +16,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.local_file import require_regular  # noqa: E402
+from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 
 _COLUMNS = ("fault", "trials", "detected", "recovered", "longest s")
 
@@ -73,14 +79,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("results", metavar="RESULTS.xml", help="pytest's --junitxml file")
     path = parser.parse_args(argv).results
     try:
-        print(format_table(read_rows(path)))
-    except OSError as error:
-        print(f"error: {path}: {error.strerror}", file=sys.stderr)
-        return 2
-    except (ElementTree.ParseError, ValueError) as error:
-        print(f"error: {path}: is not a --junitxml file of pytest: {error}", file=sys.stderr)
-        return 3
+        print(format_table(_rows(path)))
+    except SparsetronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
+
+
+def _rows(path: str) -> dict[str, Row]:
+    try:
+        if Path(path).exists():
+            require_regular(path)
+        return read_rows(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ElementTree.ParseError, ValueError) as error:
+        raise DataError(f"{path}: is not a --junitxml file of pytest: {error}") from error
 
 
 if __name__ == "__main__":

@@ -166,6 +166,8 @@ class _State(Mapping[str, "torch.Tensor"]):
 def _weight_files(source: Path) -> list[str]:
     if (source / _INDEX).is_file():
         names = read_json_object(source / _INDEX).get("weight_map", {})
+        if not isinstance(names, Mapping):
+            raise CheckpointError(f"{source / _INDEX}: weight_map: must be an object")
         return sorted({Path(str(name)).name for name in names.values()})
     if (source / _ONE).is_file():
         return [_ONE]

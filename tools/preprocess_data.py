@@ -33,6 +33,9 @@ from megatron.data.tables import read_dataset  # noqa: E402
 from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 
+MOST_WORKERS = 1024
+"""Processes: more than any node has cores."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
@@ -225,6 +228,8 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag}: {getattr(arguments, name)}; wanted at least {least}")
+    if arguments.workers > MOST_WORKERS:
+        raise ConfigError(f"--workers: {arguments.workers}; must be at most {MOST_WORKERS}")
     if arguments.max_bad_lines < 0:
         raise ConfigError(f"--max-bad-lines: {arguments.max_bad_lines}; wanted at least 0")
     if not os.path.basename(arguments.output_prefix):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
+from megatron.config.values import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
 
 PARAM = "param/"
+_NUMBER = re.compile(r"[0-9./]{1,100}([eE][-+]?[0-9]{1,3})?")
 OF_PATHS = {section for path in GRADIENT_PATHS.values() for section in path.sections}
 OF_A_START = {
     "load",
@@ -186,14 +189,22 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check(options: argparse.Namespace) -> Fraction:
     """The sparsity exactly as it was written. Raises `ConfigError` for a flag that will not do."""
     try:
-        sparsity = Fraction(options.sparsity)
+        # Of an exponent of many digits a fraction would be as long a number.
+        known = _NUMBER.fullmatch(options.sparsity)
+        sparsity = Fraction(options.sparsity) if known else Fraction(-1)
     except (ValueError, ZeroDivisionError):
         sparsity = Fraction(-1)
     if not 0 <= sparsity < 1:
-        raise ConfigError(f"--sparsity: {options.sparsity}; must be a number from 0 up to below 1")
-    if options.output.exists() and not options.overwrite:
+        raise ConfigError(
+            f"--sparsity: {show_plain(options.sparsity)}; must be a number from 0 up to below 1"
+        )
+    try:
+        there, parent = options.output.exists(), options.output.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"--output: {options.output}: {error.strerror}") from error
+    if there and not options.overwrite:
         raise ConfigError(f"--output: {options.output} exists; choose another or add --overwrite")
-    if not options.output.parent.is_dir():
+    if not parent:
         raise ConfigError(f"--output: {options.output.parent} is no folder; make it first")
     return sparsity
 

@@ -10,6 +10,7 @@ or cannot be written.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace) -> int:
     if options.assert_equal and len(options.runs) < 2:
         raise ConfigError("--assert-equal: compares runs; give two or more run folders")
+    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise ConfigError(f"--tolerance: {options.tolerance}; must be a finite number, at least 0")
     runs = [read_run(folder) for folder in options.runs]
     for run in runs:
         _tell_unreadable(run)

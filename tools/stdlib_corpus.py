@@ -22,7 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
-from megatron.data.local_file import is_file  # noqa: E402
+from megatron.data.local_file import (
+    is_file,  # noqa: E402
+    is_folder,  # noqa: E402
+)
 from megatron.data.sidecar import write_atomically  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
@@ -111,6 +114,8 @@ def make_corpus(
 
 def _documents(library: Path) -> Iterator[tuple[str, str]]:
     """Name and text of each module, and of each topic of the language reference."""
+    if not is_folder(library):
+        raise DataError(f"{library}: is no folder; give --library FOLDER")
     for path in library.rglob("*.py"):
         relative = path.relative_to(library)
         if _SKIP_FOLDERS.intersection(relative.parts[:-1]):

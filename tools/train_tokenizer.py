@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without bei
 from megatron.data.encode import extract_texts  # noqa: E402
 from megatron.data.local_file import is_folder, stat_of  # noqa: E402
 from megatron.data.raw_text import TEXT_UNITS, Batch, find_inputs, read_batches  # noqa: E402
+from megatron.data.subword import unencodable  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 
@@ -68,6 +69,8 @@ def read_texts(
         for number, payload in batch.records:
             try:
                 texts = extract_texts(payload, batch.kind, keys)
+                for text in texts:
+                    _check_encodable(text)
             except DataError as error:
                 raise DataError(f"{batch.source}:{number}: {error}") from error
             for text in texts:
@@ -75,6 +78,14 @@ def read_texts(
                 left -= len(text)
                 if left <= 0:
                     return
+
+
+def _check_encodable(text: str) -> None:
+    """Raise `DataError` for text that has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise unencodable(text) from error
 
 
 def _say(line: str) -> None:

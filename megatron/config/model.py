@@ -5,7 +5,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.config.options import Interval, above, at_least, below_one, option, section
+from megatron.config.options import (
+    Interval,
+    above,
+    at_least,
+    below_one,
+    between,
+    option,
+    section,
+)
+
+LARGEST_DEPTH = 10_000
+"""Layers: far more than any network has, and few enough to plan for each."""
 
 ROPE_SCALING = {
     "low_freq_factor": 1.0,
@@ -20,7 +31,7 @@ Megatron-LM they are fixed as well; only the factor is an option."""
 class ModelConfig:
     """Shape of the network."""
 
-    num_layers: int = option(help="Number of transformer layers.", within=at_least(1))
+    num_layers: int = option(help="Number of transformer layers.", within=between(1, LARGEST_DEPTH))
     hidden_size: int = option(help="Width of the network.", within=at_least(1))
     num_attention_heads: int = option(help="Attention heads of a layer.", within=at_least(1))
     seq_length: int = option(help="Tokens in a sample.", within=at_least(1))

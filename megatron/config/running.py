@@ -11,16 +11,19 @@ from megatron.config.options import above, at_least, between, option, section
 WEEK = 7 * 24 * 60
 """Minutes."""
 
+LARGEST_GRID = 100_000
+"""Ranks along an axis of the grid: more than any machine has, and few enough to look at each."""
+
 
 @section
 class ParallelConfig:
     """How the ranks share the work."""
 
     tensor_model_parallel_size: int = option(
-        default=1, help="Ranks that share each layer (1 = off).", within=at_least(1)
+        default=1, help="Ranks that share each layer (1 = off).", within=between(1, LARGEST_GRID)
     )
     pipeline_model_parallel_size: int = option(
-        default=1, help="Pipeline stages (1 = off).", within=at_least(1)
+        default=1, help="Pipeline stages (1 = off).", within=between(1, LARGEST_GRID)
     )
     sequence_parallel: bool = option(
         default=False,

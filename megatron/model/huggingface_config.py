@@ -6,12 +6,13 @@ something else would be worse than none.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.model import ROPE_SCALING
+from megatron.config.values import show
 from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"
@@ -137,9 +138,9 @@ def from_hf_config(values: Mapping[str, Any], *, seq_length: int | None) -> Mode
     Raises `ConfigError` naming the key that our model has no form of.
     """
     kind = values.get("model_type")
-    if kind not in _TITLES:
+    if kind not in tuple(_TITLES):
         known = ", ".join(_TITLES)
-        raise ConfigError(f"config.json: model_type: {kind!r}; only {known} can be imported")
+        raise ConfigError(f"config.json: model_type: {show(kind)}; only {known} can be imported")
     made = _from_llama(values) if kind == LLAMA else _from_gpt2(values)
     positions = made["max_position_embeddings"]
     if seq_length is not None and not 1 <= seq_length <= positions:
@@ -158,9 +159,11 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
     _require(values, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     _require(values, add_cross_attention=False)
     activation = values.get("activation_function", "gelu_new")
-    if activation not in _GELU_BACK:
+    if activation not in tuple(_GELU_BACK):
         known = ", ".join(_GELU_BACK)
-        raise ConfigError(f"config.json: activation_function: {activation!r}; known are {known}")
+        raise ConfigError(
+            f"config.json: activation_function: {show(activation)}; known are {known}"
+        )
     width, heads = _whole(values, "n_embd", 768), _whole(values, "n_head", 12)
     return {
         "num_layers": _whole(values, "n_layer", 12),
@@ -180,10 +183,15 @@ def _from_gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
 def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
     _require(values, hidden_act="silu", attention_bias=False, mlp_bias=False)
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: rope_parameters: {show(rope)}; must be an object")
     scaling = _scaling_of(rope, positions=values.get("max_position_embeddings"))
     base = rope.get("rope_theta", values.get("rope_theta", 10000.0))
-    if not isinstance(base, int | float) or base != int(base):
-        raise ConfigError(f"config.json: rope_theta: {base!r}; must be a whole number here")
+    whole = type(base) is int or isinstance(base, float) and base.is_integer()
+    if not whole or not 2 <= base < 2**63:
+        raise ConfigError(
+            f"config.json: rope_theta: {show(base)}; must be a whole number of at least 2 here"
+        )
     width, heads = _whole(values, "hidden_size", 4096), _whole(values, "num_attention_heads", 32)
     groups = _whole(values, "num_key_value_heads", heads)
     return {
@@ -216,16 +224,16 @@ def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
         return {}
     if kind != "llama3":
         raise ConfigError(
-            f"config.json: rope_type: {kind!r}; only default and llama3 can be imported"
+            f"config.json: rope_type: {show(kind)}; only default and llama3 can be imported"
         )
     _require({"original_max_position_embeddings": positions, **rope}, **ROPE_SCALING)
     factor = rope.get("factor")
     if (
         not isinstance(factor, int | float)
         or isinstance(factor, bool)
-        or not 1 <= factor < math.inf
+        or not 1 <= factor <= sys.float_info.max
     ):
-        raise ConfigError(f"config.json: factor: {factor!r}; must be a number of at least 1")
+        raise ConfigError(f"config.json: factor: {show(factor)}; must be a number of at least 1")
     return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
 
@@ -233,7 +241,7 @@ def _require(values: Mapping[str, Any], **wanted: Any) -> None:
     for key, value in wanted.items():
         if values.get(key, value) != value:
             raise ConfigError(
-                f"config.json: {key}: {values[key]!r}; our model computes with {value!r} only"
+                f"config.json: {key}: {values[key]!r:.60}; our model computes with {value!r} only"
             )
 
 
@@ -242,13 +250,13 @@ def _whole(values: Mapping[str, Any], key: str, default: int) -> int:
     value = default if value is None else value
     if type(value) is not int or not 1 <= value <= _MOST:
         raise ConfigError(
-            f"config.json: {key}: {value!r}; must be a whole number from 1 to {_MOST}"
+            f"config.json: {key}: {show(value)}; must be a whole number from 1 to {_MOST}"
         )
     return value
 
 
 def _number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = values.get(key, default)
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"config.json: {key}: {value!r}; must be a number of at least 0")
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"config.json: {key}: {show(value)}; must be a number of at least 0")
     return float(value)
