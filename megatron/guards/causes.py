@@ -31,7 +31,7 @@ PATIENCE = 2.0
 _POLL = 0.05
 _LOOK_BYTES = 4096
 _REASON = 512
-"""Characters of a reason that fit into a look, whichever they are."""
+"""Characters of a reason that fit into a look, each of which takes up to 6 bytes there."""
 _READS = 5
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
@@ -101,13 +101,15 @@ class Causes:
                 asked = self._told(file)
                 if not _locked(file, until):
                     return self._look()
-                told = self._told(file)
+                told = self._told(file) or Look(attempt=self.attempt)
                 # The look after this may have begun before this rank asked, the next one did not.
-                if told.parted is not None or told.number > asked.number + 1:
+                since = asked is not None and told.number > asked.number + 1
+                if told.parted is not None or since:
                     return told
                 found = replace(self._look(), number=told.number + 1)
                 # One length for all, so that nobody reads the end of the look before.
-                text = json.dumps(asdict(replace(found, reason=found.reason[:_REASON])))
+                told = replace(found, reason=found.reason[:_REASON])
+                text = json.dumps(asdict(told), ensure_ascii=False)
                 os.pwrite(file, text.encode().ljust(_LOOK_BYTES), 0)
                 return found
         except OSError:
@@ -115,17 +117,18 @@ class Causes:
             mine = self.rank == min(self._near()) or time.monotonic() >= until
             return self._look() if mine else Look(attempt=self.attempt)
 
-    def _told(self, file: int) -> Look:
-        """The last look of this start, as the file has it; a half-written one is read again."""
+    def _told(self, file: int) -> Look | None:
+        """The last look of this start, as the file has it. A half-written one is read again; None
+        where it stays so, since the number of that look is not known."""
         for _ in range(_READS):
             text = os.pread(file, _LOOK_BYTES, 0)
             with suppress(ValueError, TypeError):
                 told = Look(**json.loads(text))
                 return told if told.attempt == self.attempt else Look(attempt=self.attempt)
             if not text:
-                break
+                return Look(attempt=self.attempt)
             time.sleep(_POLL / 5)
-        return Look(attempt=self.attempt)
+        return None
 
     def _look(self) -> Look:
         look = Look(attempt=self.attempt)
@@ -160,8 +163,11 @@ class Causes:
         step, phase = heartbeat.step, heartbeat.phase
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            gone, parted = self.gone(), self._parted_in(self.look(until=deadline))
+        while True:
+            # What the last look finds counts like what those before it found.
+            ends = time.monotonic() >= deadline
+            gone, look = self.gone(), self.look(until=deadline)
+            parted = self._parted_in(look)
             if self.known() is not None:
                 return None
             if parted is not None:
@@ -170,8 +176,9 @@ class Causes:
                 # It may have been killed by its launcher since another one failed; wait for that.
                 time.sleep(_POLL)
                 return None if self.known() is not None else self.of(gone, gone_text(gone, here))
+            if ends:
+                break
             time.sleep(_POLL)
-        look = self.look(until=deadline)
         late = self._seen([look.last] if look.last not in (None, self.rank) else [])
         if not late:
             return self._failed(rank=self.rank, step=step, phase=phase, reason=seen)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.guards import heartbeat
-from megatron.guards.causes import Causes
+from megatron.guards.causes import _LOOK_BYTES, _POLL, PATIENCE, Causes, Look
 from megatron.guards.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
 from megatron.guards.parting import find_parting, find_parting_of
 from megatron.status import Status, read_status
@@ -243,12 +243,8 @@ def test_without_locks_a_rank_looks_for_itself_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lowest rank of the host, which looks for the others there, is the one that hangs."""
-
-    def refused(file: int, how: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
     monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.2)
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
     _hung(tmp_path, late=0)
     blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
     assert blamed is not None and blamed.rank == 0
@@ -264,4 +260,104 @@ def test_a_look_that_is_half_written_is_read_again(
     whole = (tmp_path / FOLDER / LOOK).read_bytes()
     texts = [whole[:40], whole[:90], whole]
     monkeypatch.setattr(os, "pread", lambda file, size, place: texts.pop(0))
-    assert causes._told(0).number == 1 and not texts
+    told = causes._told(0)
+    assert told is not None and told.number == 1 and not texts
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, so that waits are counted and not measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("megatron.guards.causes.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("megatron.guards.causes.time.sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def _no_locks(file: int, how: int) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_a_held_lock_costs_no_more_than_the_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that looks for all is stopped; its peer waits once, not once for each look."""
+    _hung(tmp_path, late=3)
+    looks: list[int] = []
+    look = Causes._look
+    monkeypatch.setattr(Causes, "_look", lambda self: looks.append(self.rank) or look(self))
+    clock = Clock(monkeypatch)
+    with open(tmp_path / FOLDER / LOOK, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
+    assert blamed is not None and blamed.rank == 3
+    assert PATIENCE <= clock.now <= PATIENCE + 2 * _POLL and len(looks) <= 2
+
+
+def test_without_locks_the_last_look_names_the_rank_that_parted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that looks for this host is stopped, and another one issued a call too many."""
+    for rank in range(4):
+        beat = _rank(tmp_path, rank, odd=rank == 2, steps=3)
+        assert isinstance(beat._memory, heartbeat.mmap.mmap)
+        beat._memory.close()
+    monkeypatch.setattr(fcntl, "flock", _no_locks)
+    Clock(monkeypatch)
+    blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
+    assert blamed is not None and blamed.rank == 2 and "parts from the others" in blamed.reason
+
+
+def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket closes a moment before its process counts as gone."""
+    _hung(tmp_path, late=3)
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(
+        "megatron.guards.causes.is_gone", lambda peer: peer.rank == 2 and clock.now > 0
+    )
+    with open(tmp_path / FOLDER / LOOK, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
+    assert blamed is not None and blamed.rank == 2 and "gone without a word" in blamed.reason
+
+
+def test_a_look_is_not_taken_over_where_it_is_unknown_which_came_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record stays half-written for as long as it is read; the look that is then found may
+    have begun before this rank asked."""
+    _hung(tmp_path, late=3)
+    causes = _few(tmp_path, 1)
+    for _ in range(3):
+        causes.parted()
+    path = tmp_path / FOLDER / LOOK
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40])
+    flock = fcntl.flock
+
+    def written_since(file: int, how: int) -> None:
+        path.write_bytes(whole)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", written_since)
+    Clock(monkeypatch)
+    assert causes.look(until=PATIENCE).number == 4
+
+
+@pytest.mark.parametrize("letter", ["a", "\0", '"', "\N{GRINNING FACE}"])
+def test_a_look_fits_into_its_record_whatever_the_reason(
+    letter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _hung(tmp_path, late=3)
+    reason = letter * 9999
+    found = Look(attempt="a" * 16, parted=WORLD, step=2**40, phase="optimizer", reason=reason)
+    monkeypatch.setattr(Causes, "_look", lambda self: found)
+    causes = replace(_few(tmp_path, 1), attempt=found.attempt)
+    causes.parted()
+    assert (tmp_path / FOLDER / LOOK).stat().st_size == _LOOK_BYTES
+    told = replace(causes, rank=2).look(until=0.0)
+    assert (told.parted, told.number, told.reason) == (WORLD, 1, letter * 512)
