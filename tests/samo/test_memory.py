@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.data_parallel.interface import ALIGNMENT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.tensor_parallel import products
 from megatron.training import Trainer
 from samo.memory import paper_bytes, state_bytes
 from tests.training.harness import NO_DROPOUT, make_trainer
@@ -129,12 +128,6 @@ def test_a_dense_gradient_is_gone_before_the_next_is_handed_over(how: str, build
 
 def _leaves_of_matrices(trainer: Trainer) -> int:
     return sum(len(i.leaves) for i in trainer.engine.infos.values() if i.param.dim() > 1)
-
-
-@pytest.fixture(autouse=True)
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU widens at a time is smaller than a weight, as it is in models of a useful size."""
-    monkeypatch.setattr(products, "_WIDENED_ELEMENTS", 256)
 
 
 def test_at_most_one_dense_gradient_is_alive_during_backward(build: Build) -> None:

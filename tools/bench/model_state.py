@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.tensor_parallel import products
 from megatron.training import Trainer
 from samo.memory import POSITION_BYTES, state_bytes
 from tools.bench.tensors import WholeGradients, bytes_of, storages
@@ -80,13 +82,17 @@ def count(optimizer: BucketOptimizer, before: Mapping[int, int]) -> ModelState:
 
 
 def watch_gradients(trainer: Trainer) -> WholeGradients:
-    """Count the dense gradients of matrices in every backward of the trainer from here on."""
+    """Count the dense gradients of matrices in every backward of the trainer from here on.
+
+    A CPU without 16-bit products widens a slice of a weight at a time (`_WIDENED_ELEMENTS`). For a
+    small model the slice would be the weight, and count as a gradient: slices are smaller here.
+    """
     infos = trainer.engine.infos.values()
     watch = WholeGradients(tuple(info.param.shape) for info in infos if info.param.dim() > 1)
     backward = trainer.stage.backward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with watch:
+        with watch, mock.patch.object(products, "_WIDENED_ELEMENTS", 256):
             return backward(*args, **kwargs)
 
     trainer.stage.backward = watched
