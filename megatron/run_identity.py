@@ -25,6 +25,7 @@ _FREE_TO_CHANGE = {
 _LATER: dict[str, Any] = {
     "model.use_rope_scaling": False,
     "model.rope_scaling_factor": 8.0,
+    "model.qk_layernorm": False,
 }
 """Settings that older checkpoints do not mention, with the values by which these were trained."""
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")

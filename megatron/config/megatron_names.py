@@ -180,7 +180,6 @@ REFUSED = tuple(
         ("--no-position-embedding", (), "not supported: give --position-embedding-type"),
         ("--squared-relu", (), "not supported: give --swiglu or --gelu"),
         ("--add-qkv-bias", (), "not supported: biases are everywhere or nowhere"),
-        ("--qk-layernorm", (), "not supported: queries and keys are not normalized"),
         ("--apply-layernorm-1p", (), "not supported: give --normalization"),
         ("--decrease-batch-size-if-needed", (), "not supported: give a legal batch size"),
         ("--step-batch-size-schedule", (), "not supported: give --rampup-batch-size"),

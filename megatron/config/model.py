@@ -87,6 +87,10 @@ class ModelConfig:
     norm_epsilon: float = option(
         default=1e-5, help="Added to the variance in a normalization.", within=above(0)
     )
+    qk_layernorm: bool = option(
+        default=False,
+        help="Normalize the query and the key of each head, before their rotation.",
+    )
     swiglu: bool = option(default=False, help="Gated SiLU instead of GELU in the MLP.")
     gelu: Literal["tanh", "erf"] = option(
         default="tanh", help="Formula of GELU (ours): tanh approximation or exact erf."

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.model.blocked_attention import blocked_attention, blocked_attention_serves
+from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotate
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, uncompiled
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -70,6 +71,17 @@ class SelfAttention(nn.Module):
         self.query_key_value = ColumnParallelLinear(
             config.hidden_size, inner + keys_and_values, **common
         )
+        # Each rank normalizes its own heads by weights that are whole on every rank.
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm:
+            norm = NORMALIZATIONS[config.normalization]
+            like: dict[str, Any] = {
+                "epsilon": config.norm_epsilon,
+                "dtype": dtype,
+                "device": device,
+            }
+            self.q_layernorm = norm(self.head_dim, **like)
+            self.k_layernorm = norm(self.head_dim, **like)
         self.dense = RowParallelLinear(inner, config.hidden_size, **common)
 
     def forward(
@@ -106,6 +118,8 @@ class SelfAttention(nn.Module):
         query, key, value = mixed.split([per_group, 1, 1], dim=3)
         query = query.reshape(batch, length, self.num_heads, self.head_dim)
         key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         return self._attend(query, key, value, mask, cache)

@@ -53,12 +53,20 @@ def training_days(*, step_seconds: float, tokens_per_step: float) -> float:
     return TOKENS_OF_A_TRAINING * step_seconds / tokens_per_step / SECONDS_IN_A_DAY
 
 
+def is_of_heads(name: str) -> bool:
+    """Whether the parameter with a logical name normalizes queries or keys: each tensor-parallel
+    rank holds the whole parameter, and finds its gradient by the heads of that rank alone."""
+    return name.rpartition(".")[0].endswith(("attention.q_layernorm", "attention.k_layernorm"))
+
+
 def parameter_count(config: ModelConfig, vocab_size: int, *, include_padding: bool = False) -> int:
     """Number of logical parameters; a tied table counts once. `include_padding` adds the rows of
     vocabulary padding that exist in memory."""
     hidden = config.hidden_size
     rows = config.padded_vocab_size(vocab_size) if include_padding else vocab_size
-    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
+    vectors = 2 if config.normalization == "LayerNorm" else 1
+    norm = hidden * vectors
+    head_norms = 2 * config.head_dim * vectors if config.qk_layernorm else 0
     heads_size = config.num_attention_heads * config.head_dim
     projections = [
         (hidden, heads_size + 2 * config.query_groups * config.head_dim),
@@ -66,8 +74,10 @@ def parameter_count(config: ModelConfig, vocab_size: int, *, include_padding: bo
         (hidden, config.ffn_size * (2 if config.swiglu else 1)),
         (config.ffn_size, hidden),
     ]
-    layer = 2 * norm + sum(
-        inputs * outputs + (outputs if config.bias else 0) for inputs, outputs in projections
+    layer = (
+        2 * norm
+        + head_norms
+        + sum(inputs * outputs + (outputs if config.bias else 0) for inputs, outputs in projections)
     )
     total = rows * hidden * (1 if config.tied else 2) + config.num_layers * layer + norm
     if config.position_embedding_type == "learned_absolute":

@@ -17,6 +17,7 @@ from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.low_memory.spans import Span, recompute_spans, recomputes_attention
 from megatron.model.attention import KeyValueCache, document_mask
 from megatron.model.embedding import Embedding, OutputLayer
+from megatron.model.flops import is_of_heads
 from megatron.model.init import initialise, set_parameter
 from megatron.model.layer import TransformerLayer
 from megatron.model.norm import NORMALIZATIONS
@@ -278,8 +279,9 @@ class GPT(nn.Module):
                     leaves=leaves,
                     logical_shape=shape,
                     cut=cut,
-                    # What every rank holds, none sees the whole sequence with.
-                    partial=cut is None and self.tp.cuts_sequence,
+                    # What every rank holds, none sees the whole sequence or all heads with.
+                    partial=cut is None
+                    and (self.tp.cuts_sequence or (self.tp.size > 1 and is_of_heads(name))),
                     tied=tied,
                     weight_decay=parameter.ndim >= 2,
                 )

@@ -46,6 +46,7 @@ def _not_gpt2(config: ModelConfig) -> list[str]:
         normalization="LayerNorm",
         swiglu=False,
         disable_bias_linear=False,
+        qk_layernorm=False,
         query_groups=config.num_attention_heads,
         head_dim=config.hidden_size / config.num_attention_heads,
     )
@@ -59,6 +60,7 @@ def _not_llama(config: ModelConfig) -> list[str]:
         normalization="RMSNorm",
         swiglu=True,
         disable_bias_linear=True,
+        qk_layernorm=False,
     )
 
 

@@ -112,17 +112,18 @@ class Activations:
         if recomputes_attention(config.recompute):
             return width * rows * mixed + context
         if self._scores:
-            return self._scores + context
+            return self._scores + context + self._head_norms(keeps_mixed=False)
         heads, length = model.num_attention_heads // tp, model.seq_length
         pairs = config.training.micro_batch_size * length * length
         masked = width * pairs if config.data.reset_attention_mask else 0
         if self.grid.device == "cpu" and model.attention_dropout:
             # No kernel: weights, noise and their product are there whole, all in fp32.
-            return 4 * (3 * heads * pairs + 3 * rows * inner) + context
+            weights = 4 * (3 * heads * pairs + 3 * rows * inner)
+            return weights + context + self._head_norms(keeps_mixed=False)
         if self._blocks_attention:
-            return width * rows * mixed + context
+            return width * rows * mixed + context + self._head_norms(keeps_mixed=False)
         copied = inner if model.query_groups < model.num_attention_heads else 0
-        if model.position_embedding_type == "rope":
+        if model.position_embedding_type == "rope" or model.qk_layernorm:
             copied = inner + keys
         by_rank = self._cuts_sequence and config.training.micro_batch_size > 1
         return (
@@ -130,7 +131,33 @@ class Activations:
             + 4 * rows * heads
             + context * (2 if by_rank else 1)
             + masked
+            + self._head_norms(keeps_mixed=True)
         )
+
+    def _head_norms(self, *, keeps_mixed: bool) -> int:
+        """What the norms of queries and keys save beside their outputs. `keeps_mixed`: attention
+        itself saves the first projection's output, of which their inputs are views."""
+        model, tp, width = self.grid.config.model, self.grid.dims.tp, self._width
+        if not model.qk_layernorm:
+            return 0
+        heads, groups = model.num_attention_heads // tp, model.query_groups // tp
+        vectors = self._rows * (heads + groups)
+        on_cpu = self.grid.device == "cpu"
+        statistics = 4 * vectors
+        quotients = inputs = 0
+        if model.normalization == "LayerNorm":
+            statistics = 2 * (width if on_cpu else 4) * vectors
+        elif on_cpu:
+            quotients = 4 * vectors * model.head_dim
+        if on_cpu and width == 2 and model.normalization == "RMSNorm":
+            inputs = 4 * vectors * model.head_dim  # widened
+        else:
+            # The queries of a group lie apart from those of the next one: a copy of them.
+            copies = heads if 1 < groups < heads else 0
+            inputs = width * self._rows * copies * model.head_dim
+            if not keeps_mixed:
+                inputs += width * self._rows * (heads + 2 * groups) * model.head_dim
+        return statistics + quotients + inputs
 
     @property
     def _blocks_attention(self) -> bool:
@@ -221,7 +248,8 @@ class Activations:
         model, tp = self.grid.config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
         heads = model.num_attention_heads // tp
-        return self._scores or self._rows * (2 * self._width * inner + 4 * heads)
+        norms = self._head_norms(keeps_mixed=True)
+        return norms + (self._scores or self._rows * (2 * self._width * inner + 4 * heads))
 
     def of_stage(self, stage: int) -> ActivationBytes:
         """The most that a rank of this stage holds at a time."""

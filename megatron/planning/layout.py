@@ -12,6 +12,7 @@ from functools import cached_property
 from megatron.config import Config, ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.data_parallel.interface import GradientPath
+from megatron.model.flops import is_of_heads
 from megatron.parallel.cut import Cut, padded_rows
 from megatron.parallel.dims import ParallelDims
 
@@ -92,7 +93,7 @@ class Grid:
         for layer in layers:
             yield from _layer(model, cut, f"layers.{layer}")
         if has_head:
-            yield from _norm(model, cut, "final_norm")
+            yield from _norm(model, cut, "final_norm", model.hidden_size)
             if not model.tied:
                 yield cut.table("output_layer.weight", tied=False)
             elif not has_embedding:
@@ -117,8 +118,8 @@ class _Cutter:
     rank: int
 
     def whole(self, name: str, shape: tuple[int, ...]) -> ParamShape:
-        parallel = self.grid.config.parallel
-        partial = parallel.sequence_parallel and self.grid.dims.tp > 1
+        is_partial = self.grid.config.parallel.sequence_parallel or is_of_heads(name)
+        partial = is_partial and self.grid.dims.tp > 1
         return ParamShape(name=name, logical_shape=shape, rows=shape[0], partial=partial)
 
     def part(
@@ -145,19 +146,22 @@ def _layer(model: ModelConfig, cut: _Cutter, name: str) -> Iterator[ParamShape]:
     hidden, inner = model.hidden_size, model.num_attention_heads * model.head_dim
     mixed = inner + 2 * model.query_groups * model.head_dim
     blocks = 2 if model.swiglu else 1
-    yield from _norm(model, cut, f"{name}.input_norm")
+    yield from _norm(model, cut, f"{name}.input_norm", model.hidden_size)
     yield from _columns(model, cut, f"{name}.attention.query_key_value", (mixed, hidden))
+    if model.qk_layernorm:
+        yield from _norm(model, cut, f"{name}.attention.q_layernorm", model.head_dim)
+        yield from _norm(model, cut, f"{name}.attention.k_layernorm", model.head_dim)
     yield from _rows(model, cut, f"{name}.attention.dense", (hidden, inner))
-    yield from _norm(model, cut, f"{name}.post_attention_norm")
+    yield from _norm(model, cut, f"{name}.post_attention_norm", model.hidden_size)
     up = (blocks * model.ffn_size, hidden)
     yield from _columns(model, cut, f"{name}.mlp.dense_h_to_4h", up, blocks=blocks)
     yield from _rows(model, cut, f"{name}.mlp.dense_4h_to_h", (hidden, model.ffn_size))
 
 
-def _norm(model: ModelConfig, cut: _Cutter, name: str) -> Iterator[ParamShape]:
-    yield cut.whole(f"{name}.weight", (model.hidden_size,))
+def _norm(model: ModelConfig, cut: _Cutter, name: str, size: int) -> Iterator[ParamShape]:
+    yield cut.whole(f"{name}.weight", (size,))
     if model.normalization == "LayerNorm":
-        yield cut.whole(f"{name}.bias", (model.hidden_size,))
+        yield cut.whole(f"{name}.bias", (size,))
 
 
 def _columns(

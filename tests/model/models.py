@@ -22,6 +22,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no bias": {"disable_bias_linear": True},
     "rms": {"normalization": "RMSNorm"},
     "wide heads": {"kv_channels": 24},
+    "query and key norms": {"qk_layernorm": True},
+    "llama with head norms": {
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
     "llama": {
         "position_embedding_type": "rope",
         "swiglu": True,

@@ -54,7 +54,9 @@ def test_16_bit_gradients_follow_fp32(variant: str) -> None:
         model.loss(tokens, labels).backward()
     expected, got = gradients(exact), gradients(rounded)
     for name, grad in expected.items():
-        error = (got[name].float() - grad).norm() / grad.norm()
+        # Softmax does not see what is added to every key alike: that gradient is rounding.
+        size = expected[name.replace("k_layernorm.bias", "k_layernorm.weight")].norm()
+        error = (got[name].float() - grad).norm() / size
         assert error < 0.12, (name, error.item())
 
 

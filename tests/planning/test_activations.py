@@ -45,6 +45,13 @@ CASES = {
     "GPT-2 fp16": (1, f"{STILL} --fp16"),
     "gated": (1, f"{STILL} {LLAMA}"),
     "gated bf16": (1, f"{STILL} {LLAMA} --bf16"),
+    "head norms": (1, f"{STILL} --qk-layernorm"),
+    "head norms bf16": (1, f"{STILL} --qk-layernorm --bf16"),
+    "head norms gated": (1, f"{STILL} {LLAMA} --qk-layernorm"),
+    "head norms gated bf16": (1, f"{STILL} {LLAMA} --qk-layernorm --bf16"),
+    "head norms dropout": (1, "--qk-layernorm --hidden-dropout 0"),
+    "head norms dropout gated": (1, f"{LLAMA} --qk-layernorm --hidden-dropout 0"),
+    "head norms tensor": (2, f"{STILL} {TP} {LLAMA} --qk-layernorm --sequence-parallel"),
     "groups": (1, f"{STILL} --group-query-attention --num-query-groups 2"),
     "uniform": (1, f"{STILL} {FULL}"),
     "uniform 2": (1, f"{STILL} {FULL} --recompute-method uniform --recompute-num-layers 2"),
@@ -147,7 +154,10 @@ GROUPS = "--group-query-attention --num-query-groups 2"
 MASKED = f"{STILL} --reset-attention-mask"
 
 
-@pytest.mark.parametrize("more", [GROUPS, f"{GROUPS} --bf16", LLAMA, f"{LLAMA} --bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [GROUPS, f"{GROUPS} --bf16", LLAMA, f"{LLAMA} --bf16", f"{GROUPS} --qk-layernorm"],
+)
 def test_attention_without_a_fused_kernel_keeps_what_torch_saves(
     more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

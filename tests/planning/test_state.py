@@ -28,6 +28,7 @@ CASES = {
     "gated": (2, f"--swiglu --group-query-attention --num-query-groups 2 {TP} --bf16 "
               "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
               "--untie-embeddings-and-output-weights --grad-reduce-in-bf16"),
+    "head norms": (2, f"{TP} --qk-layernorm"),
     "in turns": (2, f"{PP} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
     "zero fp32": (2, "--use-distributed-optimizer"),
     "samo kept": (2, f"{SAMO} --bf16 {TP} --samo-keep-embeddings"),

@@ -469,7 +469,7 @@ PAIRS = (
     "--use-checkpoint-args", "--split=1,2,x", "--split=0,0,0", "--split=nan,1,1", "--split=1",
     "--split=-1,2,3", "--save=/proc/nowhere --load=x --ckpt-step=-1", "--min-lr=1",
     "--recompute-method=block", "--recompute-num-layers=3", "--start-weight-decay=0.1",
-    "--dataloader-type=cyclic", "--use-rope-scaling", "--qk-layernorm", "--no-such=\x1b[31m",
+    "--dataloader-type=cyclic", "--use-rope-scaling", "--apply-layernorm-1p", "--no-such=\x1b[31m",
     "--reset-attention-mask --position-embedding-type=rope --seq-length=0",
     "--optimizer=sgd --adam-beta1=2", "--device=tpu", "--profile --profile-ranks 7",
     "--profile --profile-step-start=5 --profile-step-end=5", "--resume", "--version",

@@ -25,7 +25,12 @@ from tests.tensor_parallel.grids import (
     whole_gradients,
 )
 
-MODELS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "gpt2 with head norms": {"qk_layernorm": True, "position_embedding_type": "rope"},
+    "llama with head norms": LLAMA | {"qk_layernorm": True},
+}
 BOTH = pytest.mark.parametrize("cut", [False, True], ids=["whole-sequence", "sequence-parallel"])
 
 

@@ -290,10 +290,12 @@ def test_training_starts_from_an_import_on_any_grid(
 def test_what_no_format_holds_is_refused_by_field(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_model_run(tmp_path / "run", "--vocab-size 50 --swiglu --kv-channels 4", vocab_size=50)
+    flags = "--vocab-size 50 --swiglu --kv-channels 4 --qk-layernorm"
+    make_model_run(tmp_path / "run", flags, vocab_size=50)
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "there")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not (tmp_path / "there").exists()
+    assert "qk_layernorm: False (is True)" in error
     for words in ("swiglu: False (is True)", "kv_channels: 8 (is 4)", "normalization: RMSNorm"):
         assert words in error
     assert export_hf.main([str(tmp_path / "nothing"), str(tmp_path / "there")]) == 2
