@@ -79,7 +79,6 @@ def _samples(options: argparse.Namespace) -> list[str]:
     """The prompt with each of its continuations."""
     saved = find_model(options.run, step=options.checkpoint_step)
     tokenizer = saved.tokenizer(options)
-    saved.check_tokenizer(tokenizer)
 
     import torch
 
@@ -102,6 +101,7 @@ def _samples(options: argparse.Namespace) -> list[str]:
             sampling=sampling,
             generator=torch.Generator().manual_seed(options.seed + number),
             end_token=tokenizer.eod,
+            vocab_size=tokenizer.vocab_size,
         )
         texts.append(options.prompt + tokenizer.decode(list(tokens)))
     return texts

@@ -141,6 +141,8 @@ class _State(Mapping[str, "torch.Tensor"]):
         self._files: dict[str, Any] = {}
         for name in _weight_files(source):
             with self._failing(name):
+                # safe_open says of a file that may not be read that the file is missing.
+                (source / name).open("rb").close()
                 file = stack.enter_context(safe_open(str(source / name), framework="pt"))
             self._files |= {key: file for key in file.keys() if key not in leave_out}  # noqa: SIM118
 
@@ -160,7 +162,8 @@ class _State(Mapping[str, "torch.Tensor"]):
         try:
             yield
         except (self._error, OSError) as error:
-            raise CheckpointError(f"{self._source / what}: cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self._source / what}: cannot be read: {reason}") from error
 
 
 def _weight_files(source: Path) -> list[str]:

@@ -47,11 +47,13 @@ class SavedModel:
 
     def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
         """The one that `options` name (`add_tokenizer_flags`), else the run, else the one that made
-        its data. Raises `DataError` where nobody says."""
-        return _tokenizer(self.data, options)
+        its data. Raises `DataError` where nobody says, and for another tokenizer than the
+        checkpoint remembers of its data."""
+        tokenizer = _tokenizer(self.data, options)
+        self._check_tokenizer(tokenizer)
+        return tokenizer
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise `DataError` for another tokenizer than the checkpoint remembers of its data."""
+    def _check_tokenizer(self, tokenizer: Tokenizer) -> None:
         identity = read_manifest(self.step).state.get("identity", {})
         known = identity.get("data.tokenizer") if isinstance(identity, Mapping) else None
         if isinstance(known, str) and known != tokenizer.fingerprint():

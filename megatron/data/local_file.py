@@ -57,16 +57,23 @@ def require_regular(path: str | os.PathLike[str]) -> os.stat_result:
     return found
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """A small UTF-8 file, with or without a BOM, its line ends as they are; else DataError."""
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a small regular file; else DataError."""
     require_regular(path)
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A small UTF-8 file, with or without a BOM, its line ends as they are; else DataError."""
+    content = read_bytes(path)
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{line}: not UTF-8 (byte {error.start})") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:

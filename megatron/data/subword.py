@@ -19,8 +19,8 @@ from megatron.data.local_file import (
     is_file,
     is_folder,
     one_line,
+    read_bytes,
     read_json_object,
-    require_regular,
     stat_of,
 )
 from megatron.data.sidecar import MAX_IDS
@@ -172,13 +172,12 @@ class SentencePieceTokenizer:
     type = "SentencePieceTokenizer"
 
     def __init__(self, model: str) -> None:
-        require_regular(model)
+        content = read_bytes(model)
         try:
             import sentencepiece
         except ImportError as error:
             raise missing_extra("sentencepiece", "data") from error
         self._path = _absolute(model)
-        content = Path(model).read_bytes()
         try:
             self._inner: Any = sentencepiece.SentencePieceProcessor()
             self._inner.LoadFromSerializedProto(content)

@@ -29,6 +29,7 @@ def generate(
     sampling: Sampling,
     generator: torch.Generator | None = None,
     end_token: int | None = None,
+    vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
     """Yield up to `max_new_tokens` ids that follow a prompt of at least one token; stops before
@@ -36,7 +37,8 @@ def generate(
 
     The model must be whole and in evaluation mode. It sees the last `positions` tokens; once the
     text is longer, keys can no longer be kept (their positions shift) and every token costs a
-    full pass. `generator`: of the CPU, for draws.
+    full pass. `generator`: of the CPU, for draws. `vocab_size`: only smaller ids are drawn, for a
+    model that has more ids than its tokenizer.
     """
     assert len(prompt) > 0, "an empty prompt has no next token"
     assert not model.training, "dropout would be drawn"
@@ -48,7 +50,7 @@ def generate(
             logits = _next_logits(model, tokens, start=caches[0].length, caches=caches)
         else:
             logits = _next_logits(model, tokens[-window:], start=0, caches=None)
-        token = pick(logits, sampling, generator)
+        token = pick(logits[:vocab_size], sampling, generator)
         if token == end_token:
             return
         tokens.append(token)

@@ -145,6 +145,21 @@ def test_sentencepiece_refuses_other_files(tmp_path: Path) -> None:
         build_tokenizer("SentencePieceTokenizer", model=str(tmp_path / "x.model"))
 
 
+def test_a_sentencepiece_model_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sentencepiece")
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    (tmp_path / "x.model").write_bytes(b"a model")
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    for kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        with pytest.raises(DataError, match="x.model: cannot be read: Permission denied"):
+            build_tokenizer(kind, model=str(tmp_path / "x.model"))
+
+
 def test_null_tokenizer_counts_as_megatron_does() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -12,9 +13,10 @@ import torch
 from megatron.checkpoint.store import save_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.config import parse, to_yaml
+from megatron.data.tokenizer import ByteTokenizer
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
-from tools import run_model
+from tools import evaluate, export_hf, run_model
 from tools.generate import main
 from tools.run_model import find_model
 
@@ -29,10 +31,10 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", "--tokenizer-type ByteTokenizer")
 
 
-def make_run(folder: Path, flags: str) -> Path:
+def make_run(folder: Path, flags: str, *, vocab_size: int = 257) -> Path:
     torch.set_num_threads(1)
     config = parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS).resolve(1)
-    model = GPT(config.model, vocab_size=257, seed=3, dtype=torch.float32, device="cpu")
+    model = GPT(config.model, vocab_size=vocab_size, seed=3, dtype=torch.float32, device="cpu")
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     for step in (1, 2):
@@ -92,15 +94,37 @@ def test_mistakes_are_one_line(
 
 
 def test_the_tokenizer_must_be_the_one_of_the_data(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    named = [str(run), "--tokenizer-type", "ByteTokenizer"]
+    (tmp_path / "task.jsonl").write_text('{"text": "go on"}\n')
     saved = find_model(run)
     manifest = read_manifest(saved.step)
     state = {**manifest.state, "identity": {"data.tokenizer": "another"}}
     with mock.patch.object(run_model, "read_manifest", lambda step: replace(manifest, state=state)):
-        assert main([str(run)]) == 3
-    error = capsys.readouterr().err
-    assert "not the one that made the data" in error and error.count("\n") == 1
+        for tool, rest in (
+            (main, []),
+            (evaluate.main, ["--task", "lambada", str(tmp_path / "task.jsonl")]),
+            (export_hf.main, [str(tmp_path / "there")]),
+        ):
+            assert tool([named[0], *rest, *named[1:]]) == 3
+            error = capsys.readouterr().err
+            assert "not the one that made the data" in error and error.count("\n") == 1
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_model_with_more_ids_than_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its data says the tokenizer, its --vocab-size a rounder number."""
+    described = {"format": 1, "tokenizer": ByteTokenizer().describe()}
+    (tmp_path / "data.json").write_text(json.dumps(described))
+    folder = make_run(tmp_path / "run", "--vocab-size 1024", vocab_size=1024)
+    config = (folder / "config.yaml").read_text()
+    config = config.replace("mock_data: true", "mock_data: false")
+    config = config.replace("data_path: null", f"data_path: [{tmp_path}/data]", 1)
+    (folder / "config.yaml").write_text(config)
+    assert texts(capsys, str(folder), "--top-k", "0", "--prompt", "Hello").startswith("Hello")
 
 
 def test_a_run_that_anyone_may_write_is_refused(

@@ -31,6 +31,17 @@ def test_the_cache_changes_nothing(variant: str) -> None:
     assert run(model, 30, use_cache=True) == run(model, 30, use_cache=False)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=VOCAB)])
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(sampling: Sampling) -> None:
+    few = VOCAB // 3
+    # A high temperature makes every id about as likely as the others.
+    hot = Sampling(temperature=1e6, top_k=sampling.top_k, greedy=sampling.greedy)
+    found = run(
+        spiky(), 60, sampling=hot, vocab_size=few, generator=torch.Generator().manual_seed(1)
+    )
+    assert len(found) == 60 and max(found) < few
+
+
 def test_greedy_follows_the_likeliest_token() -> None:
     model = spiky()
     tokens = list(PROMPT)

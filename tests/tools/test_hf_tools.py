@@ -376,6 +376,24 @@ def test_other_rope_scaling_is_refused_by_key(changes: dict[str, Any], words: st
         import_scaled(LLAMA_3 | changes)
 
 
+def test_weights_that_may_not_be_read_are_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = hf_folder(tmp_path, "gpt2")
+    opened = Path.open
+
+    def denied(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", denied)
+    capsys.readouterr()
+    assert import_hf.main([str(there), str(tmp_path / "back")]) == 4
+    told = f"error: {there / 'model.safetensors'}: cannot be read: Permission denied\n"
+    assert capsys.readouterr().err == told
+
+
 def test_weights_that_cannot_be_read_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
