@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from megatron.sparse.selection import Selection
     from megatron.sparse.shard import Shard
 
-LEAST_DENSITY = {"AVX2": Fraction(1, 16), "AVX-512": Fraction(1, 16)}
-"""Of a bitmap on a CPU, by the instruction set that serves. That of AVX-512 was measured; that of
-AVX2 is the same until a quiet machine measures it (`docs/benchmarks`)."""
+LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
+"""The least density at which a bitmap serves on a CPU, by instruction set: where gathering and
+placing by it take about as long as by offsets (`docs/benchmarks/native_kernels*.md`)."""
 
 
 def quota(density: Fraction, entries: int) -> int:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
-VERSION = 2
+VERSION = 3
 """As `native.c` says: raised there and here with every change of it, so that what was built of an
 older one is left alone."""
 INSTRUCTION_SETS = ("AVX2", "AVX-512")

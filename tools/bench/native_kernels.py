@@ -34,8 +34,8 @@ from radius.chunk_index import ChunkIndex  # noqa: E402
 from radius.native_library import INSTRUCTION_SETS, instruction_sets  # noqa: E402
 
 CASES = (
-    *((density, "largest") for density in (0.9, 0.5, 0.4, 0.1, 0.0625, 0.03)),
-    *((density, "seeded") for density in (0.4, 0.1)),
+    *((density, "largest") for density in (0.9, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0625, 0.03)),
+    *((density, "seeded") for density in (0.4, 0.2, 0.1)),
 )
 """Densities, and how entries are chosen: the largest of random values, or a draw of blocks."""
 COMPILED, TORCH = "compiled", "torch"
