@@ -3,10 +3,10 @@
 #   scripts/quickstart.sh [FLAGS OF pretrain_gpt.py]
 # Makes .venv, a data set from the Python standard library's sources, and two runs of it: one with
 # dense gradients, one with Radius. Times a few steps first and chooses how many both train: as many
-# as fit into about three minutes, or 400 each where the machine needs longer for 400.
+# as fit into about three minutes, or 350 each where the machine needs longer for 350.
 # Run again, it reuses what is there. Settings by environment:
 #   RUN_DIR  folder of the two run folders                       (runs/quickstart)
-#   STEPS    iterations of each     (400 to 1200, as many as fit; those of the runs that are there)
+#   STEPS    iterations of each     (350 to 1200, as many as fit; those of the runs that are there)
 #   RANKS    processes: gloo on CPU, one GPU each with NCCL      (2; 1 where there is one GPU)
 #   DATA     folder of the data set                              (data/stdlib)
 #   PROMPT   what the sample begins with                         ("def main(")

@@ -13,6 +13,7 @@ from tests.metrics.helpers import make_metrics, record
 from tools.quickstart_steps import (
     LEAST_STEPS,
     MOST_STEPS,
+    ROUNDED_TO,
     SECONDS,
     affordable_steps,
     evaluation_interval,
@@ -40,9 +41,9 @@ def chosen(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> list[i
 @given(st.floats(min_value=1e-5, max_value=100))
 def test_two_runs_fit_where_that_is_enough_to_learn(pace: float) -> None:
     steps = affordable_steps(pace)
-    assert LEAST_STEPS <= steps <= MOST_STEPS and steps % 100 == 0
+    assert LEAST_STEPS <= steps <= MOST_STEPS and steps % ROUNDED_TO == 0
     assert 2 * steps * pace <= SECONDS or steps == LEAST_STEPS
-    assert 2 * (steps + 100) * pace > SECONDS or steps == MOST_STEPS
+    assert 2 * (steps + ROUNDED_TO) * pace > SECONDS or steps == MOST_STEPS
     assert steps % evaluation_interval(steps) == 0, "the last step is evaluated"
 
 
