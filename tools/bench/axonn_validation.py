@@ -173,6 +173,8 @@ def _ours(study: Study, folder: Path) -> Curve:
             command = Network(ranks=RANKS).mpi_command(program, folder=folder)
             done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT)
         if done.returncode:
+            # A smoke test's folder is gone when its reader comes to look.
+            print(console.read_text(encoding="utf-8", errors="replace")[-3000:], file=sys.stderr)
             raise PeerError(f"mpiexec ended with exit code {done.returncode}; see {console}")
     return curve_of(folder, study.steps)
 
