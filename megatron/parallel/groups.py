@@ -219,9 +219,9 @@ class Edges:
     stage before and to the one after, of gradients the other way. The last stage comes before the
     first, for chunks of layers that go round more than once.
 
-    NCCL carries out what is issued over one communicator in order, and a receive waits there for
-    its sender: were two directions to share one, a receive posted ahead could hold back a send that
-    it depends on. So with NCCL each edge is a communicator of its own. gloo pairs by tag.
+    NCCL carries out what is issued over one communicator in order, and a send waits there for its
+    receiver: were two directions to share one, a send could hold back a receive on which its own
+    receiver depends. So with NCCL each edge is a communicator of its own. gloo pairs by tag.
     """
 
     activations_in: Group

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 POSTED = 2
 """Receives that wait for their message at a time, so that one arrives during a pass: in the steady
-state of 1F1B the next activation and the next gradient; of each kind where either may come."""
+state of 1F1B the next activation and the next gradient; of each kind where either may come. NCCL
+posts none ahead (`transport`)."""
 
 
 class Kind(Enum):

@@ -4,6 +4,13 @@
     post i, i + 1 --> wait for i, post i + 2 --> ...            while the rank computes
     send: begun, kept until done, never waited for before it must be
 
+With NCCL a receive is posted only when its message is needed. Its kernel occupies the device until
+the sender is there, and whatever waits for the device waits with it: what is issued later to the
+same hardware queue, the first launch of a kernel, an allocation that frees memory. Two ranks that
+post receives ahead could so keep each other from ever sending. Without receives ahead 1F1B gets
+through wherever a rank waits for its device, and the interleaved schedule wherever kernels are
+first launched (`tests/pipeline/test_queues.py` plays both); sends still overlap with computing.
+
 torch.distributed's `batch_isend_irecv` does not do: it pairs what both sides issue together, and
 stages do not keep in step.
 """
@@ -29,8 +36,8 @@ class Transport(Protocol):
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
         """These are the next messages for this rank, in the order in which it will need them;
-        posts the first. `unanswered`: sends that this rank may have under way in each direction
-        without waiting for the oldest."""
+        posts the first if it posts ahead. `unanswered`: sends that this rank may have under way in
+        each direction without waiting for the oldest."""
         ...
 
     def receive(self, message: Message) -> torch.Tensor:
@@ -102,17 +109,20 @@ class GroupTransport:
             kind: {} for kind in Kind
         }
         self._unanswered = 0
+        # gloo's receives hold up nothing.
+        self._ahead = POSTED if device.type == "cpu" else 0
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
         assert not self._expected and not self._posted, "the last batch is not over"
         self._expected.extend(messages)
         self._unanswered = unanswered
-        self._post()
+        self._post(self._ahead)
 
     def receive(self, message: Message) -> torch.Tensor:
+        self._post(max(self._ahead, 1))
         posted, tensor, work = self._posted.popleft()
         assert posted == message, f"{posted} was announced, {message} is asked for"
-        self._post()
+        self._post(self._ahead)
         work.wait()
         if message.kind is Kind.BACKWARD:
             # Whose answer this is has arrived: nothing is waited for here.
@@ -139,8 +149,9 @@ class GroupTransport:
     def close(self) -> None:
         pass  # torch.distributed's groups are their owner's
 
-    def _post(self) -> None:
-        while self._expected and len(self._posted) < POSTED:
+    def _post(self, wanted: int) -> None:
+        """Post receives until there are as many as wanted, or no message is left."""
+        while self._expected and len(self._posted) < wanted:
             message = self._expected.popleft()
             tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             group = self._incoming[message.kind]

@@ -38,4 +38,4 @@ def test_script_refuses_an_unknown_section(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "one of tests" in done.stderr
+    assert done.returncode == 2 and "one of pipeline tests" in done.stderr

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# GPU tests, then tokens/s and MFU beside a plain compiled PyTorch GPT, on a machine with one CUDA GPU.
+# A pipeline over two GPUs, the GPU tests, then tokens/s and MFU beside a plain compiled PyTorch GPT,
+# on a machine with a CUDA GPU. The first thing to run on one.
 #   tools/bench/gpu.sh [--smoke] [SECTION...]
-# Sections (all): tests radius samo linear step124m step355m step2b
+# Sections (all): pipeline tests radius samo linear step124m step355m step2b. Without a section named,
+# pipeline is left out where there are fewer than two GPUs.
 # Needs no network and only torch, numpy, safetensors, pyyaml and triton. Each section ends within
-# four minutes. Results: JSON in $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
+# four minutes, pipeline within eight. Results: JSON in $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
 # PYTHON (python3), OUT, PEAK_TFLOPS (989, an H200's in bf16).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,18 +18,30 @@ sections=()
 for argument in "$@"; do
   if [[ $argument == --smoke ]]; then smoke=(--smoke); else sections+=("$argument"); fi
 done
-((${#sections[@]})) || sections=(tests radius samo linear step124m step355m step2b)
+if ((!${#sections[@]})); then
+  sections=(tests radius samo linear step124m step355m step2b)
+  gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
+  if ((gpus > 1 || ${#smoke[@]})); then
+    sections=(pipeline "${sections[@]}")
+  else
+    printf '== pipeline: left out, needs two GPUs\n'
+  fi
+fi
 mkdir -p "$out"
 
 failed=()
 section() {
-  local name=$1
+  local name=$1 seconds=$limit
   shift
+  if [[ $name == pipeline ]]; then seconds=$((2 * limit)); fi
   printf '== %s: %s\n' "$name" "$*"
-  timeout "$limit" "$@" || failed+=("$name (exit $?)")
+  timeout "$seconds" "$@" || failed+=("$name (exit $?)")
 }
 for name in "${sections[@]}"; do
   case $name in
+    pipeline)
+      section pipeline "$python" tools/bench/gpu_pipeline.py --out "$out" "${smoke[@]}"
+      ;;
     tests) section tests "$python" tools/bench/gpu_tests.py "${smoke[@]}" ;;
     radius | samo)
       section "$name" "$python" "tools/bench/${name}_kernels.py" --out "$out" "${smoke[@]}"
@@ -39,7 +53,7 @@ for name in "${sections[@]}"; do
       section "$name" "$python" tools/bench/gpu_step.py "$name" "${options[@]}" "${smoke[@]}"
       ;;
     *)
-      printf 'error: section %s: one of tests radius samo linear step124m step355m step2b\n' "$name" >&2
+      printf 'error: section %s: one of pipeline tests radius samo linear step124m step355m step2b\n' "$name" >&2
       exit 2
       ;;
   esac

@@ -1,0 +1,37 @@
+"""The check of a pipeline over two GPUs sees a run that fails, stands still or learns otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.report import read_run
+from tools.bench import gpu_pipeline
+from tools.bench.gpu_pipeline import CASES, Case, main, problem
+
+
+def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
+    alone, pipeline = CASES[:2]
+    assert problem(alone, tmp_path / "alone", None, smoke=True) == ""
+    first = read_run(tmp_path / "alone")
+    assert problem(pipeline, tmp_path / "two", first, smoke=True) == ""
+    other = Case("another rate", 1, "--lr 0.5")
+    assert "first differing step" in problem(other, tmp_path / "other", first, smoke=True)
+
+
+def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = problem(Case("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
+    assert found.startswith("failed with exit code") and "num_layers" in capsys.readouterr().err
+
+
+def test_a_run_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_pipeline, "SECONDS", 0.2)
+    assert "stands still" in problem(CASES[0], tmp_path / "run", None, smoke=True)
+
+
+def test_fewer_than_two_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main([]) == 2 and "fewer than two" in capsys.readouterr().err

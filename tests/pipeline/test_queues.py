@@ -1,0 +1,115 @@
+"""The pipeline gets through on devices whose work queues block, as those of CUDA do with NCCL.
+
+gloo's receives hold up nothing, so that a pipeline which works over gloo may still stand still on
+a GPU; here the runner, the schedules and the transport issue their work to devices that do block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.pipeline.schedule import POSTED, Kind, Message, Place
+from megatron.pipeline.transport import GroupTransport
+from tests.pipeline.queues import Entry, Launch, Meeting, Recorder, edges, play, record
+
+PLAIN = [(2, 1, 1), (2, 1, 4), (3, 1, 5), (4, 1, 2), (4, 1, 8), (8, 1, 16)]
+INTERLEAVED = [(2, 2, 4), (2, 3, 4), (4, 2, 8), (4, 3, 4), (8, 2, 8)]
+"""Stages, chunks, microbatches."""
+CONNECTIONS = (1, 2, 8, 32)
+
+
+class Ahead(GroupTransport):
+    """Posts receives ahead on any device."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._ahead = POSTED
+
+
+@cache
+def traces(
+    shape: tuple[int, int, int], transport: type[GroupTransport] = GroupTransport
+) -> list[list[Entry]]:
+    stages, chunks, microbatches = shape
+    places = [Place(stage=rank, stages=stages, chunks=chunks) for rank in range(stages)]
+    return [record(place, microbatches, transport=transport) for place in places]
+
+
+def with_first_launches(
+    ranks: Sequence[Sequence[Entry]], share: float, seed: int
+) -> list[list[Entry]]:
+    """The same, but that launch at any time may be the first of its kernel."""
+    drawn = Random(seed)
+    return [
+        [
+            entry._replace(first=entry.first or drawn.random() < share)
+            if isinstance(entry, Launch)
+            else entry
+            for entry in entries
+        ]
+        for entries in ranks
+    ]
+
+
+@pytest.mark.parametrize("shape", PLAIN + INTERLEAVED, ids=str)
+def test_every_shape_gets_through(shape: tuple[int, int, int]) -> None:
+    for connections, lazy in product(CONNECTIONS, (False, True)):
+        assert not play(traces(shape), connections=connections, lazy=lazy)
+
+
+@pytest.mark.parametrize("shape", PLAIN + INTERLEAVED, ids=str)
+def test_streams_may_share_queues_in_any_way(shape: tuple[int, int, int]) -> None:
+    for connections, seed in product((2, 4), range(3)):
+        assert not play(traces(shape), connections=connections, lazy=True, seed=seed)
+
+
+@pytest.mark.parametrize("shape", PLAIN, ids=str)
+def test_1f1b_gets_through_wherever_a_rank_waits_for_its_device(
+    shape: tuple[int, int, int],
+) -> None:
+    """A kernel that comes late, or an allocation that has to free memory first."""
+    for share, seed in product((0.1, 0.5, 1.0), range(3)):
+        late = with_first_launches(traces(shape), share, seed)
+        assert not play(late, connections=8, lazy=True)
+
+
+@pytest.mark.parametrize("shape", [s for s in PLAIN + INTERLEAVED if s[2] > 1], ids=str)
+def test_receives_ahead_would_stand_still(shape: tuple[int, int, int]) -> None:
+    assert play(traces(shape, Ahead), connections=1, lazy=False)
+    late = with_first_launches(traces(shape, Ahead), 0.5, 1)
+    stuck = play(late, connections=8, lazy=True)
+    assert any("host at Launch" in line for line in stuck)
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", POSTED), ("meta", 0)])
+def test_receives_are_posted_ahead_on_a_cpu_alone(device: str, ahead: int) -> None:
+    recorder, messages = Recorder(), [Message(Kind.FORWARD, i, 0) for i in range(4)]
+    transport = GroupTransport(
+        edges(recorder, Place(stage=1, stages=2)),
+        shape=(1,),
+        dtype=torch.float32,
+        device=torch.device(device),
+    )
+
+    def posted() -> int:
+        return sum(isinstance(entry, Meeting) for entry in recorder.entries)
+
+    transport.expect(messages, unanswered=2)
+    assert posted() == ahead
+    for number, message in enumerate(messages, start=1):
+        assert transport.receive(message).device == torch.device(device)
+        assert posted() == min(number + ahead, len(messages))
+
+
+def test_a_rank_that_never_sends_is_told() -> None:
+    first, second = traces((2, 1, 1))
+    silent = [entry for entry in first if not isinstance(entry, Meeting)]
+    stuck = play([silent, second], connections=8, lazy=False)
+    assert any(line.startswith("rank 1") and "activations 0>1" in line for line in stuck)
