@@ -25,7 +25,7 @@ from megatron.processor import (
     vector_instructions,
 )
 from megatron.run_lock import RunLock
-from megatron.runtime import Runtime, job_environment
+from megatron.runtime import Runtime, check_connections, cuda_variables, job_environment
 from megatron.status import NO_SPACE, Status, replace_text, write_status
 
 if TYPE_CHECKING:
@@ -120,6 +120,11 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":
         metrics.say(_processor(config))
+    else:
+        variables = [f"{name}={value}" for name, value in cuda_variables().items()]
+        metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
+        if warning := check_connections(config):
+            metrics.say(f"note: {warning}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")
 
