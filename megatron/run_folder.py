@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.layer_split import describe_split
+from megatron.config.notices import cuda_notices
 from megatron.errors import ConfigError, SparsetronError
 from megatron.low_memory.checkpoint_interval import recomputation_in_words
 from megatron.processor import (
@@ -123,8 +124,9 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     else:
         variables = [f"{name}={value}" for name, value in cuda_variables().items()]
         metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
-        if warning := check_connections(config):
-            metrics.say(f"note: {warning}")
+        for warning in (check_connections(config), *cuda_notices(config)):
+            if warning:
+                metrics.say(f"note: {warning}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")
 

@@ -57,6 +57,13 @@ def test_recomputation_is_told_where_layers_are_recomputed_in_runs() -> None:
     assert not [line for line in quiet if line.startswith("recomputation")]
 
 
+def test_what_keeps_fast_attention_away_is_told_on_cuda_alone() -> None:
+    told = "note: head size 188 is not a multiple of 8: on CUDA"
+    for device in ("cpu", "cuda"):
+        lines = announced("--bf16 --kv-channels 188", stages=1, device=device)
+        assert any(line.startswith(told) for line in lines) == (device == "cuda")
+
+
 def test_variables_of_cuda_are_told_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
