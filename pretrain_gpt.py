@@ -448,6 +448,7 @@ def build_stage(
     """The layers of this rank, with the embedding before the first and the head behind the last."""
     import torch
 
+    from megatron.config.compilation import choose_compilation
     from megatron.model.gpt import GPT
     from megatron.pipeline.stage import Stage
 
@@ -469,7 +470,7 @@ def build_stage(
         )
         for number, layers in enumerate(split[stage])
     ]
-    if config.training.compile:
+    if choose_compilation(config, runtime.device.type).on:
         for chunk in chunks:
             chunk.compile_layers()
     return Stage(chunks)

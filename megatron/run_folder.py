@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
+from megatron.config.compilation import choose_compilation
 from megatron.config.layer_split import describe_split
 from megatron.config.notices import cuda_notices
 from megatron.errors import ConfigError, SparsetronError
@@ -127,6 +128,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
         for warning in (check_connections(config), *cuda_notices(config)):
             if warning:
                 metrics.say(f"note: {warning}")
+    metrics.say(f"compile: {choose_compilation(config, runtime.device.type)}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")
 

@@ -57,6 +57,16 @@ def test_recomputation_is_told_where_layers_are_recomputed_in_runs() -> None:
     assert not [line for line in quiet if line.startswith("recomputation")]
 
 
+def test_the_choice_to_compile_is_told_in_one_line() -> None:
+    for device, flags, told in (
+        ("cpu", "", "compile: off, the default on a CPU"),
+        ("cuda", "--compile", "compile: on, as --compile true asks"),
+        ("cuda", "--compile false", "compile: off, as --compile false asks"),
+    ):
+        (line,) = [s for s in announced(flags, stages=1, device=device) if s.startswith("compile:")]
+        assert line.startswith(told)
+
+
 def test_what_keeps_fast_attention_away_is_told_on_cuda_alone() -> None:
     told = "note: head size 188 is not a multiple of 8: on CUDA"
     for device in ("cpu", "cuda"):
