@@ -46,6 +46,7 @@ from megatron.runtime import (
     fault_request,
     job_environment,
     needs_mpi,
+    set_cuda_variables,
     start,
     stop,
     wait_for_all,
@@ -116,6 +117,7 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
                 check_files(config)
             print(to_yaml(config) if launch.rank == 0 else "", end="")
             return EXIT_DONE
+        set_cuda_variables(config)
         if needs_mpi(config):
             require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
         failures.run_dir = run_dir = name_run_dir(config)
@@ -446,6 +448,7 @@ def build_stage(
     """The layers of this rank, with the embedding before the first and the head behind the last."""
     import torch
 
+    from megatron.config.compilation import choose_compilation
     from megatron.model.gpt import GPT
     from megatron.pipeline.stage import Stage
 
@@ -467,7 +470,7 @@ def build_stage(
         )
         for number, layers in enumerate(split[stage])
     ]
-    if config.training.compile:
+    if choose_compilation(config, runtime.device.type).on:
         for chunk in chunks:
             chunk.compile_layers()
     return Stage(chunks)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
+from megatron.config.compilation import choose_compilation
 from megatron.config.layer_split import describe_split
+from megatron.config.notices import cuda_notices
 from megatron.errors import ConfigError, SparsetronError
 from megatron.low_memory.checkpoint_interval import recomputation_in_words
 from megatron.processor import (
@@ -25,7 +27,7 @@ from megatron.processor import (
     vector_instructions,
 )
 from megatron.run_lock import RunLock
-from megatron.runtime import Runtime, job_environment
+from megatron.runtime import Runtime, check_connections, cuda_variables, job_environment
 from megatron.status import NO_SPACE, Status, replace_text, write_status
 
 if TYPE_CHECKING:
@@ -120,6 +122,13 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":
         metrics.say(_processor(config))
+    else:
+        variables = [f"{name}={value}" for name, value in cuda_variables().items()]
+        metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
+        for warning in (check_connections(config), *cuda_notices(config)):
+            if warning:
+                metrics.say(f"note: {warning}")
+    metrics.say(f"compile: {choose_compilation(config, runtime.device.type)}")
     for notice in config.notices:
         metrics.say(f"note: {notice}")
 

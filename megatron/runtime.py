@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -35,6 +35,8 @@ _MPI_VARIABLES = (
 LARGEST_PORT = 2**16 - 1
 _MOST_DIGITS = 18
 _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CUDA_VARIABLES = (_CONNECTIONS, "CUDA_MODULE_LOADING", "TORCH_NCCL_HIGH_PRIORITY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,63 @@ def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Facts of the job for records, by allow-list, so that no secret can leak."""
     env = os.environ if environ is None else environ
     names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
-    return {name: env[name] for name in names if name in env}
+    return {name: env[name] for name in (*names, *_CUDA_VARIABLES) if name in env}
+
+
+def set_cuda_variables(config: Config, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set the variables of CUDA and NCCL that the grid needs, unless the user has set them.
+
+    Call before anything loads CUDA, MPI included: CUDA reads its variables once. Every launcher
+    starts ranks that come through here, while a variable that a launcher's shell exports need not
+    reach the ranks on other nodes (Open MPI's mpiexec passes on few of them).
+    """
+    env = os.environ if environ is None else environ
+    if config.run.device == "cpu":
+        return
+    if config.parallel.pipeline_model_parallel_size > 1:
+        # The first launch of a kernel that is loaded lazily may wait until the device is idle,
+        # which the device is not while NCCL's kernel of a receive spins on it.
+        env.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        # A spinning receive also holds up the other streams of its hardware queue: 32 queues are
+        # the most that CUDA has, 8 are its default.
+        env.setdefault(_CONNECTIONS, "32")
+    if config.parallel.tensor_model_parallel_size > 1:
+        # A layer's collectives run beside a product that could fill the device first.
+        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+
+
+def cuda_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of CUDA and NCCL that `set_cuda_variables` knows and that are set."""
+    env = os.environ if environ is None else environ
+    return {name: env[name] for name in _CUDA_VARIABLES if name in env}
+
+
+def check_connections(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
+    """Check CUDA_DEVICE_MAX_CONNECTIONS for a run on CUDA.
+
+    Returns:
+        A sentence for the log if the run keeps the user's single hardware queue, else None.
+
+    Raises:
+        ConfigError: Interleaved pipeline stages would share a single hardware queue.
+    """
+    env = os.environ if environ is None else environ
+    parallel = config.parallel
+    if env.get(_CONNECTIONS, "").strip() != "1" or parallel.model_parallel_size == 1:
+        return None
+    layers = parallel.num_layers_per_virtual_pipeline_stage
+    if layers is not None:
+        raise ConfigError(
+            f"{_CONNECTIONS}=1 with num_layers_per_virtual_pipeline_stage {layers}: all streams "
+            "share one hardware queue, in which a receive holds up the kernels that its sender "
+            "waits for; unset the variable (the run then sets 32), or drop "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
+    return (
+        f"{_CONNECTIONS}=1 is kept: Megatron-LM orders its kernels by a single hardware queue; "
+        "this program orders them by streams and their priorities, and a single queue only makes "
+        "collectives and messages wait for unrelated kernels; unset the variable"
+    )
 
 
 def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
@@ -245,6 +303,8 @@ def start(launch: Launch, config: Config) -> Runtime:
     import torch
 
     device = _choose_device(launch, config)
+    if device.type == "cuda":
+        check_connections(config)
     backend = _choose_backend(device, config.parallel.distributed_backend)
     if "OMP_NUM_THREADS" not in os.environ and device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))

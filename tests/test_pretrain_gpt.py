@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from pretrain_gpt import build_stage
+from tests.config.helpers import read
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
 
 REPO = Path(__file__).resolve().parent.parent
@@ -124,6 +128,29 @@ def test_a_run_that_does_not_compile_loads_no_compiler(tmp_path: Path) -> None:
     )
     answer = start(sys.executable, "-c", code, cwd=tmp_path)
     assert answer.stdout.splitlines()[-1] == "0 True False", answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "compiled"),
+    [("cpu", "", 0), ("cpu", "--compile", 2), ("cuda", "--compile false", 0), ("cuda", "", 2)],
+)
+def test_each_chunk_of_a_stage_is_compiled_as_chosen(
+    device: str, flags: str, compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    chunk = SimpleNamespace(compile_layers=lambda: calls.append(device))
+    monkeypatch.setattr("megatron.model.gpt.GPT", lambda *_, **__: chunk)
+    monkeypatch.setattr("megatron.pipeline.stage.Stage", list)
+    monkeypatch.setattr("megatron.config.compilation.find_spec", lambda _: "a module")
+    stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    sizes = "--num-layers 4 --global-batch-size 4"
+    config = read(*f"{sizes} {stages} {flags}".split()).resolve(2)
+    parts: list[Any] = [
+        SimpleNamespace(device=SimpleNamespace(type=device)),
+        SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None),
+        SimpleNamespace(size=32),
+    ]
+    assert len(cast(Any, build_stage(config, *parts))) == 2 and len(calls) == compiled
 
 
 def test_a_dry_run_of_48_ranks_needs_neither_them_nor_mpi_nor_torch(tmp_path: Path) -> None:

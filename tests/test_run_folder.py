@@ -13,19 +13,20 @@ import pytest
 from megatron.config import to_yaml
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import describe_interval
-from megatron.run_folder import announce, keep_config, lock_run_dir
+from megatron.run_folder import announce, environment, keep_config, lock_run_dir
+from megatron.runtime import job_environment
 from megatron.status import Status, read_status, write_status
 from tests.config.helpers import read
 
 
-def announced(flags: str, *, stages: int) -> list[str]:
+def announced(flags: str, *, stages: int, device: str = "cpu") -> list[str]:
     """The lines of a run on so many ranks, all of them stages."""
     config = read(*flags.split(), "--pipeline-model-parallel-size", str(stages)).resolve(stages)
     said: list[str] = []
     parts: list[Any] = [
         SimpleNamespace(say=lambda text, brief=None: said.append(text)),
         SimpleNamespace(
-            launch=SimpleNamespace(launcher="test"), device=SimpleNamespace(type="cpu"), backend=""
+            launch=SimpleNamespace(launcher="test"), device=SimpleNamespace(type=device), backend=""
         ),
         SimpleNamespace(dims=SimpleNamespace(pp=stages)),
     ]
@@ -54,6 +55,35 @@ def test_recomputation_is_told_where_layers_are_recomputed_in_runs() -> None:
     assert told in announced(f"{full} uniform --recompute-num-layers 2", stages=1)
     quiet = announced("--num-layers 6", stages=1) + announced(f"{full} block", stages=1)
     assert not [line for line in quiet if line.startswith("recomputation")]
+
+
+def test_the_choice_to_compile_is_told_in_one_line() -> None:
+    for device, flags, told in (
+        ("cpu", "", "compile: off, the default on a CPU"),
+        ("cuda", "--compile", "compile: on, as --compile true asks"),
+        ("cuda", "--compile false", "compile: off, as --compile false asks"),
+    ):
+        (line,) = [s for s in announced(flags, stages=1, device=device) if s.startswith("compile:")]
+        assert line.startswith(told)
+
+
+def test_what_keeps_fast_attention_away_is_told_on_cuda_alone() -> None:
+    told = "note: head size 188 is not a multiple of 8: on CUDA"
+    for device in ("cpu", "cuda"):
+        lines = announced("--bf16 --kv-channels 188", stages=1, device=device)
+        assert any(line.startswith(told) for line in lines) == (device == "cuda")
+
+
+def test_variables_of_cuda_are_told_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    told = "environment: CUDA_DEVICE_MAX_CONNECTIONS=1, CUDA_MODULE_LOADING=EAGER"
+    lines = announced("--num-layers 4", stages=2, device="cuda")
+    assert told in lines
+    assert any(line.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is kept") for line in lines)
+    assert not [line for line in announced("--num-layers 4", stages=2) if "CUDA_" in line]
+    assert environment()["job"] == job_environment()
+    assert job_environment()["CUDA_MODULE_LOADING"] == "EAGER"
 
 
 def _full(*_: object) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from megatron import mpi_world
+from megatron import mpi_world, runtime
 from megatron.errors import ConfigError
-from megatron.runtime import Launch, detect_launch, job_environment
+from megatron.runtime import (
+    Launch,
+    check_connections,
+    detect_launch,
+    job_environment,
+    set_cuda_variables,
+)
+from tests.config.helpers import read
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -21,6 +30,10 @@ SRUN = {
     "SLURM_STEP_ID": "2", "MASTER_ADDR": "node0",
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+TENSOR = ("--tensor-model-parallel-size", "2")
+EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+FIRST = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -164,6 +177,73 @@ def test_waiting_ends_with_its_limit_or_its_reason() -> None:
 def test_job_environment_is_an_allow_list() -> None:
     environ = {"SLURM_JOB_ID": "9", "WANDB_API_KEY": "canary", "OMP_NUM_THREADS": "2"}
     assert job_environment(environ) == {"SLURM_JOB_ID": "9", "OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        ((), {}, {}),
+        (PIPELINE, {}, EAGER),
+        (TENSOR, {}, FIRST),
+        (PIPELINE + TENSOR, {}, EAGER | FIRST),
+        ((*PIPELINE, "--device", "cuda"), {}, EAGER),
+        ((*PIPELINE, *TENSOR, "--device", "cpu"), {}, {}),
+        (PIPELINE, {"CUDA_MODULE_LOADING": "LAZY"}, EAGER | {"CUDA_MODULE_LOADING": "LAZY"}),
+        (TENSOR, {"TORCH_NCCL_HIGH_PRIORITY": "0"}, {"TORCH_NCCL_HIGH_PRIORITY": "0"}),
+    ],
+)
+def test_cuda_gets_the_variables_of_the_grid(
+    flags: tuple[str, ...], before: dict[str, str], after: dict[str, str]
+) -> None:
+    """Except those that the user has set; and records show the result."""
+    environ = dict(before)
+    set_cuda_variables(read(*flags), environ)
+    assert environ == after == job_environment(environ)
+
+
+def test_a_rank_sets_them_before_torch_or_mpi_is_there() -> None:
+    """Both may load CUDA, which reads its variables once."""
+    code = """if True:
+        import os, sys
+        import pretrain_gpt
+        def look(launch, **_):
+            print(os.environ["CUDA_MODULE_LOADING"], {"torch", "mpi4py"} & set(sys.modules))
+            sys.exit(0)
+        pretrain_gpt.require_mpi = look
+        pretrain_gpt.main(sys.argv[1:])"""
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1 "
+    flags += "--micro-batch-size 1 --train-iters 1 --mock-data --pipeline-schedule message-driven"
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "PATH": os.environ["PATH"]}
+    line = [sys.executable, "-c", code, *flags.split(), *PIPELINE]
+    answer = subprocess.run(line, capture_output=True, text=True, env=environ)
+    assert answer.stdout == "EAGER set()\n", answer.stderr
+
+
+def test_one_hardware_queue_is_told_of_or_refused() -> None:
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    stages = ("--num-layers", "4", *PIPELINE)
+    interleaved = read(*stages, "--num-layers-per-virtual-pipeline-stage", "1")
+    with pytest.raises(ConfigError, match="num_layers_per_virtual_pipeline_stage 1.*; unset"):
+        check_connections(interleaved, one)
+    for flags in (stages, TENSOR):
+        warning = check_connections(read(*flags), one)
+        assert warning is not None and "CUDA_DEVICE_MAX_CONNECTIONS=1 is kept" in warning
+    assert check_connections(read(), one) is None
+    for environ in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
+        assert check_connections(interleaved, environ) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = ("--num-layers", "4", *PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(runtime, "_choose_device", lambda *_: torch.device(device))
+    launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    if device == "cpu":
+        assert runtime.start(launch, read(*stages)).backend == "gloo"
+        return
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
+        runtime.start(launch, read(*stages))
 
 
 def test_finding_the_rank_needs_no_torch() -> None:

@@ -79,7 +79,11 @@ class TrainingConfig:
     deterministic_mode: bool = option(
         default=False, help="Bitwise reproducible kernels, some of them slower."
     )
-    compile: bool = option(default=False, help="Compile the model with torch.compile (ours).")
+    compile: bool | None = option(
+        default=None,
+        help="Compile each layer with torch.compile (ours; none = on CUDA, without tensor "
+        "parallelism and deterministic_mode; false = off).",
+    )
 
     def num_microbatches(self, global_batch: int, dp: int) -> int:
         """Microbatches of each of `dp` data-parallel ranks in a global batch."""

@@ -15,12 +15,19 @@ from megatron.config.running import OffloadConfig
 Notice = str | None
 WORKING_LOSS_SCALE = 2**16
 """A loss scale at which float16 GPT runs settle."""
+LARGEST_CUDNN_HEAD, LARGEST_FLASH_HEAD = 128, 256
+"""Head sizes up to which cuDNN's and flash attention train on every GPU that has them."""
 
 
 def notices(config: Config, given: Container[str]) -> list[str]:
     """Lines about a checked configuration; `given` are the fields that the user set."""
     about = [notice(config) for notice in _ANY] + [notice(config, given) for notice in _DEFAULTS]
     return [line for line in about if line]
+
+
+def cuda_notices(config: Config) -> list[str]:
+    """Lines about settings that keep fast attention away, for a run that has found a GPU."""
+    return [line for notice in _ON_CUDA if (line := notice(config))]
 
 
 def _saves_once(c: Config) -> Notice:
@@ -60,14 +67,64 @@ def _groups_unread(c: Config) -> Notice:
 def _scores_kept(c: Config) -> Notice:
     if not c.masks_grouped_queries or c.run.device == "cpu":
         return None
+    return (
+        f"reset_attention_mask with num_query_groups {c.model.query_groups}: on CUDA most fused "
+        f"kernels of torch do not take both, and {_scores(c)}"
+    )
+
+
+def _scores(c: Config) -> str:
     m, t = c.model, c.training
     heads = m.num_attention_heads // c.parallel.tensor_model_parallel_size
-    scores = 4 * t.micro_batch_size * heads * m.seq_length**2
+    size = 4 * t.micro_batch_size * heads * m.seq_length**2
     return (
-        f"reset_attention_mask with num_query_groups {m.query_groups}: on CUDA most fused kernels "
-        f"of torch do not take both, and a layer then keeps {m.seq_length} x {m.seq_length} "
-        f"scores of each head in fp32, {scores / 2**20:,.0f} MiB a microbatch"
+        f"a layer then keeps {m.seq_length} x {m.seq_length} scores of each head in fp32, "
+        f"{size / 2**20:,.0f} MiB a microbatch"
     )
+
+
+# What torch's attention kernels take on CUDA: ATen/native/transformers/cuda/sdp_utils.cpp,
+# `check_cudnn_dropout`, `check_cudnn_tensor_shapes`, `check_head_dim_size_flash` and
+# `check_head_dim_size_mem_efficient`; flash attention pads heads in transformers/attention.cpp.
+
+
+def _attention_without_cudnn(c: Config) -> Notice:
+    size, dropout = c.model.head_dim, c.model.attention_dropout
+    takes_heads = _is_16_bit(c) and size % 8 == 0 and size <= LARGEST_CUDNN_HEAD
+    if not takes_heads or (16 * dropout).is_integer():
+        return None
+    return (
+        f"attention_dropout {dropout}: on CUDA torch does not run cuDNN attention, its first "
+        "choice on Hopper and Blackwell GPUs, with this dropout; --attention-dropout 0 allows it"
+    )
+
+
+def _odd_heads(c: Config) -> Notice:
+    size, multiple = c.model.head_dim, 8 if _is_16_bit(c) else 4
+    if size % multiple == 0:
+        return None
+    odd = f"head size {size} is not a multiple of {multiple}: on CUDA"
+    if _is_16_bit(c) and size <= LARGEST_FLASH_HEAD and not c.data.reset_attention_mask:
+        padded = -(-size // multiple) * multiple
+        return (
+            f"{odd} flash attention alone takes it, by copying queries, keys and values to heads "
+            f"of {padded}"
+        )
+    return f"{odd} no fused kernel of torch takes it, and {_scores(c)}"
+
+
+def _wide_heads(c: Config) -> Notice:
+    m = c.model
+    if not _is_16_bit(c) or m.head_dim <= LARGEST_FLASH_HEAD or m.head_dim % 8:
+        return None
+    wide = f"head size {m.head_dim} is more than {LARGEST_FLASH_HEAD}: on CUDA"
+    if m.query_groups < m.num_attention_heads:
+        return f"{wide} no fused kernel of torch takes it with query groups, and {_scores(c)}"
+    return f"{wide} memory-efficient attention takes it, but neither flash nor cuDNN attention"
+
+
+def _is_16_bit(c: Config) -> bool:
+    return c.precision.param_dtype != "float32"
 
 
 def _offload_unread(c: Config) -> Notice:
@@ -125,3 +182,8 @@ _ANY: tuple[Callable[[Config], Notice], ...] = (
     _moved_folder,
 )
 _DEFAULTS: tuple[Callable[[Config, Container[str]], Notice], ...] = (_first_loss_scale, _overlap)
+_ON_CUDA: tuple[Callable[[Config], Notice], ...] = (
+    _attention_without_cudnn,
+    _odd_heads,
+    _wide_heads,
+)

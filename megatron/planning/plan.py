@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config import Config
+from megatron.config.compilation import choose_compilation
 from megatron.config.parallel_rules import check_vocabulary
 from megatron.data_parallel.bucket_plan import RankShapes
 from megatron.data_parallel.interface import GradientPath
@@ -247,6 +248,9 @@ class Plan:
         if self.grid.device == "cuda" and self.grid.config.masks_grouped_queries:
             found.append("attention with query groups and document masks is counted with its"
                          " scores; cuDNN, on Hopper and later GPUs, may keep none")  # fmt: skip
+        if choose_compilation(self.grid.config, self.grid.device, triton=True).on:
+            found.append("activations are counted of layers that are not compiled,"
+                         " as with --compile false")  # fmt: skip
         if self.grid.config.training.rampup_batch_size:
             found.append("the batch grows; the numbers of a step are of the whole global batch")
         return found

@@ -18,6 +18,7 @@ from megatron.config.megatron_names import (
     REFUSED,
     SYNONYMS,
 )
+from megatron.config.notices import cuda_notices
 from megatron.config.refused_pairs import REFUSED_PAIRS
 from megatron.errors import ConfigError
 from tests.config.helpers import (
@@ -263,6 +264,32 @@ def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
     (line,) = told(*groups, *mask)
     assert "reset_attention_mask with num_query_groups 2" in line and "MiB a microbatch" in line
     assert not told(*groups) and not told(*mask) and not told(*groups, *mask, "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--bf16", "attention_dropout 0.1: on CUDA torch does not run cuDNN attention"),
+        ("--bf16 --attention-dropout 0", ""),
+        ("--bf16 --attention-dropout 0.125", ""),
+        ("", ""),
+        ("--bf16 --kv-channels 188", "head size 188 is not a multiple of 8: on CUDA flash"),
+        ("--bf16 --kv-channels 188", "queries, keys and values to heads of 192"),
+        ("--bf16 --kv-channels 188 --reset-attention-mask", "no fused kernel of torch takes it"),
+        ("--bf16 --kv-channels 260", "no fused kernel of torch takes it, and a layer then keeps"),
+        ("--kv-channels 188", ""),
+        ("--kv-channels 94", "head size 94 is not a multiple of 4: on CUDA no fused kernel"),
+        ("--fp16 --kv-channels 264", "head size 264 is more than 256: on CUDA memory-efficient"),
+        (
+            "--fp16 --kv-channels 264 --group-query-attention --num-query-groups 2",
+            "head size 264 is more than 256: on CUDA no fused kernel",
+        ),
+        ("--bf16 --kv-channels 256 --attention-dropout 0", ""),
+    ],
+)
+def test_what_keeps_fast_attention_away_is_told(flags: str, told: str) -> None:
+    lines = cuda_notices(read(*flags.split()))
+    assert len(lines) == bool(told) and all(told in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
     "--vocab-size 500 --micro-batch-size 2 --global-batch-size 8 --train-iters 8 --lr 3e-3 "
-    "--eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --log-interval 100"
+    "--eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --log-interval 100 --compile false"
 )
 
 

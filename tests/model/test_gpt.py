@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.config import RecomputeConfig
 from megatron.model.gpt import GPT
 from tests.model.models import (
     VARIANTS,
@@ -223,3 +225,51 @@ def test_compiled_layers_give_the_same_numbers(dtype: torch.dtype) -> None:
     bound = 1e-6 if dtype == torch.float32 else 0.05
     for name, grad in gradients(compiled).items():
         assert (grad - expected[name]).norm() <= bound * expected[name].norm(), name
+
+
+RECOMPUTATIONS = {
+    "none": RecomputeConfig(),
+    "full": RecomputeConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
+    "block": RecomputeConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+    ),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("recompute", RECOMPUTATIONS)
+def test_compiled_layers_are_recomputed_with_their_dropout(recompute: str) -> None:
+    tokens, labels = random_tokens(), random_tokens(seed=1)
+    common: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    plain = small_model(**common)
+    compiled = small_model(recompute=RECOMPUTATIONS[recompute], **common)
+    compiled.compile_layers(backend="aot_eager")
+    for model in (plain, compiled):
+        model.streams.at(3, 1)
+        model.loss(tokens, labels).backward()
+    expected = gradients(plain)
+    for name, grad in gradients(compiled).items():
+        assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_layers_share_what_is_compiled() -> None:
+    """A graph for each layer would take the compiler's time for each, and torch stops at eight."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = small_model(num_layers=10)
+    model.compile_layers(backend=backend)
+    for _ in range(2):
+        model.loss(random_tokens(), random_tokens(seed=1)).backward()
+    assert len(graphs) == 1
+    model.eval()
+    with torch.no_grad():
+        model.loss(random_tokens(), random_tokens(seed=1))
+    assert len(graphs) == 2

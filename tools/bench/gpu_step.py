@@ -162,7 +162,7 @@ def _contenders(
             compiled=compiled,
         )
 
-    yield OURS, ours
+    yield OURS, lambda folder: ours(folder, "--compile", "false")
     if compiled:
         yield OURS_COMPILED, lambda folder: ours(folder, "--compile")
     yield PLAIN_COMPILED if compiled else "plain PyTorch", plain

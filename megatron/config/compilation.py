@@ -1,0 +1,52 @@
+"""Whether the layers of a model are compiled with torch.compile, and why."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
+
+class Compilation(NamedTuple):
+    """A choice for the log: whether layers are compiled, and the reason in words."""
+
+    on: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'on' if self.on else 'off'}, {self.reason}"
+
+
+def choose_compilation(config: Config, device: str, *, triton: bool | None = None) -> Compilation:
+    """Choose whether to compile the layers of a run: as `--compile` says, else where compiled
+    kernels break no promise of the run.
+
+    Recomputation, pipelines and gradient paths work with compiled layers as with others, since
+    seeding, collectives and hooks stay outside of what is compiled.
+
+    Args:
+        config: Settings of the run.
+        device: Type of the device, "cpu" or "cuda".
+        triton: Whether Triton is installed; None looks for it.
+    """
+    asked = config.training.compile
+    if asked is not None:
+        return Compilation(asked, f"as --compile {str(asked).lower()} asks")
+    if reason := _why_not(config, device, triton):
+        return Compilation(False, reason)
+    return Compilation(True, "the default on CUDA; --compile false turns it off")
+
+
+def _why_not(config: Config, device: str, triton: bool | None) -> str:
+    if device != "cuda":
+        return "the default on a CPU, where equal runs are equal to the last bit"
+    if config.parallel.tensor_model_parallel_size > 1:
+        # Each rank times its own kernels, but ranks must round alike what all of them compute.
+        return "the default with tensor parallelism, whose collectives cut layers into small graphs"
+    if config.training.deterministic_mode:
+        return "since deterministic_mode is on, and the compiler chooses kernels by timing them"
+    if not (find_spec("triton") is not None if triton is None else triton):
+        return "since Triton, which compiles for CUDA, is not installed"
+    return ""
