@@ -296,7 +296,13 @@ def _join(
     traffic: Traffic | None = None,
 ) -> Group:
     """Make every group of a family, as torch.distributed demands, and return the one we are in.
-    `everybody`: calls over the connections that all groups of the whole world share."""
+    `everybody`: calls over the connections that all groups of the whole world share.
+
+    A rank that is not in a group only counts it, and waits for nobody: torch names groups by that
+    count. `use_local_synchronization` would spare the counting, but names a group by the number of
+    groups that a rank is in, which differs here: the ends of a pipeline are in one more than its
+    middle.
+    """
     mine = Group((rank,), 0)
     traffic = traffic or Traffic()
     for ranks in lines:
@@ -314,7 +320,8 @@ def _join(
 def _edges(
     pipelines: list[tuple[int, ...]], rank: int, pp: Group, timeout: timedelta | None
 ) -> Edges:
-    """This stage's edges. With NCCL every rank of the world makes the communicators of all."""
+    """This stage's edges. With NCCL every rank of the world counts the communicators of all stages
+    and waits for the other ends of its own alone, see `_join`."""
     # "cpu:gloo,cuda:nccl": a backend for each device.
     apart = "nccl" in dist.get_backend()
     found: dict[str, Group] = {}
