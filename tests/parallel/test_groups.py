@@ -152,10 +152,10 @@ def test_bytes_are_counted_by_the_ring_model(ranks: Ranks, world: int) -> None:
 
 
 @contextmanager
-def as_on_gpus() -> Iterator[None]:
+def as_on_gpus(*, cpu: str = "gloo") -> Iterator[None]:
     """Have torch name the backends of a run on GPUs, one for each device; gloo stays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+        patch.setattr(dist, "get_backend", lambda: f"cpu:{cpu},cuda:nccl")
         yield
 
 
@@ -234,3 +234,40 @@ def on_rank_apart_from_others(groups: ProcessGroups) -> None:
 def test_no_rank_waits_for_groups_that_it_is_not_in(ranks: Ranks) -> None:
     """There are twice as many edges as ranks: a wait of the world for each would take long."""
     ranks.run(4, on_rank_apart_from_others)
+
+
+def on_rank_connect(groups: ProcessGroups, dims: ParallelDims, cpu: str) -> list[tuple[str, str]]:
+    """What is sent when the groups of a grid are connected, with a backend named for the CPU."""
+    mine = ProcessGroups.build(dims, rank=groups.world.rank)
+    told: list[tuple[str, str]] = []
+    mine.listen(lambda number, what, name: told.append((name, what)))
+    with as_on_gpus(cpu=cpu):
+        mine.connect(torch.device("cpu"))
+    return told
+
+
+def test_communicators_are_made_at_the_start(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=1, dp=1, pp=4)
+    first, second, third, last = ranks.run(4, on_rank_connect, dims, "nccl")
+    world = ("world", "connect of 1 float32")
+    ends = ("embedding of 0", "connect of 1 float32")
+    # The world and the one pipeline share a communicator.
+    assert first == last == [world, world, ends] and second == third == [world, world]
+
+
+def test_families_are_connected_in_one_order(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=2, dp=2, pp=1)
+    names = [[name for name, _ in told] for told in ranks.run(4, on_rank_connect, dims, "nccl")]
+    assert names == [
+        ["world", f"tp of {tp}", f"dp of {dp}"] for tp, dp in ((0, 0), (0, 1), (2, 0), (2, 1))
+    ]
+
+
+def test_gloo_is_connected_already(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=2, dp=1, pp=2)
+    assert ranks.run(4, on_rank_connect, dims, "gloo") == [[]] * 4
+
+
+def test_alone_there_is_nobody_to_connect_to() -> None:
+    alone = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+    alone.connect(torch.device("cuda", 0))
