@@ -388,7 +388,8 @@ class Trainer:
         mine = sum(batch.counted_tokens for batch in batches)
         if all(batch.loss_mask is None for batch in batches):
             return mine * self.groups.dp.size
-        count = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        # On the CPU, where it was counted: the host would wait for a device to bring it back.
+        count = torch.tensor([mine], dtype=torch.int64)
         self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
         return max(1, int(count.item()))
 

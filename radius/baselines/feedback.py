@@ -165,7 +165,7 @@ class FeedbackReducer(ABC):
     def stats(self, *, full: bool = False) -> ReducerStats:
         dense, squares = self._dense.stats(), self._squared_residual() if full else 0.0
         mine = [self.entries_sent, self.entries_stored, squares]
-        sent, stored, squares = self.share.total(mine, next(iter(self.infos.values())).param.device)
+        sent, stored, squares = self.share.total(mine)
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent + self.bytes_sent,
             density=sent / stored if stored else 1.0,

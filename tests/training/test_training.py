@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,22 @@ def test_masked_tokens_weigh_by_the_global_batch(ranks: Ranks, tmp_path: Path) -
     tokens = metrics_of(tmp_path / "1", "tokens")
     assert tokens == metrics_of(tmp_path / "4", "tokens")
     assert all(0.9 * 16 * 32 < count < 16 * 32 for count in tokens)
+
+
+def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
+    """Counted tokens of batches with masks, where the device cannot bring a number back."""
+    trainer = make_trainer(groups, TINY, run_dir)
+    trainer.device = torch.device("meta")
+    (batch, *_) = trainer.readers.train.read(0, 16)  # pyright: ignore[reportOptionalMemberAccess]
+    masked = replace(batch, loss_mask=torch.ones(2, 32), counted_tokens=3 + groups.dp.rank)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return trainer._count_tokens([masked, masked])
+
+
+def test_masked_tokens_are_counted_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    """The device is not asked: that would wait for the step before."""
+    assert ranks.run(2, on_rank_counting, tmp_path) == [2 * (3 + 4)] * 2
 
 
 def test_duration_ends_with_a_save_and_asks_to_be_requeued(ranks: Ranks, tmp_path: Path) -> None:
