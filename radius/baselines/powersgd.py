@@ -139,7 +139,7 @@ class _PowerSGDWork(CompressedWork):
 
     def _end_round(self) -> None:
         if self._pending is not None:
-            with self._reducer.waiting():
+            with self._reducer.waiting(self._bucket.grad.device):
                 self._pending.wait()
             self._pending = None
 
