@@ -347,3 +347,25 @@ def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) 
         assert name in text
     assert "TFLOP/s/GPU" in text and "params norm" in text and "num zeros" in text
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank_1.json", "rank_1.txt"}
+
+
+def on_rank_with_peaks(groups: ProcessGroups, run_dir: Path) -> list[int]:
+    """The peaks of two steps of a GPU that holds 100 bytes, and needs more outside of steps."""
+    trainer = make_trainer(groups, TINY, run_dir)
+    trainer.device = torch.device("cuda", 0)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            peak = [10**9]  # of what was done before the step
+            patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda peak=peak: peak.append(100))
+            patch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak: peak[-1])
+            record, _ = trainer.train_step()
+            found.append(record.peak_memory_bytes)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return found
+
+
+def test_a_peak_on_a_gpu_is_that_of_its_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither building the model nor an evaluation counts."""
+    assert ranks.run(1, on_rank_with_peaks, tmp_path) == [[100, 100]]
