@@ -184,6 +184,7 @@ def run(config: Config, launch: Launch, run_dir: Path, failures: Failures, held:
             announce(metrics, config, runtime, groups)
             for note in notes:
                 metrics.say(note)
+            groups.connect(runtime.device)
             trainer = build_trainer(
                 config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
             )

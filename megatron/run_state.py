@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import FILES, Files
 from megatron.checkpoint.keep import Keeper
-from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint, snapshot
+from megatron.checkpoint.store import Checkpoint, Shard, Snapshots, save_checkpoint
 from megatron.config import Config
 from megatron.data_parallel.engine import GradientEngine
 from megatron.errors import CheckpointError
@@ -106,6 +106,7 @@ class RunState:
     data_files: dict[str, Any]
     files: Files = FILES
     _background: Background[_Written] = field(default_factory=Background)
+    _snapshots: Snapshots = field(default_factory=Snapshots)
     _notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,7 +139,8 @@ class RunState:
         shards = list(self._tensors.shards(moments=not self.config.checkpoint.no_save_optim))
         asynchronous = self.config.checkpoint.async_save and not wait
         if asynchronous:
-            shards = [snapshot(shard) for shard in shards]
+            # A rank that has no memory for its copies must not leave the others waiting.
+            shards = self.groups.world.agreed(partial(self._snapshots.take, shards))
         work = partial(self._write, progress.iteration, shards, self._json(progress), began)
         if not asynchronous:
             self._conclude(work)

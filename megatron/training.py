@@ -10,7 +10,6 @@ train --> train_step --> pipeline: forwards and backwards       (gradients go to
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from megatron.guards.replicas import compare_replicas
 from megatron.guards.requests import Request, Requests
 from megatron.guards.spikes import is_spike, remember
 from megatron.metrics import Metrics, NullMetrics, StepRecord, Workload
+from megatron.metrics.memory import peak_memory_bytes, restart_peak_memory
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
 from megatron.optimizer.lr import LearningRate, WeightDecay
@@ -234,6 +234,7 @@ class Trainer:
         """One global batch: its record, and what the ranks are asked for after it."""
         began = time.perf_counter()
         self._bytes_sent()
+        restart_peak_memory(self.device)
         progress = self.progress
         progress.iteration += 1
         self.heartbeat.at("data", progress.iteration)
@@ -293,7 +294,7 @@ class Trainer:
             skipped=not good,
             loss_scale=loss_scale,
             global_batch_size=batch_size,
-            peak_memory_bytes=self._peak_memory(),
+            peak_memory_bytes=peak_memory_bytes(self.device),
             flops=self.flops_per_token * batch_size * self.config.model.seq_length,
             world_size=self.groups.world.size,
             num_zeros=num_zeros,
@@ -388,7 +389,8 @@ class Trainer:
         mine = sum(batch.counted_tokens for batch in batches)
         if all(batch.loss_mask is None for batch in batches):
             return mine * self.groups.dp.size
-        count = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        # On the CPU, where it was counted: the host would wait for a device to bring it back.
+        count = torch.tensor([mine], dtype=torch.int64)
         self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
         return max(1, int(count.item()))
 
@@ -447,8 +449,3 @@ class Trainer:
         seconds[self.groups.world.rank] = torch.tensor([mine[name] for name in names])
         self.groups.world.all_reduce(seconds, dist.ReduceOp.SUM)
         return {name: seconds[:, i].tolist() for i, name in enumerate(names)}
-
-    def _peak_memory(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

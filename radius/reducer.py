@@ -105,7 +105,7 @@ class RadiusReducer:
         if device.type != "cpu":
             return mine
         copies = self._group.gather_text("bits" if mine else "")
-        model, ranks = self.share.total([all(copies), 1], device)
+        model, ranks = self.share.total([all(copies), 1])
         return model == ranks
 
     def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard], bits: bool) -> RadiusBucket:

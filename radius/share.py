@@ -54,11 +54,12 @@ class ModelShare:
             return False
         return self.tp is None or self.tp.rank == 0 or bucket.tp_sharded
 
-    def total(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Each of them added up over the model. Collective over its ranks."""
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Each of them added up over the model, on the CPU, so that the host waits for no device.
+        Collective over its ranks."""
         if self.sum_over_model is None:
             return list(numbers)
-        vector = torch.tensor(numbers, dtype=torch.float64, device=device)
+        vector = torch.tensor(numbers, dtype=torch.float64)
         return self.sum_over_model(vector).tolist()
 
     def sum_bins(self, name: str) -> SumBins | None:

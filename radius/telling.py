@@ -66,8 +66,7 @@ class Telling:
         tells_norm = full and self._settings.residual != "none"
         waits = sum(own.squared_norm() for own in counted) if tells_norm and on else 0.0
         mine = [self._sent, self._stored, self._chosen, self._kept, waits, on]
-        device = buckets[0].bucket.grad.device
-        sent, stored, chosen, kept, waits, began = self._share.total(mine, device)
+        sent, stored, chosen, kept, waits, began = self._share.total(mine)
         extra: dict[str, float] = {}
         if tells_norm and began:
             extra["residual_norm"] = math.sqrt(waits)
@@ -92,7 +91,7 @@ class Telling:
             value_bytes=grad.element_size(),
             bits=bits,
         )
-        entries, *sizes = self._share.total([sum(matrices), *kinds.values()], grad.device)
+        entries, *sizes = self._share.total([sum(matrices), *kinds.values()])
         if not entries:
             return ""
         whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}

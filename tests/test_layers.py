@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world", "closed_pipe")
-    + ("low_memory.checkpoint_interval", "processor"),
+    + ("low_memory.checkpoint_interval", "processor", "transfer"),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),

@@ -5,8 +5,9 @@ A shard is said in terms of the logical tensor; what file and key it gets is set
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from megatron.checkpoint.tensors import (
     TensorRecord,
 )
 from megatron.errors import CheckpointError
+from megatron.optimizer.pinned import pinned_zeros
 
+ALIGNMENT = 64
+"""Bytes of which each copy of a snapshot begins at a multiple: a view of any dtype can."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,6 +86,58 @@ def snapshot(shard: Shard) -> Shard:
     tensor = shard.tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return replace(shard, tensor=copy.copy_(tensor))
+
+
+class Snapshots:
+    """Copies of shards in host memory, for a save that is written while training goes on.
+
+    Copies of tensors on a GPU lie in one block of page-locked memory, to which the GPU copies at
+    its full rate, one tensor after another without a wait between them. To lock pages takes long,
+    so the block stays for the next save, whose copies take the place of these.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copy the shards. Nobody may read what an earlier call returned any more.
+
+        Raises:
+            CheckpointError: The block cannot be had.
+        """
+        staged = iter(self.stage([shard for shard in shards if shard.tensor.is_cuda]))
+        return [next(staged) if shard.tensor.is_cuda else snapshot(shard) for shard in shards]
+
+    def stage(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copy the shards to the block, whatever device they are on."""
+        if not shards:
+            return []
+        rooms = [-(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards]
+        self._make_room(sum(rooms))
+        starts = accumulate(rooms, initial=0)
+        copies = [self._stage(shard, at) for shard, at in zip(shards, starts, strict=False)]
+        torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _stage(self, shard: Shard, start: int) -> Shard:
+        tensor = shard.tensor.detach()
+        octets = self._block[start : start + tensor.nbytes]
+        copy = octets.view(tensor.dtype).view(tensor.shape)
+        return replace(shard, tensor=copy.copy_(tensor, non_blocking=True))
+
+    def _make_room(self, size: int) -> None:
+        if size <= self._block.numel():
+            return
+        # The old block goes first: there may be no memory for both.
+        self._block = torch.empty(0, dtype=torch.uint8)
+        try:
+            self._block = pinned_zeros(size, torch.uint8)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"async_save: {size} bytes of page-locked host memory for a copy of this rank's "
+                f"state cannot be had ({str(error).partition(chr(10))[0]}); give the job more "
+                "memory, or start without --async-save"
+            ) from None
 
 
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from megatron.checkpoint.regions import Box, flat_boxes, volume
 from megatron.checkpoint.shards import (
     DTYPE_NAMES,
     Shard,
+    Snapshots,
     of_rank,
     owned,
     owner,
@@ -34,7 +35,16 @@ from megatron.checkpoint.tensors import DATA_PARALLEL
 from megatron.checkpoint.verify import read_manifest, verify_folder
 from megatron.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Shard", "of_rank", "owner", "save_checkpoint", "snapshot", "whole"]
+__all__ = [
+    "Checkpoint",
+    "Shard",
+    "Snapshots",
+    "of_rank",
+    "owner",
+    "save_checkpoint",
+    "snapshot",
+    "whole",
+]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

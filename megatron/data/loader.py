@@ -10,6 +10,7 @@ import torch
 
 from megatron.data.blended import SampleSource
 from megatron.data.sampler import CollateOptions, Microbatch, MicrobatchSampler, collate
+from megatron.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,7 @@ class DeviceMicrobatch:
         """Copy to the device, asynchronously where it is a GPU."""
 
         def place(array: np.ndarray | None) -> torch.Tensor | None:
-            if array is None:
-                return None
-            tensor = torch.from_numpy(array)
-            if device.type == "cpu":
-                return tensor
-            return tensor.pin_memory().to(device, non_blocking=True)
+            return None if array is None else to_device(torch.from_numpy(array), device)
 
         mask = batch.loss_mask
         tokens, labels = place(batch.tokens), place(batch.labels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
+from megatron.data_parallel.waits import Waits
 from megatron.parallel.groups import Group
 
 
@@ -31,7 +31,7 @@ class _AllReduceWork:
     reducer: AllReduceReducer
 
     def wait(self) -> Reduced:
-        self.reducer.block_on(self.pending)
+        self.reducer.block_on(self.pending, self.values.device)
         return Reduced(values=self.values)
 
     def drop(self) -> None:
@@ -66,7 +66,7 @@ class AllReduceReducer:
     most: int | None = None
     carries: bool = field(default=False, init=False)
     bytes_sent: int = field(default=0, init=False)
-    wait_seconds: float = field(default=0.0, init=False)
+    waits: Waits = field(default_factory=Waits, init=False)
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         pass
@@ -101,12 +101,11 @@ class AllReduceReducer:
         grad.div_(self.group.size)
         return dist.ReduceOp.SUM
 
-    def block_on(self, pending: dist.Work | None) -> None:
-        """Wait for what was sent, if anything was, and count the seconds."""
+    def block_on(self, pending: dist.Work | None, device: torch.device) -> None:
+        """Wait for what was sent of a tensor on `device`, if anything was, and count the time."""
         if pending is not None:
-            began = time.perf_counter()
-            pending.wait()
-            self.wait_seconds += time.perf_counter() - began
+            with self.waits.on(device):
+                pending.wait()
 
     def wants_update(self, step: StepContext) -> bool:
         return False
@@ -121,8 +120,8 @@ class AllReduceReducer:
         return ""
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        stats = ReducerStats(bytes_sent=self.bytes_sent, wait_seconds=self.wait_seconds)
-        self.bytes_sent, self.wait_seconds = 0, 0.0
+        stats = ReducerStats(bytes_sent=self.bytes_sent, wait_seconds=self.waits.take())
+        self.bytes_sent = 0
         return stats
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:

@@ -47,6 +47,7 @@ from megatron.data_parallel.interface import (
 from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
 from megatron.errors import ConfigError, NumericsError, PeerError
 from megatron.parallel.groups import Calls, Group, ProcessGroups
+from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
@@ -363,7 +364,7 @@ class GradientEngine:
         """(5): what every rank's gradients are like, and the largest request."""
         reached = torch.stack(self._reached)
         numbers = [0.0, tag, -tag, request, 0.0]
-        vote = torch.tensor(numbers, dtype=torch.float64, device=reached.device)
+        vote = to_device(torch.tensor(numbers, dtype=torch.float64), reached.device)
         vote[0] = ~torch.isfinite(reached).all()
         if self._growth is not None:
             ranks = self.groups.dp.size

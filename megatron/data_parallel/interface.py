@@ -357,10 +357,11 @@ class Entries:
 class ReducerStats:
     """Counters of one step on this rank. `bytes_sent` follows the ring model: an all-reduce of b
     bytes over n ranks sends 2 (n - 1) / n b, an all-gather (n - 1) times the rank's own bytes.
-    `density`: entries sent over entries stored, of the whole model. `wait_seconds`: time blocked in
-    `Work.wait`. `extra`: numbers of the path's own, of the whole model too, for log line and
-    metrics file, under names that read well in both (`residual_norm`). `notes`: sentences for the
-    log, each told once."""
+    `density`: entries sent over entries stored, of the whole model. `wait_seconds`: time for which
+    `Work.wait` blocks the host, or on a GPU the stream, whose latest waits may count in the next
+    step. `extra`: numbers of the path's own, of the whole model too, for log line and metrics file,
+    under names that read well in both (`residual_norm`). `notes`: sentences for the log, each told
+    once."""
 
     bytes_sent: int = 0
     density: float = 1.0

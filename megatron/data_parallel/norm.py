@@ -9,8 +9,8 @@ import torch
 NORM_ROW = 1 << 10
 """Entries summed in fp32 before fp64 takes over. 64 times as many take as long, and are off by 40
 (bf16) to 350 times as much."""
-PIECE = {"cpu": 256 * 1024, "cuda": 2 * 1024 * 1024}
-"""Entries widened at a time: on a CPU they stay in cache."""
+PIECE = 256 * 1024
+"""Entries widened at a time on a CPU: they stay in cache."""
 WIDE_LIMIT = 2.0**59
 """Of an fp32 or bf16 entry: a row of such ones still has a norm in fp32."""
 
@@ -47,22 +47,22 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """Of a 1-D tensor, in fp64. Row by row: torch's fp32 norm on the CPU adds one term after
     another and is off by a third of a percent at 40M entries."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for piece in _widened(values):
+    for piece in _pieces(values):
         whole = piece.numel() // NORM_ROW * NORM_ROW
-        rows = torch.linalg.vector_norm(piece[:whole].view(-1, NORM_ROW), dim=1)
-        rest = torch.linalg.vector_norm(piece[whole:])
+        by_row = piece[:whole].view(-1, NORM_ROW)
+        rows = torch.linalg.vector_norm(by_row, dim=1, dtype=torch.float32)
+        rest = torch.linalg.vector_norm(piece[whole:], dtype=torch.float32)
         total += rows.double().square().sum() + rest.double().square()
     return total
 
 
-def _widened(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A flat vector as fp32, piece by piece where it is not; a piece holds until the next. Asked
-    for an fp32 sum of a 16-bit vector, torch takes ten times as long on a CPU."""
-    if values.dtype == torch.float32:
+def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A flat vector, in pieces where torch would take long for the whole: asked for an fp32 norm of
+    a 16-bit vector on a CPU, ten times as long as for its fp32 copy. A piece holds until the next.
+    On a GPU one kernel widens what it reads."""
+    if values.dtype == torch.float32 or values.device.type != "cpu":
         yield values
         return
-    scratch = torch.empty(
-        min(values.numel(), PIECE[values.device.type]), dtype=torch.float32, device=values.device
-    )
+    scratch = torch.empty(min(values.numel(), PIECE), dtype=torch.float32)
     for piece in values.split(scratch.numel()):
         yield scratch[: piece.numel()].copy_(piece)

@@ -20,8 +20,9 @@ class StepRecord:
     `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
     saving. `bytes_sent` is this rank's payload on the data-parallel group, `axis_bytes` what it
     sent along the other axes of the grid, by name, where there are any; `flops` are model FLOPs
-    over all ranks. `timers` are seconds gained since the record before, over ranks. `path` are
-    numbers of the gradient path's own, by name, where a step has any.
+    over all ranks. `peak_memory_bytes` is the most that this rank held: on a GPU in tensors, during
+    the step; on a CPU altogether, since its start. `timers` are seconds gained since the record
+    before, over ranks. `path` are numbers of the gradient path's own, by name, where there are any.
     """
 
     iteration: int

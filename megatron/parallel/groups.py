@@ -257,6 +257,21 @@ class ProcessGroups:
         for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
             group.calls.tell = tell
 
+    def connect(self, device: torch.device) -> None:
+        """Make the NCCL communicators of all groups now, by one small all-reduce over each.
+
+        NCCL makes a communicator at its first use, for which all members wait for each other and
+        memory is allocated. In the middle of a step a receive that runs on one member's device
+        could hold up both. The groups of an axis are disjoint and every rank takes the axes in one
+        order, so that no two ranks wait for each other in different groups. The transport connects
+        the edges. Does nothing where tensors of `device` do not travel by NCCL. Collective over the
+        world.
+        """
+        if self.world.handle is None or _backend_of(device) != "nccl":
+            return
+        for group in (self.world, self.tp, self.dp, self.pp, self.embedding):
+            group.all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, about="connect")
+
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Add up in place, over the tensor- and pipeline-parallel ranks of one copy of the model,
         what each counts of its own part."""
@@ -296,7 +311,13 @@ def _join(
     traffic: Traffic | None = None,
 ) -> Group:
     """Make every group of a family, as torch.distributed demands, and return the one we are in.
-    `everybody`: calls over the connections that all groups of the whole world share."""
+    `everybody`: calls over the connections that all groups of the whole world share.
+
+    A rank that is not in a group only counts it, and waits for nobody: torch names groups by that
+    count. `use_local_synchronization` would spare the counting, but names a group by the number of
+    groups that a rank is in, which differs here: the ends of a pipeline are in one more than its
+    middle.
+    """
     mine = Group((rank,), 0)
     traffic = traffic or Traffic()
     for ranks in lines:
@@ -314,7 +335,8 @@ def _join(
 def _edges(
     pipelines: list[tuple[int, ...]], rank: int, pp: Group, timeout: timedelta | None
 ) -> Edges:
-    """This stage's edges. With NCCL every rank of the world makes the communicators of all."""
+    """This stage's edges. With NCCL every rank of the world counts the communicators of all stages
+    and waits for the other ends of its own alone, see `_join`."""
     # "cpu:gloo,cuda:nccl": a backend for each device.
     apart = "nccl" in dist.get_backend()
     found: dict[str, Group] = {}
@@ -331,6 +353,15 @@ def _edges(
                         (sender, receiver), int(way == "in"), handle, timeout, calls, pp.traffic
                     )
     return Edges(**found)
+
+
+def _backend_of(device: torch.device) -> str:
+    """The backend that carries tensors of a device: torch names one for all devices ("gloo"), or
+    one for each ("cpu:gloo,cuda:nccl")."""
+    name = dist.get_backend()
+    if ":" not in name:
+        return name
+    return dict(part.split(":") for part in name.split(",")).get(device.type, "")
 
 
 def _last_part(name: object) -> str:

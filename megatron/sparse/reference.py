@@ -14,6 +14,7 @@ import torch
 
 from megatron.sparse.sizes import BLOCK
 from megatron.sparse.sizes import GROUP as GROUP
+from megatron.transfer import to_device
 
 if TYPE_CHECKING:
     from megatron.sparse.shard import Shard
@@ -183,11 +184,11 @@ def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
     padded = torch.zeros((last - first) * 32, dtype=torch.bool, device=chosen.device)
     within = slice(start - first * 32, start - first * 32 + chosen.numel())
     padded[within] = chosen
-    new = pack(padded).to(words.device, non_blocking=True)
+    new = to_device(pack(padded), words.device)
     target = words.view(-1)[first:last]
     if within != slice(0, padded.numel()):
         padded[within] = True
-        new |= target & ~pack(padded).to(words.device, non_blocking=True)
+        new |= target & ~to_device(pack(padded), words.device)
     target.copy_(new)
 
 

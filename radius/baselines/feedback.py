@@ -11,10 +11,9 @@ is where the mean has to go.
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
+from megatron.data_parallel.waits import Waits
 from radius.share import ModelShare
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class FeedbackReducer(ABC):
         self.infos = {info.name: info for info in infos}
         self.offered: dict[str, torch.Tensor] = {}
         self.bytes_sent = self.entries_sent = self.entries_stored = 0
-        self.wait_seconds = 0.0
+        self._waits = Waits()
         self._residual: dict[str, torch.Tensor] = {}
         self._dense = AllReduceReducer(group)
         self._names: dict[int, tuple[str, ...]] = {}
@@ -165,16 +165,15 @@ class FeedbackReducer(ABC):
     def stats(self, *, full: bool = False) -> ReducerStats:
         dense, squares = self._dense.stats(), self._squared_residual() if full else 0.0
         mine = [self.entries_sent, self.entries_stored, squares]
-        sent, stored, squares = self.share.total(mine, next(iter(self.infos.values())).param.device)
+        sent, stored, squares = self.share.total(mine)
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent + self.bytes_sent,
             density=sent / stored if stored else 1.0,
-            wait_seconds=dense.wait_seconds + self.wait_seconds,
+            wait_seconds=dense.wait_seconds + self._waits.take(),
             extra={"residual_norm": math.sqrt(squares)} if full else {},
             notes=tuple(self._notes),
         )
         self.bytes_sent = self.entries_sent = self.entries_stored = 0
-        self.wait_seconds = 0.0
         self._notes.clear()
         return stats
 
@@ -199,12 +198,9 @@ class FeedbackReducer(ABC):
 
     # ---- for the methods -----------------------------------------------------------------------
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the time inside as blocked."""
-        began = time.perf_counter()
-        yield
-        self.wait_seconds += time.perf_counter() - began
+    def waiting(self, device: torch.device) -> AbstractContextManager[None]:
+        """Count the time inside as blocked, by a collective on tensors of `device`."""
+        return self._waits.on(device)
 
     def _squared_residual(self) -> float:
         """Of the residuals that this rank counts."""

@@ -38,6 +38,8 @@ from radius.share import ModelShare
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
 
+AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
+"""Entries of a matrix that are decompressed at a time, by the type of its device."""
 WARM_START = "warm_start/"
 """Before a logical name: its Q of the last step, equal on all data-parallel ranks."""
 
@@ -132,14 +134,14 @@ class _PowerSGDWork(CompressedWork):
         mean = grad[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
         offered = self._offered(matrix)
         q = (self._q(matrix) * self._scale).T
-        at_once = max(1, PIECE[grad.device.type] // matrix.columns)
+        at_once = max(1, AT_ONCE[grad.device.type] // matrix.columns)
         for rows in (slice(i, i + at_once) for i in range(0, matrix.rows, at_once)):
             mean[rows].copy_(basis[rows] @ q)
             offered[rows].sub_(mean[rows], alpha=1.0 / self._scale)
 
     def _end_round(self) -> None:
         if self._pending is not None:
-            with self._reducer.waiting():
+            with self._reducer.waiting(self._bucket.grad.device):
                 self._pending.wait()
             self._pending = None
 

@@ -105,7 +105,7 @@ class _TopKWork(CompressedWork):
 
     def drop(self) -> None:
         if self.pending is not None:
-            with self.reducer.waiting():
+            with self.reducer.waiting(self.bucket.grad.device):
                 self.pending.wait()
 
 

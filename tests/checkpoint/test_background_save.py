@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from checkpoint_helpers import tree
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.locate import find_checkpoint
-from megatron.checkpoint.store import snapshot, whole
+from megatron.checkpoint.store import Snapshots, snapshot, whole
 from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.groups import ProcessGroups
 from megatron.run_state import RunState
@@ -45,6 +46,66 @@ def test_a_snapshot_does_not_change_with_the_tensor() -> None:
     copy = snapshot(whole("t", tensor)).tensor
     tensor.zero_()
     assert copy.tolist() == [[0, 3], [1, 4], [2, 5]] and copy.is_contiguous()
+
+
+class PageLocked:
+    """Counts the blocks of page-locked memory that are asked for, and the waits for copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks: list[int] = []
+        self.waits = 0
+        monkeypatch.setattr("megatron.checkpoint.shards.pinned_zeros", self.allocate)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.blocks.append(numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_copies_of_a_device_share_a_block_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, snapshots = PageLocked(monkeypatch), Snapshots()
+    tensors = [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(3.0, dtype=torch.bfloat16),
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 4),
+        torch.arange(100),
+    ]
+    shards = [whole(str(number), tensor) for number, tensor in enumerate(tensors)]
+    first = snapshots.stage(shards)
+    assert memory.blocks == [64 * (1 + 1 + 1 + 0 + 13)] and memory.waits == 1
+    wanted = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    for shard, copy, tensor in zip(shards, first, wanted, strict=True):
+        assert copy == replace(shard, tensor=copy.tensor) and copy.tensor.is_contiguous()
+        assert torch.equal(copy.tensor, tensor) and copy.tensor.dtype == tensor.dtype
+    assert len({copy.tensor.untyped_storage().data_ptr() for copy in first}) == 1
+    again = snapshots.stage(shards[:3])
+    assert len(memory.blocks) == 1 and memory.waits == 2
+    assert not any(copy.tensor.any() for copy in again)
+    snapshots.stage([*shards, whole("more", torch.zeros(1))])
+    assert memory.blocks[1:] == [64 * 17]
+
+
+def test_copies_of_the_host_need_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, tensor = PageLocked(monkeypatch), torch.arange(3.0)
+    (copy,) = Snapshots().take([whole("t", tensor)])
+    tensor.zero_()
+    assert copy.tensor.tolist() == [0, 1, 2] and not memory.blocks and not memory.waits
+
+
+def test_too_little_page_locked_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    monkeypatch.setattr("megatron.checkpoint.shards.pinned_zeros", refuse)
+    with pytest.raises(CheckpointError, match="async_save: 64 bytes") as caught:
+        Snapshots().stage([whole("t", torch.zeros(5))])
+    assert "out of memory" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def saver_of(trainer: Any) -> RunState:
@@ -176,6 +237,26 @@ def test_a_failure_on_one_rank_is_raised_on_all_at_one_step(
     assert 3 <= iteration <= 4, "saved after step 2, told before the save after step 4 began"
     assert f"on rank {rank}" in text and "No space left" in text
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
+
+
+def on_rank_without_memory(groups: ProcessGroups, run_dir: Path) -> str:
+    trainer = make_trainer(groups, f"{FLAGS} --async-save", run_dir)
+
+    class NoMemory(Snapshots):
+        def take(self, shards: object) -> list[Any]:
+            raise CheckpointError("no memory")
+
+    if groups.world.rank == 1:
+        saver_of(trainer)._snapshots = NoMemory()
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return str(caught.value)
+
+
+def test_a_rank_without_memory_for_its_copies_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, on_rank_without_memory, tmp_path) == ["no memory"] * 2
 
 
 def test_older_ones_make_room_while_it_trains(ranks: Ranks, tmp_path: Path) -> None:

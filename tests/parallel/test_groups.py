@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +15,11 @@ from megatron.errors import DataError
 from megatron.guards.heartbeat import Heartbeat, calls
 from megatron.guards.parting import find_parting
 from megatron.parallel.dims import ParallelDims
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.groups import (
+    Group,
+    ProcessGroups,
+    _edges,  # pyright: ignore[reportPrivateUsage]
+)
 from tests.ranks import Ranks
 
 TEXTS = ["", "a", "longer text: é, 漢字\n" * 50, "x" * 10_000]
@@ -145,11 +151,17 @@ def test_bytes_are_counted_by_the_ring_model(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, on_rank_traffic) == [wanted] * world
 
 
+@contextmanager
+def as_on_gpus(*, cpu: str = "gloo") -> Iterator[None]:
+    """Have torch name the backends of a run on GPUs, one for each device; gloo stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: f"cpu:{cpu},cuda:nccl")
+        yield
+
+
 def on_rank_nccl_edges(groups: ProcessGroups) -> int:
     """How many communicators two stages make where a GPU's tensors go by NCCL."""
-    with pytest.MonkeyPatch.context() as patch:
-        # What a run on GPUs starts: a backend for each device.
-        patch.setattr(dist, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    with as_on_gpus():
         dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
         edges = ProcessGroups.build(dims, rank=groups.world.rank).edges
     assert edges is not None
@@ -158,3 +170,104 @@ def on_rank_nccl_edges(groups: ProcessGroups) -> int:
 
 def test_with_nccl_no_direction_waits_for_another(ranks: Ranks) -> None:
     assert ranks.run(2, on_rank_nccl_edges) == [4, 4]
+
+
+FAMILIES = ("world", "tp", "dp", "pp", "embedding")
+GRIDS = [
+    ParallelDims(tp=1, dp=1, pp=4),
+    ParallelDims(tp=2, dp=1, pp=2),
+    ParallelDims(tp=1, dp=2, pp=2),
+]
+LARGE_GRIDS = [
+    ParallelDims(tp=2, dp=2, pp=2),
+    ParallelDims(tp=1, dp=2, pp=4, order="tp-pp-dp"),
+]
+
+
+def on_rank_all_groups(groups: ProcessGroups, dims: ParallelDims) -> None:
+    """Every group of a grid joins the ranks that it should, with edges as on GPUs."""
+    rank = groups.world.rank
+    with as_on_gpus():
+        mine = ProcessGroups.build(dims, rank=rank)
+    assert mine.edges is not None
+    for group in (*(getattr(mine, name) for name in FAMILIES), mine.world.apart()):
+        total = torch.tensor([rank])
+        group.all_reduce(total, dist.ReduceOp.SUM)
+        assert int(total) == sum(group.ranks) and group.ranks[group.rank] == rank
+    for way in ("activations", "gradients"):
+        before, after = getattr(mine.edges, f"{way}_in"), getattr(mine.edges, f"{way}_out")
+        came = torch.zeros(1)
+        receive = before.receive(came, source=0, about=way)
+        after.send(torch.tensor([float(rank)]), to=1, about=way).wait()
+        receive.wait()
+        assert int(came) == before.ranks[0]
+
+
+def test_groups_of_every_kind_join_their_ranks(ranks: Ranks) -> None:
+    """Stages in the middle are in no embedding group: ranks are in different numbers of groups."""
+    for dims in GRIDS:
+        ranks.run(4, on_rank_all_groups, dims)
+
+
+def test_so_do_those_of_eight_ranks() -> None:
+    ranks = Ranks()
+    try:
+        for dims in LARGE_GRIDS:
+            ranks.run(8, on_rank_all_groups, dims)
+    finally:
+        ranks.close()
+
+
+def on_rank_apart_from_others(groups: ProcessGroups) -> None:
+    """Ranks of two pipelines, one of which makes its edges only when the other one has them."""
+    rank = groups.world.rank
+    with as_on_gpus():
+        if rank % 2:
+            groups.world.barrier()
+        limit = timedelta(seconds=30)
+        edges = _edges([(0, 2), (1, 3)], rank, Group((rank,), 0), limit)
+        if rank % 2 == 0:
+            groups.world.barrier()
+    assert all(rank in edge.ranks for edge in edges)
+
+
+def test_no_rank_waits_for_groups_that_it_is_not_in(ranks: Ranks) -> None:
+    """There are twice as many edges as ranks: a wait of the world for each would take long."""
+    ranks.run(4, on_rank_apart_from_others)
+
+
+def on_rank_connect(groups: ProcessGroups, dims: ParallelDims, cpu: str) -> list[tuple[str, str]]:
+    """What is sent when the groups of a grid are connected, with a backend named for the CPU."""
+    mine = ProcessGroups.build(dims, rank=groups.world.rank)
+    told: list[tuple[str, str]] = []
+    mine.listen(lambda number, what, name: told.append((name, what)))
+    with as_on_gpus(cpu=cpu):
+        mine.connect(torch.device("cpu"))
+    return told
+
+
+def test_communicators_are_made_at_the_start(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=1, dp=1, pp=4)
+    first, second, third, last = ranks.run(4, on_rank_connect, dims, "nccl")
+    world = ("world", "connect of 1 float32")
+    ends = ("embedding of 0", "connect of 1 float32")
+    # The world and the one pipeline share a communicator.
+    assert first == last == [world, world, ends] and second == third == [world, world]
+
+
+def test_families_are_connected_in_one_order(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=2, dp=2, pp=1)
+    names = [[name for name, _ in told] for told in ranks.run(4, on_rank_connect, dims, "nccl")]
+    assert names == [
+        ["world", f"tp of {tp}", f"dp of {dp}"] for tp, dp in ((0, 0), (0, 1), (2, 0), (2, 1))
+    ]
+
+
+def test_gloo_is_connected_already(ranks: Ranks) -> None:
+    dims = ParallelDims(tp=2, dp=1, pp=2)
+    assert ranks.run(4, on_rank_connect, dims, "gloo") == [[]] * 4
+
+
+def test_alone_there_is_nobody_to_connect_to() -> None:
+    alone = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+    alone.connect(torch.device("cuda", 0))

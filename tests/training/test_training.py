@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,22 @@ def test_masked_tokens_weigh_by_the_global_batch(ranks: Ranks, tmp_path: Path) -
     assert all(0.9 * 16 * 32 < count < 16 * 32 for count in tokens)
 
 
+def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
+    """Counted tokens of batches with masks, where the device cannot bring a number back."""
+    trainer = make_trainer(groups, TINY, run_dir)
+    trainer.device = torch.device("meta")
+    (batch, *_) = trainer.readers.train.read(0, 16)  # pyright: ignore[reportOptionalMemberAccess]
+    masked = replace(batch, loss_mask=torch.ones(2, 32), counted_tokens=3 + groups.dp.rank)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return trainer._count_tokens([masked, masked])
+
+
+def test_masked_tokens_are_counted_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    """The device is not asked: that would wait for the step before."""
+    assert ranks.run(2, on_rank_counting, tmp_path) == [2 * (3 + 4)] * 2
+
+
 def test_duration_ends_with_a_save_and_asks_to_be_requeued(ranks: Ranks, tmp_path: Path) -> None:
     flags = f"{TINY} --exit-duration-in-mins 0.00001"
     found = ranks.run(2, train, flags, tmp_path)
@@ -330,3 +347,25 @@ def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) 
         assert name in text
     assert "TFLOP/s/GPU" in text and "params norm" in text and "num zeros" in text
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank_1.json", "rank_1.txt"}
+
+
+def on_rank_with_peaks(groups: ProcessGroups, run_dir: Path) -> list[int]:
+    """The peaks of two steps of a GPU that holds 100 bytes, and needs more outside of steps."""
+    trainer = make_trainer(groups, TINY, run_dir)
+    trainer.device = torch.device("cuda", 0)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            peak = [10**9]  # of what was done before the step
+            patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda peak=peak: peak.append(100))
+            patch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak: peak[-1])
+            record, _ = trainer.train_step()
+            found.append(record.peak_memory_bytes)
+    trainer.engine.detach()
+    trainer.metrics.close()
+    return found
+
+
+def test_a_peak_on_a_gpu_is_that_of_its_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither building the model nor an evaluation counts."""
+    assert ranks.run(1, on_rank_with_peaks, tmp_path) == [[100, 100]]

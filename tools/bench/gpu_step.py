@@ -183,6 +183,8 @@ def _time(
     first = perf_counter() - began
     for _ in range(min(4, steps)):
         losses.append(contender.step())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(steps):
         if device.type == "cuda":
