@@ -1,0 +1,31 @@
+"""A CUDA device that the CPU plays, to rehearse the CUDA path where there is no GPU.
+
+torch builds a native tensor of any device around memory that a DLPack capsule describes. A capsule
+that says "CUDA" and points to host memory therefore gives real `cuda:0` tensors to a CPU-only build
+of torch. That build has no CUDA kernel, so one Python function, registered as the fallback of the
+CUDA dispatch key, receives every operation: the function checks the arguments as CUDA would,
+records which stream reads and writes which bytes, and computes with the CPU's kernels on the same
+memory.
+
+    guard.cpp, guard.py   tell torch that there is CUDA; must be loaded before torch
+    findings.py           what was noticed, and which line of the program did it
+    streams.py            streams and events with vector clocks: what is ordered before what
+    memory.py             memory of the device, pinned memory of the host; races, early frees
+    operations.py         every operation on tensors of the device
+    device.py             `install`: all of the above behind `torch.cuda`
+    serve.py, process.py  a process with the device, and how tests talk to it
+
+Kinds of findings:
+
+    device         tensors of two devices where CUDA refuses them; raises, as CUDA does
+    wait           the host waits for the device
+    pageable copy  a copy with non_blocking=True whose host memory is not pinned, so the host waits
+                   although nobody asked for it; torch's sync debug mode does not see these
+    race           two streams touch the same bytes, one writes, and nothing orders the two
+    early free     memory is freed while another stream may use it: `record_stream` is missing
+
+The rehearsal cannot see speed, the rounding of real kernels, flash attention (attention is computed
+by its parts), compiled Triton kernels (the kernels are interpreted), memory pressure, and host
+code that reads pinned memory too early. It depends on internals of torch, so it runs with the
+tested version of torch only.
+"""

@@ -1,0 +1,49 @@
+"""Every gradient path trains on the device as on the CPU, ordered by streams and events, and the
+host waits only where it is allowed to."""
+
+from __future__ import annotations
+
+import pytest
+from pytest import approx
+
+from tests.rehearsal.process import Rehearsal, needs_rehearsal
+
+pytestmark = needs_rehearsal
+RADIUS = "--grad-path radius --radius-interval 3 --radius-start-iter 1"
+SAMO = "--samo-sparsity 0.8 --samo-pruning random"
+CASES = {
+    "dense-fp32": "",
+    "dense-bf16-recompute": "--bf16 --recompute-granularity full --hidden-dropout 0.1",
+    "dense-fp16-dropout": "--fp16 --initial-loss-scale 65536 --attention-dropout 0.1",
+    "dense-llama": "--bf16 --swiglu --position-embedding-type rope --normalization RMSNorm "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
+    "offload": "--bf16 --optimizer-cpu-offload --offload-bucket-size 65536 --clip-grad 0",
+    "offload-clipped": "--bf16 --optimizer-cpu-offload --offload-bucket-size 65536",
+    "radius-fp32": RADIUS,
+    "radius-rolling-fp32": f"{RADIUS} --radius-schedule rolling",
+    "radius-bf16": f"--bf16 --accumulate-allreduce-grads-in-fp32 {RADIUS}",
+    "samo-dsr-bf16": f"--bf16 --grad-path samo {SAMO} --dsr-interval 2",
+    "samo-radius-fp16": "--fp16 --initial-loss-scale 65536 --grad-path samo+radius "
+    f"--accumulate-allreduce-grads-in-fp32 {SAMO} --radius-interval 3 --radius-start-iter 1",
+    "topk-bf16": "--bf16 --grad-path topk",
+    "powersgd-bf16": "--bf16 --grad-path powersgd",
+}
+# What the host waits for in every step. It may need no more: each wait drains the device's queue.
+HOST_WAITS = [
+    "megatron/data_parallel/engine.py _agree: copy to the device",
+    "megatron/data_parallel/engine.py _agree: copy to the host",
+    "megatron/data_parallel/engine.py _norm: item, int, float, bool or tolist",
+    "megatron/training.py _mean_over_ranks: item, int, float, bool or tolist",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_those_on_the_cpu(name: str, rehearsal: Rehearsal) -> None:
+    found = rehearsal.call("tests.rehearsal.training:compare", flags=CASES[name])
+    assert found["wrong"] == []
+    assert sorted(found["waits"]) == sorted(HOST_WAITS)
+    # 16-bit kernels of the CPU round elsewhere than those that the device is played by.
+    wanted = found["wanted"]
+    bound = approx(wanted, rel=2e-7) if "fp32" in name else approx(wanted, abs=1e-3)
+    assert found["losses"] == bound
+    assert found["losses"][0] > 4  # of 100 tokens: the steps computed a loss
