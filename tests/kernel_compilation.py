@@ -1,0 +1,191 @@
+"""Compile every Triton kernel for GPUs that need not be here: `python -m` this.
+
+The functions that launch kernels are called on the CPU. Each launch is recorded in place of being
+run, and its kernel is compiled down to machine code as a launch on a GPU would have it compiled:
+for the same types, constants and alignments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import compile as compile_kernel  # pyright: ignore[reportMissingImports]
+from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.compiler import ASTSource, make_backend  # pyright: ignore[reportMissingImports]
+from triton.runtime.jit import (  # pyright: ignore[reportMissingImports]
+    JITFunction,
+    create_function_from_signature,
+)
+
+import radius.kernels
+import samo.kernels
+from megatron.sparse import kernels as sparse
+from megatron.sparse.reference import BLOCK, GROUP, Bits
+from megatron.sparse.selection import DTYPES
+from megatron.sparse.shard import Shard
+from megatron.tensor_parallel import cross_entropy_kernels
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+"""What a program may have of a multiprocessor's shared memory, for each architecture."""
+LONG = (1 << 31) + 5
+"""Entries that 32 bits do not count."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what it was called with."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compiled(self, architecture: int, cache: dict[str, Any]) -> Any:
+        """The compiled kernel, from `cache` where an earlier launch has the same one."""
+        target = GPUTarget("cuda", architecture, 32)
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        options, signature, constants, attributes = self.kernel._pack_args(
+            backend, self.options, *bind(*self.arguments, **self.options)
+        )
+        key = f"{self.kernel!r} {target} {options} {signature} {constants} {attributes}"
+        if key not in cache:
+            source = ASTSource(self.kernel, signature, constants, attributes)
+            cache[key] = compile_kernel(source, target=target, options=options.__dict__)
+        return cache[key]
+
+
+def project_kernels() -> set[Any]:
+    """Every function under `triton.jit` in the packages of the project."""
+    found = set()
+    for package in ("megatron", "radius", "samo"):
+        for path in sorted((REPO / package).rglob("*.py")):
+            if "@triton.jit" in path.read_text():
+                name = ".".join(path.relative_to(REPO).with_suffix("").parts)
+                members = vars(importlib.import_module(name)).values()
+                found |= {f for f in members if isinstance(f, JITFunction)}
+    return found
+
+
+def with_callees(kernel: Any) -> set[Any]:
+    """A kernel and the functions under `triton.jit` that are compiled into it."""
+    named = (kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names)
+    callees = [with_callees(f) for f in named if isinstance(f, JITFunction)]
+    return {kernel}.union(*callees)
+
+
+def recorded() -> list[Launch]:
+    """The launches of everything below."""
+    found: list[Launch] = []
+
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert grid[0] > 0 and not warmup
+        found.append(Launch(kernel, arguments, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        for dtype in DTYPES:
+            launch_choosing(dtype)
+            launch_moving(dtype)
+            launch_compressing(dtype)
+            launch_cross_entropy(dtype)
+    return found
+
+
+def some_bits(dtype: torch.dtype) -> Iterator[Bits]:
+    """With patches; for fp32 also without them and long ones, on which types have no bearing."""
+    words = torch.zeros(2 * GROUP, BLOCK // 32, dtype=torch.int32)
+    counts = torch.zeros(2 * GROUP, dtype=torch.int64)
+    patch = torch.full((2 * GROUP,), -1, dtype=torch.int32)
+    yield Bits.of(2 * GROUP * BLOCK, words, counts, patch, words[:1])
+    if dtype == torch.float32:
+        yield Bits.of(2 * GROUP * BLOCK, words, counts)
+        yield Bits.of(LONG, words, counts)
+
+
+def launch_choosing(dtype: torch.dtype) -> None:
+    """A slice may begin anywhere in its bucket, and have any length."""
+    words = torch.zeros(GROUP, BLOCK // 32, dtype=torch.int32)
+    number = torch.zeros((), dtype=torch.int64)
+    bucket = torch.zeros(2 * BLOCK + 1, dtype=dtype)
+    long = [bucket[:1].expand(LONG)] if dtype == torch.float32 else []
+    for values in (bucket[:-1], bucket[1:], *long):
+        numel = values.numel()
+        sparse.histogram(values, torch.zeros(3, dtype=torch.int64))
+        for shard in (Shard(numel, numel), Shard(numel, 2 * numel, row=8, stride=16)):
+            if numel < LONG:  # their counts take no more memory than the entries
+                sparse.tie_counts(values, number.int(), number.bool(), shard)
+            sparse.write_bits(words, 64, values, number.int(), number, shard)
+    sparse.count_blocks(words)
+
+
+def launch_moving(dtype: torch.dtype) -> None:
+    values = torch.zeros(2 * GROUP * BLOCK, dtype=dtype)
+    state = values.float()
+    for bits in some_bits(dtype):
+        for scale, clear in product((1.0, 0.5), (False, True)):
+            radius.kernels.compact(bits, values, values, scale=scale, clear=clear)
+        radius.kernels.clear(bits, values)
+        out = values[:1].expand(bits.length)
+        radius.kernels.expand(bits, values, out, first=GROUP)
+        radius.kernels.place(bits, values, out)
+        for gathered, frozen in product((None, state), (False, True)):
+            radius.kernels.adamw(
+                bits,
+                values,
+                gathered,
+                state,
+                state,
+                state,
+                factor=0.5,
+                frozen=frozen,
+                lr=0.1,
+                weight_decay=0.1,
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                t=1,
+            )
+
+
+def launch_compressing(dtype: torch.dtype) -> None:
+    values = torch.zeros(2 * GROUP * BLOCK, dtype=dtype)
+    for bits, other in product(some_bits(dtype), (values, values.float())):
+        for add in (False, True):
+            samo.kernels.compress(bits, values, other, add=add)
+        samo.kernels.expand(bits, other, values)
+
+
+def launch_cross_entropy(dtype: torch.dtype) -> None:
+    """Rows that are aligned, and rows that are not."""
+    rows = torch.zeros(2)
+    for columns in (64, 61):
+        logits = torch.zeros(2, columns, dtype=dtype)
+        cross_entropy_kernels.statistics(logits)
+        cross_entropy_kernels.write_gradient(logits, rows, rows, rows.long(), rows)
+
+
+def main() -> int:
+    launches = recorded()
+    assert launches, "Triton interprets its kernels and compiles none"
+    covered = set().union(*(with_callees(launch.kernel) for launch in launches))
+    missing = sorted(kernel.__name__ for kernel in project_kernels() - covered)
+    assert not missing, f"{missing} must be launched by a case here"
+    cache: dict[str, Any] = {}
+    for launch, architecture in product(launches, SHARED_BYTES):
+        found = launch.compiled(architecture, cache)
+        assert found.asm["cubin"].startswith(b"\x7fELF"), launch.kernel
+        assert f".target sm_{architecture}" in found.asm["ptx"], launch.kernel
+        assert found.metadata.shared <= SHARED_BYTES[architecture], launch.kernel
+    print(f"all {len(cache)} compiled")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
