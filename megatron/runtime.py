@@ -133,8 +133,8 @@ def check_connections(config: Config, environ: Mapping[str, str] | None = None) 
     if layers is not None:
         raise ConfigError(
             f"{_CONNECTIONS}=1 with num_layers_per_virtual_pipeline_stage {layers}: all streams "
-            "share one hardware queue, in which a receive holds up the kernels that its sender "
-            "waits for; unset the variable (the run then sets 32), or drop "
+            "share one hardware queue, in which a message that waits for its receiver can hold up "
+            "what the receiver waits for; unset the variable (the run then sets 32), or drop "
             "--num-layers-per-virtual-pipeline-stage"
         )
     return (

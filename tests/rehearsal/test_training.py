@@ -30,7 +30,6 @@ CASES = {
 }
 # What the host waits for in every step. It may need no more: each wait drains the device's queue.
 HOST_WAITS = [
-    "megatron/data_parallel/engine.py _agree: copy to the device",
     "megatron/data_parallel/engine.py _agree: copy to the host",
     "megatron/data_parallel/engine.py _norm: item, int, float, bool or tolist",
     "megatron/training.py _mean_over_ranks: item, int, float, bool or tolist",
