@@ -15,6 +15,7 @@ before the gradients whose place it takes were read, since theirs begin at no ea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -141,6 +142,9 @@ class OffloadedOptimizer(BucketOptimizer):
         ]
         if self._device.type == "cuda":
             self._lanes = CudaLanes(self._device)
+            # Buffers and pinned memory must outlast the copies between them, also where the
+            # optimizer goes before the process does.
+            weakref.finalize(self, self._lanes.settle).atexit = False
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:
         """As `BucketLayout.bind`, by way of the gradient's memory, which nothing is in yet."""

@@ -31,8 +31,6 @@ def compare(flags: str) -> dict[str, Any]:
         for _ in range(STEPS):
             losses.append(trainer.train_step()[0].lm_loss)
             steps.append(device.findings.take())
-        # Memory may be freed while copies use it only because the process would end here.
-        torch.cuda.synchronize()
         del trainer
         gc.collect()
         device.memory.settle()
