@@ -33,7 +33,12 @@ from megatron.data_parallel.interface import (
     Work,
 )
 from megatron.errors import PeerError
-from megatron.sparse.selection import Selection, draw_seeded, select_largest
+from megatron.sparse.selection import (
+    Candidates,
+    Selection,
+    draw_seeded,
+    select_largest_each,
+)
 from megatron.sparse.shard import Shard
 from radius.agreement import Choice, hash_of
 from radius.bucket import Phase, RadiusBucket
@@ -226,12 +231,13 @@ class RadiusReducer:
         settings = self.settings
         compare = own.open_index()
         pieces = settings.interval if settings.schedule == "rolling" else 1
+        cuts: list[tuple[Part, torch.Tensor | None]] = []
         for part, whole in zip(own.parts, values, strict=True):
             for number in range(pieces):
                 cut = part.cut(number, pieces, settings.density)
                 start = cut.start - part.start
-                mine = None if whole is None else whole[start : start + cut.length]
-                self._choose(own, cut, mine, compare=compare)
+                cuts.append((cut, None if whole is None else whole[start : start + cut.length]))
+        self._choose(own, cuts, compare=compare)
         if not self._first:
             self._first = self._step.t
             self._telling.switched(self._step.t)
@@ -241,36 +247,55 @@ class RadiusReducer:
         """Choose anew in the parts that were flushed, by values for each."""
         # What is kept is asked of the first part, as often as with the paper's schedule.
         compare = self._step.t % self.settings.interval == 0
-        for part, mine in zip(own.flushed, values, strict=True):
+        for part in own.flushed:
             own.residual.flush(part)
-            self._choose(own, part, mine, compare=compare)
+        self._choose(own, list(zip(own.flushed, values, strict=True)), compare=compare)
         if self._step.t < self._last:
             # Updates are counted anew: what waits has done so for whole rounds.
             self._first = -self.settings.interval
         self._last = self._step.t
 
     def _choose(
-        self, own: RadiusBucket, part: Part, values: torch.Tensor | None, *, compare: bool
+        self,
+        own: RadiusBucket,
+        parts: Sequence[tuple[Part, torch.Tensor | None]],
+        *,
+        compare: bool,
     ) -> None:
-        """The largest of `values`, or a draw; every rank makes the same choice, and those that
-        share the tensor make it together, whether they have any of this part or not."""
-        if not part.places.total:
-            return
-        selection: Selection
-        if values is None:
-            seed, step, total = self.settings.seed, self._step.t, part.places.total
-            selection = draw_seeded(
-                total, part.wanted, seed=seed, step=step, name=part.name, shard=part.places
-            )
-        else:
-            sum_bins = self.share.sum_bins(part.of)
-            if sum_bins is None and not part.length:
-                return
-            selection = select_largest(values, part.wanted, sum_bins=sum_bins, shard=part.places)
-        if not part.length:
-            return
-        chosen, kept = own.choose(part, selection, compare=compare)
-        self._telling.chose(own.bucket, chosen, kept)
+        """In each part the largest of its values, or a draw; every rank makes the same choices, and
+        those that share a tensor make them together, whether they have any of a part or not."""
+        largest = self._largest([(part, each) for part, each in parts if each is not None])
+        for part, _ in parts:
+            if not part.length:
+                continue
+            selection = largest.get(part.name) or self._drawn(part)
+            chosen, kept = own.choose(part, selection, compare=compare)
+            self._telling.chose(own.bucket, chosen, kept)
+
+    def _drawn(self, part: Part) -> Selection:
+        seed, step, total = self.settings.seed, self._step.t, part.places.total
+        return draw_seeded(
+            total, part.wanted, seed=seed, step=step, name=part.name, shard=part.places
+        )
+
+    def _largest(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> dict[str, Selection]:
+        """By part, the largest of its values: of all that this rank holds alone, and of all that it
+        shares with the tensor-parallel ranks, in one go each."""
+        found: dict[str, Selection] = {}
+        alone = [(part, each) for part, each in parts if self.share.sum_bins(part.of) is None]
+        shared = [(part, each) for part, each in parts if self.share.sum_bins(part.of) is not None]
+        for some in (alone, shared):
+            sum_bins = self.share.sum_bins(some[0][0].of) if some else None
+            # Of what it shares a rank may have nothing, and counts with the others all the same.
+            held = [
+                (part, each)
+                for part, each in some
+                if part.places.total and (part.length or sum_bins is not None)
+            ]
+            tensors = [Candidates(each, part.wanted, part.places) for part, each in held]
+            selections = select_largest_each(tensors, sum_bins=sum_bins)
+            found |= {part.name: one for (part, _), one in zip(held, selections, strict=True)}
+        return found
 
     def _compare_choices(self) -> None:
         """Raise `PeerError` where data-parallel ranks have chosen different entries. After each

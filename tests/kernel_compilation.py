@@ -118,10 +118,11 @@ def launch_choosing(dtype: torch.dtype) -> None:
     long = [bucket[:1].expand(LONG)] if dtype == torch.float32 else []
     for values in (bucket[:-1], bucket[1:], *long):
         numel = values.numel()
-        sparse.histogram(values, torch.zeros(3, dtype=torch.int64))
+        kind = torch.int32 if numel < LONG else torch.int64
+        sparse.add_histogram(values, torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=kind))
         for shard in (Shard(numel, numel), Shard(numel, 2 * numel, row=8, stride=16)):
-            if numel < LONG:  # their counts take no more memory than the entries
-                sparse.tie_counts(values, number.int(), number.bool(), shard)
+            sparse.add_tie_counts(values, number.int(), number.bool(), shard, number)
+            sparse.mark_ties(values, number.int(), number, shard, number)
             sparse.write_bits(words, 64, values, number.int(), number, shard)
     sparse.count_blocks(words)
 

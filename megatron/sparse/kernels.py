@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _WARPS = 8
 _ENTRIES = GROUP * BLOCK
 """Of a program."""
-# Lengths and places are not specialised on (`do_not_specialize`): each part of each tensor would
-# have kernels compiled for it.
+# Lengths and places are not specialised on (`do_not_specialize`), nor is the alignment of single
+# numbers and of counts (`do_not_specialize_on_alignment`), which lie in rows of tensors: each part
+# of each tensor would have kernels compiled for it.
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
@@ -46,41 +47,48 @@ def launch_over(
     launch(kernel, -(-blocks // at_once), *chosen, *arguments, **options, **sizes)
 
 
-def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
-    """See `reference.histogram`. An empty bracket costs a launch and no reading."""
+def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
+    """See `reference.add_histogram`. An empty bracket costs a launch and no reading."""
     numel = values.numel()
-    # Half as wide where no count can be larger, which adds in half the time.
-    dtype = torch.int32 if numel < 2**31 else torch.int64
-    counts = torch.zeros(BINS + 1, dtype=dtype, device=values.device)
     sizes = {"BINS": BINS, "ENTRIES": _ENTRIES}
     launch(_histogram, -(-numel // _ENTRIES), values, bracket, counts, numel, 0, **sizes)
-    return counts.long()
 
 
-def tie_counts(
-    values: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor, shard: Shard
-) -> torch.Tensor:
-    """See `reference.tie_counts`. Reads nothing where the counts are not `wanted`."""
-    blocks = -(-shard.total // TIE_BLOCK)
-    counts = torch.zeros(blocks, dtype=torch.int64, device=values.device)
+def add_tie_counts(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    wanted: torch.Tensor,
+    shard: Shard,
+    counts: torch.Tensor,
+) -> None:
+    """See `reference.add_tie_counts`. Reads nothing where the counts are not `wanted`."""
+    _launch_ties(_tie_counts, values, threshold, wanted, counts, shard)
+
+
+def mark_ties(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    block: torch.Tensor,
+    shard: Shard,
+    marks: torch.Tensor,
+) -> None:
+    """See `reference.mark_ties`. Reads only what may lie in the block."""
+    _launch_ties(_mark_ties, values, threshold, block, marks, shard)
+
+
+def _launch_ties(
+    kernel: Any,
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    which: torch.Tensor,
+    out: torch.Tensor,
+    shard: Shard,
+) -> None:
     numel = values.numel()
-    launch(
-        _tie_counts,
-        -(-numel // _ENTRIES),
-        values,
-        threshold,
-        wanted,
-        counts,
-        numel,
-        shard.row,
-        shard.stride,
-        shard.offset,
-        shard.first,
-        0,
-        TIE_BLOCK=TIE_BLOCK,
-        ENTRIES=_ENTRIES,
-    )
-    return counts
+    where = (shard.row, shard.stride, shard.offset, shard.first)
+    sizes = {"TIE_BLOCK": TIE_BLOCK, "ENTRIES": _ENTRIES}
+    programs = -(-numel // _ENTRIES)
+    launch(kernel, programs, values, threshold, which, out, numel, *where, 0, **sizes)
 
 
 def write_bits(
@@ -144,7 +152,9 @@ def _magnitude(value):
     return bits & 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize=["numel", "apart"])
+@triton.jit(
+    do_not_specialize=["numel", "apart"], do_not_specialize_on_alignment=["bracket", "counts"]
+)
 def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIES: tl.constexpr):
     first, last = tl.load(bracket).to(tl.int32), tl.load(bracket + 1).to(tl.int32)
     shift = tl.load(bracket + 2).to(tl.int32)
@@ -164,7 +174,10 @@ def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIE
         tl.atomic_add(counts + ((magnitude - first) >> shift), one, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"])
+@triton.jit(
+    do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"],
+    do_not_specialize_on_alignment=["threshold", "wanted", "counts"],
+)
 def _tie_counts(
     values,
     threshold,
@@ -190,7 +203,45 @@ def _tie_counts(
         tl.atomic_add(counts + logical // TIE_BLOCK, one, mask=tied, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first", "numel", "row", "stride", "offset", "skipped"])
+@triton.jit(
+    do_not_specialize=["numel", "row", "stride", "offset", "skipped", "apart"],
+    do_not_specialize_on_alignment=["threshold", "block", "marks"],
+)
+def _mark_ties(
+    values,
+    threshold,
+    block,
+    marks,
+    numel,
+    row,
+    stride,
+    offset,
+    skipped,
+    apart,
+    TIE_BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    begin = tl.program_id(0).to(tl.int64) * ENTRIES
+    left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
+    first = tl.load(block) * TIE_BLOCK
+    lowest, highest = begin + skipped, begin + skipped + left - 1
+    # Places ascend with entries.
+    starts = lowest // row * stride + lowest % row + offset
+    ends = highest // row * stride + highest % row + offset
+    if (ends >= first) & (starts < first + TIE_BLOCK):
+        at = tl.arange(0, ENTRIES) + apart
+        tied = _magnitudes(values + begin, at, left) == tl.load(threshold)
+        place = lowest + at
+        within = place // row * stride + place % row + offset - first
+        one = tl.full((ENTRIES,), 1, tl.int64)
+        inside = tied & (within >= 0) & (within < TIE_BLOCK)
+        tl.store(marks + within, one, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["first", "numel", "row", "stride", "offset", "skipped"],
+    do_not_specialize_on_alignment=["threshold", "cutoff"],
+)
 def _write_bits(
     words,
     values,

@@ -81,27 +81,29 @@ def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> tor
     return bits.bitwise_and_(MAGNITUDE)
 
 
-def histogram(values: torch.Tensor, bracket: torch.Tensor) -> torch.Tensor:
-    """Counts of magnitudes, int64 [BINS + 1]: bin i of those whose bits less `first` begin with i
-    when the lowest `shift` are cut off, the last of those above `last`; int64 `bracket` [3] is
-    (first, last, shift)."""
+def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
+    """Count magnitudes into `counts`, int32 or int64 [BINS + 1]: in bin i those whose bits less
+    `first` begin with i when the lowest `shift` are cut off, in the last those above `last`; int64
+    `bracket` [3] is (first, last, shift)."""
     if values.device.type == "cpu":
-        return _histogram_on_cpu(values, *bracket.tolist())
+        _add_histogram_on_cpu(values, *bracket.tolist(), counts)
+        return
     # One more bin, for what is below the bracket.
-    counts = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
+    found = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
     first, last, shift = bracket.unbind()
     for piece in values.split(16 * CHUNK):
         magnitude = magnitudes(piece)
         bins = (magnitude - first) >> shift
         bins = torch.where(magnitude > last, BINS, torch.where(magnitude < first, BINS + 1, bins))
-        counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
-    return counts[: BINS + 1]
+        found.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
+    counts += found[: BINS + 1]
 
 
-def _histogram_on_cpu(values: torch.Tensor, first: int, last: int, shift: int) -> torch.Tensor:
-    counts = torch.zeros(BINS + 1, dtype=torch.int64)
+def _add_histogram_on_cpu(
+    values: torch.Tensor, first: int, last: int, shift: int, counts: torch.Tensor
+) -> None:
     if last < first:
-        return counts
+        return
     scratch = torch.empty(min(CHUNK, values.numel()), dtype=torch.int32)
     for piece in values.split(CHUNK):
         magnitude = magnitudes(piece, scratch)
@@ -114,27 +116,46 @@ def _histogram_on_cpu(values: torch.Tensor, first: int, last: int, shift: int) -
             inside = torch.from_numpy(found[np.flatnonzero(found.view(np.uint32) <= last - first)])
         if inside.numel():
             counts[:BINS] += torch.bincount(inside.bitwise_right_shift_(shift), minlength=BINS)
-    return counts
 
 
-def tie_counts(
-    values: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor, shard: Shard
-) -> torch.Tensor:
-    """How many magnitudes equal the threshold in each TIE_BLOCK entries of the whole tensor, as far
-    as they are on this rank; int64. Means nothing where `wanted` (bool []) is False."""
-    counts = torch.zeros(-(-shard.total // TIE_BLOCK), dtype=torch.int64, device=values.device)
+def add_tie_counts(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    wanted: torch.Tensor,
+    shard: Shard,
+    counts: torch.Tensor,
+) -> None:
+    """Count into `counts`, int64, the magnitudes that equal the threshold in each TIE_BLOCK entries
+    of the whole tensor, as far as they are on this rank. Means nothing where `wanted` (bool []) is
+    False."""
     numel = values.numel()
     if shard.is_run and values.device.type == "cpu":
         for block in range(shard.offset // TIE_BLOCK, -(-(shard.offset + numel) // TIE_BLOCK)):
             first = block * TIE_BLOCK - shard.offset
             piece = values[max(first, 0) : first + TIE_BLOCK]
-            counts[block] = int(np.count_nonzero((magnitudes(piece) == threshold).numpy()))
-        return counts
+            counts[block] += int(np.count_nonzero((magnitudes(piece) == threshold).numpy()))
+        return
     for first in range(0, numel, CHUNK):
         ties = magnitudes(values[first : first + CHUNK]) == threshold
         local = torch.arange(first, first + ties.numel(), device=values.device)
         counts.index_add_(0, shard.logical(local) // TIE_BLOCK, ties.long())
-    return counts
+
+
+def mark_ties(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    block: torch.Tensor,
+    shard: Shard,
+    marks: torch.Tensor,
+) -> None:
+    """Write 1 to `marks`, int64 [TIE_BLOCK], for each entry of TIE_BLOCK number `block` (int64 [])
+    of the whole tensor that is on this rank and whose magnitude equals the threshold."""
+    if not values.numel():
+        return
+    places = block * TIE_BLOCK + torch.arange(TIE_BLOCK, device=values.device)
+    local, here = shard.local(places)
+    found = magnitudes(values.index_select(0, local.clamp_(0, values.numel() - 1)))
+    marks += (found == threshold) & here
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:

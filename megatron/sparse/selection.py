@@ -6,12 +6,15 @@ largest entry is found by counting instead, in two passes over the bits of |x|: 
 65536 ranges of magnitude, then of the single values in the range where the k-th lies. Counts add
 up over ranks that each hold a part of the tensor, and entries of equal magnitude are told apart by
 their position in the whole tensor, so that every rank and every grid chooses the same.
+
+On a GPU the arithmetic between the passes takes about a hundred launches of small kernels, which
+are shared by all tensors that are selected from together: a pass itself is one launch a tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -23,6 +26,7 @@ import torch
 from megatron.sparse import reference
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, TIE_BLOCK, magnitudes
 from megatron.sparse.shard import Shard
+from megatron.transfer import to_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of values that can be told apart by the bits of their magnitude as fp32."""
@@ -33,6 +37,8 @@ FEW = 1 << 19
 SAMPLE = 1 << 18
 """Entries that a GPU looks at first, so as to count single magnitudes near the threshold alone:
 adding to counters in its memory costs more than reading the entries."""
+BATCH = 64
+"""Tensors counted together on a GPU: their counts take 0.5 MiB each."""
 TOGETHER = 1 << 17
 """Entries of a tensor cut over ranks up to which it is less to send them all than two counts."""
 SumBins = Callable[[torch.Tensor], None]
@@ -101,6 +107,21 @@ class Largest:
         return (magnitude > self.threshold) | ((magnitude == self.threshold) & early)
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """A 1-D fp32, bf16 or fp16 tensor without NaN, or the part of one that `shard` says, of which
+    `k` entries are wanted, counted over all parts."""
+
+    values: torch.Tensor
+    k: int
+    shard: Shard
+
+    def __post_init__(self) -> None:
+        values, shard = self.values, self.shard
+        assert values.dtype in DTYPES and values.dim() == 1 and values.is_contiguous()
+        assert 0 <= self.k <= shard.total and values.numel() == shard.numel
+
+
 def select_largest(
     values: torch.Tensor,
     k: int,
@@ -117,23 +138,53 @@ def select_largest(
     too.
     """
     shard = shard or Shard(values.numel(), values.numel())
-    assert values.dtype in DTYPES and values.dim() == 1 and values.is_contiguous()
-    assert 0 <= k <= shard.total and values.numel() == shard.numel
-    assert values.numel() or sum_bins is not None
-    if values.device.type == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
-        return Largest(values, *_by_partition(values, k), shard, k)
-    if sum_bins is not None and shard.total <= TOGETHER:
-        whole = select_largest(_together(values, shard, sum_bins), k)
-        return Largest(values, whole.threshold, whole.cutoff, shard, None)
-    count = _Counter(values, sum_bins)
-    wanted = torch.full((1,), k, dtype=torch.int64, device=values.device)
-    if values.device.type == "cuda" and shard.total > 16 * SAMPLE:
-        bins = count.sampled(wanted, shard.total)
-    else:
-        bins = count.within(count.bracket(_EVERYTHING))
-    threshold, ties, wanted = count.threshold(bins, wanted)
-    cutoff = count.cutoff(threshold, ties, wanted, shard)
-    return Largest(values, threshold, cutoff, shard, k if sum_bins is None else None)
+    (found,) = select_largest_each([Candidates(values, k, shard)], sum_bins=sum_bins)
+    return found
+
+
+def select_largest_each(
+    tensors: Sequence[Candidates], *, sum_bins: SumBins | None = None
+) -> list[Largest]:
+    """Select from each tensor as `select_largest` does, with few more launches on a GPU than for
+    one of them. All of them are whole, or all are cut over the ranks of `sum_bins`, which then call
+    this with the parts of the same tensors in the same order."""
+    found: dict[int, Largest] = {}
+    counted: dict[bool, list[int]] = {False: [], True: []}
+    for number, (values, k, shard) in enumerate((t.values, t.k, t.shard) for t in tensors):
+        assert values.numel() or sum_bins is not None
+        device = values.device.type
+        if device == "cpu" and sum_bins is None and 0 < k and values.numel() <= FEW:
+            found[number] = Largest(values, *_by_partition(values, k), shard, k)
+        elif sum_bins is not None and shard.total <= TOGETHER:
+            whole = select_largest(_together(values, shard, sum_bins), k)
+            found[number] = Largest(values, whole.threshold, whole.cutoff, shard, None)
+        else:
+            counted[device == "cuda" and shard.total > 16 * SAMPLE].append(number)
+    for sampled, numbers in counted.items():
+        for some in _batches(numbers, tensors):
+            batch = [tensors[number] for number in some]
+            found |= zip(some, _by_counting(batch, sum_bins, sampled=sampled), strict=True)
+    return [found[number] for number in range(len(tensors))]
+
+
+def _batches(numbers: Sequence[int], tensors: Sequence[Candidates]) -> Iterator[Sequence[int]]:
+    """What is counted together: on a CPU, which gains nothing, one tensor at a time."""
+    on_cpu = not numbers or tensors[numbers[0]].values.device.type == "cpu"
+    size = 1 if on_cpu else BATCH
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+def _by_counting(
+    batch: Sequence[Candidates], sum_bins: SumBins | None, *, sampled: bool
+) -> Iterator[Largest]:
+    """`sampled`: count a sample first."""
+    count = _Counter(batch, sum_bins)
+    bins = count.sampled() if sampled else count.within(count.bracket(_EVERYTHING))
+    threshold, ties, wanted = count.threshold(bins)
+    cutoffs = count.cutoff(threshold, ties, wanted).view(-1).unbind()
+    for one, limit, cutoff in zip(batch, threshold.view(-1).unbind(), cutoffs, strict=True):
+        whole = one.k if sum_bins is None else None
+        yield Largest(one.values, limit, cutoff, one.shard, whole)
 
 
 def _together(values: torch.Tensor, shard: Shard, sum_bins: SumBins) -> torch.Tensor:
@@ -157,42 +208,53 @@ def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class _Bins:
-    """Counts of magnitudes: `counts` [BINS] of those in `bracket` (first, last, shift) and `above`
-    [1], of those above it; all int64."""
+    """Counts of the magnitudes of m tensors: `counts` [m, BINS] of those in `bracket` [m, 3]
+    (first, last, shift) and `above` [m, 1], of those above it; all int64."""
 
     counts: torch.Tensor
     above: torch.Tensor
     bracket: torch.Tensor
 
 
-@dataclass(frozen=True)
 class _Counter:
-    """The passes over one tensor, over all ranks that hold a part of it. What it finds stays on the
-    device: numbers are tensors of one entry, choices are `torch.where`."""
+    """The passes over m tensors, over all ranks that hold parts of them. What is found stays on the
+    device: numbers are tensors [m, 1], choices are `torch.where`."""
 
-    values: torch.Tensor
-    sum_bins: SumBins | None
+    def __init__(self, batch: Sequence[Candidates], sum_bins: SumBins | None) -> None:
+        self.batch, self.sum_bins = batch, sum_bins
+        self.device = batch[0].values.device
+        self.wanted = self._column([one.k for one in batch])
 
     def bracket(self, numbers: tuple[int, int, int]) -> torch.Tensor:
-        # Filled one by one on the device: a copy would make CUDA wait for the host's memory.
-        parts = [torch.full((), n, dtype=torch.int64, device=self.values.device) for n in numbers]
-        return torch.stack(parts)
+        """The same for each tensor."""
+        row = to_device(torch.tensor(numbers), self.device)
+        return row.expand(len(self.batch), 3)
 
-    def within(self, bracket: torch.Tensor, values: torch.Tensor | None = None) -> _Bins:
-        """Count the magnitudes within a bracket; nothing is read for an empty one."""
-        values = self.values if values is None else values
-        counts = _kernels(values).histogram(values, bracket)
+    def within(self, brackets: torch.Tensor, values: Sequence[torch.Tensor] | None = None) -> _Bins:
+        """Count the magnitudes within each tensor's bracket; nothing is read for an empty one."""
+        values = [one.values for one in self.batch] if values is None else values
+        longest = max(each.numel() for each in values)
+        # Half as wide where no count can be larger, which a GPU adds in half the time.
+        dtype = torch.int32 if longest < 2**31 else torch.int64
+        counts = torch.zeros(len(values), BINS + 1, dtype=dtype, device=self.device)
+        for each, bracket, row in zip(values, brackets.unbind(), counts.unbind(), strict=True):
+            _kernels(each).add_histogram(each, bracket, row)
+        counts = counts.long()
         self._sum(counts)
-        return _Bins(counts[:BINS], counts[BINS:], bracket)
+        return _Bins(counts[:, :BINS], counts[:, BINS:], brackets)
 
-    def sampled(self, wanted: torch.Tensor, total: int) -> _Bins:
-        """Counts in which the `wanted`-th largest lies: of a narrow bracket that a sample suggests,
-        and only where that misses, which the device finds out by itself, of everything."""
+    def sampled(self) -> _Bins:
+        """Counts in which the wanted entry lies: of a narrow bracket that a sample suggests, and
+        only where that misses, which the device finds out by itself, of everything."""
         # An odd stride meets every column of a matrix.
-        sample = self.values[:: (self.values.numel() // SAMPLE) | 1].contiguous()
-        seen = self.within(self.bracket(_EVERYTHING), sample)
-        narrow = self.within(_around(seen.counts, wanted, total))
-        hit = (narrow.above < wanted) & (wanted <= narrow.above + narrow.counts.sum())
+        samples = [
+            one.values[:: (one.values.numel() // SAMPLE) | 1].contiguous() for one in self.batch
+        ]
+        seen = self.within(self.bracket(_EVERYTHING), samples)
+        totals = self._column([one.shard.total for one in self.batch])
+        narrow = self.within(_around(seen.counts, self.wanted, totals))
+        reached = narrow.above + narrow.counts.sum(dim=1, keepdim=True)
+        hit = (narrow.above < self.wanted) & (self.wanted <= reached)
         everything, nothing = self.bracket(_EVERYTHING), self.bracket(_NOTHING)
         full = self.within(torch.where(hit, nothing, everything))
         return _Bins(
@@ -201,42 +263,49 @@ class _Counter:
             torch.where(hit, narrow.bracket, everything),
         )
 
-    def threshold(
-        self, bins: _Bins, wanted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bits of the `wanted`-th largest magnitude (int32 []), how many entries have it and how
-        many of these are wanted (int64 [1])."""
-        first, last, shift = bins.bracket.split(1)
-        bin_, rest = _from_top(bins.counts, wanted - bins.above)
+    def threshold(self, bins: _Bins) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Bits of the k-th largest magnitude (int32 [m, 1]), how many entries have it and how many
+        of these are wanted (int64 [m, 1])."""
+        first, last, shift = bins.bracket.split(1, dim=1)
+        bin_, rest = _from_top(bins.counts, self.wanted - bins.above)
         low = first + (bin_ << shift)
         high = torch.minimum(low + (1 << shift) - 1, last)
-        exact = self.within(torch.cat([low, high, torch.zeros_like(low)]))
+        exact = self.within(torch.cat([low, high, torch.zeros_like(low)], dim=1))
         value, rest = _from_top(exact.counts, rest)
         threshold = (low + value).clamp_(max=MAGNITUDE)
-        return threshold.to(torch.int32).view(()), exact.counts.index_select(0, value), rest
+        return threshold.to(torch.int32), exact.counts.gather(1, value), rest
 
     def cutoff(
-        self, threshold: torch.Tensor, ties: torch.Tensor, wanted: torch.Tensor, shard: Shard
+        self, thresholds: torch.Tensor, ties: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Place in the whole tensor before which there are `wanted` entries at the threshold, or
-        one beyond every place where all `ties` are wanted (int64 [])."""
-        values, cut = self.values, wanted < ties
-        if values.device.type == "cpu" and not cut:
-            return torch.tensor(_ALL_TIES)
-        kernels = _kernels(values) if shard.runs is None else reference
-        counts = kernels.tie_counts(values, threshold, cut.view(()), shard)
+        """Place in each whole tensor before which there are `wanted` entries at the threshold, or
+        one beyond every place where all `ties` are wanted (int64 [m, 1])."""
+        cut = wanted < ties
+        if not self._has_ties(cut):
+            return torch.full_like(wanted, _ALL_TIES)
+        blocks = max(-(-one.shard.total // TIE_BLOCK) for one in self.batch)
+        counts = torch.zeros(len(self.batch), blocks, dtype=torch.int64, device=self.device)
+        rows = (thresholds.view(-1).unbind(), cut.view(-1).unbind(), counts.unbind())
+        for one, threshold, needed, row in zip(self.batch, *rows, strict=True):
+            _tie_kernels(one).add_tie_counts(one.values, threshold, needed, one.shard, row)
         self._sum(counts)
         block, rest = _reaching(counts, wanted)
-        places = block * TIE_BLOCK + torch.arange(TIE_BLOCK, device=values.device)
-        tied = torch.zeros_like(places)
-        if values.numel():
-            local, here = shard.local(places)
-            found = magnitudes(values.index_select(0, local.clamp_(0, values.numel() - 1)))
-            tied += (found == threshold) & here
+        tied = torch.zeros(len(self.batch), TIE_BLOCK, dtype=torch.int64, device=self.device)
+        rows = (thresholds.view(-1).unbind(), block.view(-1).unbind(), tied.unbind())
+        for one, threshold, number, row in zip(self.batch, *rows, strict=True):
+            _tie_kernels(one).mark_ties(one.values, threshold, number, one.shard, row)
         self._sum(tied)
         last, _ = _reaching(tied, rest)
         cutoff = torch.where(wanted > 0, block * TIE_BLOCK + last + 1, 0)
-        return torch.where(cut, cutoff, _ALL_TIES).view(())
+        return torch.where(cut, cutoff, _ALL_TIES)
+
+    def _has_ties(self, cut: torch.Tensor) -> bool:
+        """Whether a tensor may have more entries at its threshold than are wanted: a GPU is not
+        asked, since the host would wait for the answer."""
+        return self.device.type != "cpu" or bool(cut.any())
+
+    def _column(self, numbers: Sequence[int]) -> torch.Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int64).view(-1, 1), self.device)
 
     def _sum(self, counts: torch.Tensor) -> None:
         if self.sum_bins is not None:
@@ -244,22 +313,23 @@ class _Counter:
 
 
 def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place up to which the counts sum to `wanted`, and how many of it are needed."""
-    sums = counts.cumsum(0)
-    place = torch.searchsorted(sums, wanted).clamp_(max=counts.numel() - 1)
-    return place, wanted - (sums - counts).index_select(0, place)
+    """The first place of each row up to which its counts sum to `wanted`, and how many of the place
+    are needed; [m, 1] from [m, n] and [m, 1]."""
+    sums = counts.cumsum(1)
+    place = torch.searchsorted(sums, wanted).clamp_(max=counts.shape[1] - 1)
+    return place, wanted - (sums - counts).gather(1, place)
 
 
 def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from the last place down."""
-    place, rest = _reaching(counts.flip(0), wanted)
-    return counts.numel() - 1 - place, rest
+    place, rest = _reaching(counts.flip(1), wanted)
+    return counts.shape[1] - 1 - place, rest
 
 
-def _around(counts: torch.Tensor, wanted: torch.Tensor, total: int) -> torch.Tensor:
-    """A bracket that holds the `wanted`-th largest of `total` magnitudes almost certainly, from a
-    sample's counts over everything."""
-    size = counts.sum()
+def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Brackets [m, 3] that hold the `wanted`-th largest of `total` magnitudes almost certainly,
+    from samples' counts over everything."""
+    size = counts.sum(dim=1, keepdim=True)
     place = wanted * size // total
     margin = (3 * size.double().sqrt()).long()  # six standard deviations at the median
     top = torch.where(place > margin, _from_top(counts, place - margin)[0], BINS - 1)
@@ -268,9 +338,9 @@ def _around(counts: torch.Tensor, wanted: torch.Tensor, total: int) -> torch.Ten
     _, _, shift = _EVERYTHING
     # Bins of the bracket are as much narrower as it is: the least power of two that suffices.
     powers = 1 << torch.arange(17, device=counts.device)
-    narrower = (powers < top - bottom + 1).sum().view(1)
+    narrower = (powers < top - bottom + 1).sum(dim=1, keepdim=True)
     first, last = bottom << shift, ((top + 1) << shift) - 1
-    return torch.cat([first, last, (narrower - 1).clamp_(min=0)])
+    return torch.cat([first, last, (narrower - 1).clamp_(min=0)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -348,3 +418,8 @@ def _kernels(values: torch.Tensor) -> ModuleType:
     from megatron.sparse import kernels
 
     return kernels
+
+
+def _tie_kernels(one: Candidates) -> ModuleType:
+    """No kernel looks up places that are told by a list of runs."""
+    return _kernels(one.values) if one.shard.runs is None else reference

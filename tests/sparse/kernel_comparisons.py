@@ -11,8 +11,8 @@ import sys
 import torch
 
 from megatron.sparse import kernels, reference, selection
-from megatron.sparse.reference import BLOCK, GROUP, TIE_BLOCK
-from megatron.sparse.selection import DTYPES
+from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK
+from megatron.sparse.selection import DTYPES, Candidates
 from megatron.sparse.shard import Shard
 
 
@@ -30,21 +30,36 @@ def _compare_counting(device: torch.device, dtype: torch.dtype) -> None:
     quarter = torch.tensor(0.25, device=device).view(torch.int32)
     for bracket in ((0, 0x7FFFFFFF, 15), (0x38000000, 0x3AFFFFFF, 10), (0x3E800000, 0x3E80FFFF, 0)):
         numbers = torch.tensor(bracket, device=device)
-        found = kernels.histogram(values, numbers)
-        assert torch.equal(found.cpu(), reference.histogram(values.cpu().float(), numbers.cpu()))
-        assert found.sum() > 0
-    nothing = torch.tensor((1, 0, 0), device=device)
-    assert not kernels.histogram(values, nothing).any()
+        for kind in (torch.int32, torch.int64):
+            found = torch.ones(BINS + 1, dtype=kind, device=device)
+            wanted = found.cpu()
+            kernels.add_histogram(values, numbers, found)
+            reference.add_histogram(values.cpu().float(), numbers.cpu(), wanted)
+            assert torch.equal(found.cpu(), wanted) and found.sum() > BINS + 1
+    found = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
+    kernels.add_histogram(values, torch.tensor((1, 0, 0), device=device), found)
+    assert not found.any()
     for shard in (
         Shard(20000, 20000),
         Shard(20000, 200000, offset=100000),
         Shard(20000, 200000, row=20, stride=200, offset=40),
         Shard(20000, 201000, row=20, stride=200, offset=-9, first=13),
     ):
-        found = kernels.tie_counts(values, quarter, one, shard)
-        wanted = reference.tie_counts(values.cpu().float(), quarter.cpu(), one.cpu(), shard)
+        blocks = -(-shard.total // TIE_BLOCK)
+        found = torch.zeros(blocks, dtype=torch.int64, device=device)
+        kernels.add_tie_counts(values, quarter, ~one, shard, found)
+        assert not found.any()
+        kernels.add_tie_counts(values, quarter, one, shard, found)
+        wanted = torch.zeros(blocks, dtype=torch.int64)
+        reference.add_tie_counts(values.cpu().float(), quarter.cpu(), one.cpu(), shard, wanted)
         assert torch.equal(found.cpu(), wanted) and found.sum() == 100
-        assert not kernels.tie_counts(values, quarter, ~one, shard).any()
+        for block in range(blocks):
+            number = torch.tensor(block, device=device)
+            marks = torch.zeros(TIE_BLOCK, dtype=torch.int64, device=device)
+            kernels.mark_ties(values, quarter, number, shard, marks)
+            expected = torch.zeros(TIE_BLOCK, dtype=torch.int64)
+            reference.mark_ties(values.cpu().float(), quarter.cpu(), number.cpu(), shard, expected)
+            assert torch.equal(marks.cpu(), expected) and marks.sum() == wanted[block]
 
 
 def compare_bit_writing(device: torch.device) -> None:
@@ -88,12 +103,10 @@ def compare_selection(device: torch.device) -> None:
             (equal, 77),
             (equal, 6000),
         ):
-            shard = Shard(case.numel(), case.numel())
-            counter = selection._Counter(case, None)
-            wanted = torch.full((1,), k, device=device)
-            threshold, ties, left = counter.threshold(counter.sampled(wanted, 6000), wanted)
-            cutoff = counter.cutoff(threshold, ties, left, shard)
-            found = selection.Largest(case, threshold, cutoff, shard, k).positions()
+            one = Candidates(case, k, Shard(case.numel(), case.numel()))
+            other = Candidates(values[:5000], 17, Shard(5000, 5000))
+            _, largest, _ = selection._by_counting([other, one, other], None, sampled=True)
+            found = largest.positions()
             order = torch.sort(case.cpu().abs(), descending=True, stable=True).indices
             assert torch.equal(found.cpu().long(), order[:k].sort().values), k
     finally:

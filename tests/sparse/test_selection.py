@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.parallel.cut import Cut
 from megatron.sparse import selection
 from megatron.sparse.reference import CHUNK, TIE_BLOCK
-from megatron.sparse.selection import DRAWN_BLOCK, draw_seeded, select_largest
+from megatron.sparse.selection import (
+    DRAWN_BLOCK,
+    Candidates,
+    draw_seeded,
+    select_largest,
+    select_largest_each,
+)
 from megatron.sparse.shard import Shard
 
 DENORMAL = 1e-40
@@ -130,12 +137,8 @@ def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: b
         values[:: (30_000 // 100) | 1] = 1e-9
     for k in (0, 1, 12_000, 30_000):
         passes.clear()
-        wanted = torch.full((1,), k)
-        counter = selection._Counter(values, None)
-        threshold, ties, left = counter.threshold(counter.sampled(wanted, 30_000), wanted)
-        shard = Shard(30_000, 30_000)
-        cutoff = counter.cutoff(threshold, ties, left, shard)
-        found = selection.Largest(values, threshold, cutoff, shard, k)
+        one = Candidates(values, k, Shard(30_000, 30_000))
+        (found,) = selection._by_counting([one], None, sampled=True)
         assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
         if k == 12_000:
             again = passes[2]  # counted in the pass over everything
@@ -348,3 +351,100 @@ def test_draw_cut_over_ranks_is_the_same_draw(axis: int) -> None:
         assert torch.equal(half[shard.numel // 2 :], part[shard.numel // 2 :])
         parts.append(part.view([n // 4 if a == axis else n for a, n in enumerate(shape)]))
     assert torch.equal(torch.cat(parts, dim=axis).view(-1), expected)
+
+
+def assorted(seed: int) -> list[Candidates]:
+    """Tensors of many lengths, dtypes and kinds, with and without ties at the threshold."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, numel in enumerate((1, 7, 1000, TIE_BLOCK + 5, 3 * TIE_BLOCK, 40_000)):
+        values = torch.randn(numel, generator=generator)
+        if number % 3 == 1:
+            values = values.mul(2).round()
+        if number == seed % 6:
+            values.zero_()
+        values = values.to((torch.float32, torch.bfloat16, torch.float16)[(number + seed) % 3])
+        for k in {0, 1, numel // 3, numel}:
+            found.append(Candidates(values, k, Shard(numel, numel)))
+    return found
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_tensors_selected_from_together_are_those_selected_from_alone(
+    seed: int, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "SAMPLE", 100)
+    tensors = assorted(seed)
+    together = selection._by_counting(tensors, None, sampled=sampled)
+    alone = select_largest_each(tensors)
+    for one, found, wanted in zip(tensors, together, alone, strict=True):
+        assert found.count == wanted.count == one.k
+        assert torch.equal(found.positions(), wanted.positions())
+        assert torch.equal(found.positions().long(), largest_by_sorting(one.values, one.k))
+
+
+def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank in the same order, those without entries of one too; a sum over the ranks
+    serves all tensors."""
+    monkeypatch.setattr(selection, "TOGETHER", 0)
+    cuts = [KINDS_OF_CUT["rows"], KINDS_OF_CUT["columns"], KINDS_OF_CUT["stored"]]
+    wholes = [torch.randint(-3, 4, (shards[0].total,)).float() for shards in cuts]
+    sums: dict[int, int] = {}
+    for count in (1, 3):
+        group = Together(3)
+
+        def on_rank(rank: int, count: int = count, group: Together = group) -> list[torch.Tensor]:
+            batch = []
+            for whole, shards in zip(wholes[:count], cuts, strict=False):
+                places = shards[rank].logical(torch.arange(shards[rank].numel))
+                batch.append(Candidates(whole[places], whole.numel() // 2, shards[rank]))
+            found = selection._by_counting(batch, group.sums(rank), sampled=False)
+            return [
+                one.shard.logical(largest.positions().long())
+                for one, largest in zip(batch, found, strict=True)
+            ]
+
+        by_rank = group.run(on_rank)
+        for whole, parts in zip(wholes, zip(*by_rank, strict=True), strict=False):
+            expected = largest_by_sorting(whole, whole.numel() // 2)
+            assert torch.equal(torch.cat(parts).sort().values, expected)
+        sums[count] = group.calls[0]
+    assert sums[1] == sums[3]
+
+
+def test_operations_hardly_grow_with_the_number_of_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a GPU, each of which is a launch: but for four passes, a sample and a look at ties, those
+    of one tensor serve all of them."""
+    passes: list[str] = []
+    kernels = ("add_histogram", "add_tie_counts", "mark_ties")
+    silent = {
+        name: (lambda *_, name=name: passes.append(name)) for name in kernels
+    }  # launches, which no operation of torch stands for
+    monkeypatch.setattr(selection, "_kernels", lambda values: SimpleNamespace(**silent))
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            # A view is none.
+            self.operations += not func.is_view
+            return found
+
+    counted = {}
+    for count in (1, 2, 16):
+        passes.clear()
+        batch = [Candidates(torch.randn(30_000), 10_000, Shard(30_000, 30_000))] * count
+        mode = Count()
+        mode.operations = 0
+        # The device of a GPU has no shortcut for tensors without ties.
+        monkeypatch.setattr(selection._Counter, "_has_ties", lambda self, cut: True)
+        with mode:
+            list(selection._by_counting(batch, None, sampled=True))
+        assert len(passes) == 6 * count
+        counted[count] = mode.operations
+    assert counted[16] - counted[2] == 14 * (counted[2] - counted[1])
+    assert counted[2] - counted[1] <= 2
