@@ -623,7 +623,7 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others.
     if code in (EXIT_DONE, EXIT_REQUEUE):
-        leave_mpi()
+        leave_mpi(code)
     # All is written and closed, and torch's own threads sometimes abort an interpreter that takes
     # itself apart.
     sys.stdout.flush()
