@@ -159,7 +159,8 @@ def leave_mpi(code: int) -> None:
             MPI.Finalize()
             sys.stdout.flush()
             sys.stderr.flush()
-            ctypes.PyDLL(None).exit(code)  # with the interpreter's lock: no other thread runs on
+            # PyDLL keeps the interpreter's lock, so that no Python thread runs while C's handlers do.
+            ctypes.PyDLL(None).exit(code)
 
 
 def has_cuda(mpi: ModuleType | None = None) -> bool:
