@@ -159,7 +159,7 @@ def leave_mpi(code: int) -> None:
             MPI.Finalize()
             sys.stdout.flush()
             sys.stderr.flush()
-            # PyDLL keeps the interpreter's lock, so that no Python thread runs while C's handlers do.
+            # PyDLL keeps the interpreter's lock: no Python thread runs beside the handlers of C.
             ctypes.PyDLL(None).exit(code)
 
 
