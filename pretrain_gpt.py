@@ -625,9 +625,10 @@ def bucket_elements(config: Config, data_parallel_size: int) -> int:
 if __name__ == "__main__":
     faulthandler.enable()
     code = main(sys.argv[1:])
-    # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others.
+    # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others. It
+    # ends the process; without MPI the process goes on below.
     if code in (EXIT_DONE, EXIT_REQUEUE):
-        leave_mpi()
+        leave_mpi(code)
     # All is written and closed, and torch's own threads sometimes abort an interpreter that takes
     # itself apart.
     sys.stdout.flush()

@@ -6,6 +6,7 @@ of a core's time: waiting is asking again and again, with pauses.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import sys
@@ -145,19 +146,25 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
     return dataclasses.replace(launch, master_addr=address, master_port=int(port))
 
 
-def leave_mpi() -> None:
-    """Leave MPI, if it was started: all ranks do, at the end of a run that ended well. One that
-    failed must not, since it would wait for peers that are gone."""
+def leave_mpi(code: int) -> None:
+    """Leave MPI, if it was started, and end the process with the code: all ranks do, at the end of
+    a run that ended well. One that failed must not, since it would wait for peers that are gone.
+
+    MPICH tells mpiexec of an orderly end when C's exit() runs its handlers. A rank that left by
+    _exit() would count as lost, and mpiexec would kill the ranks that are still on their way out.
+    """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         with _ends_within(_LEAVE_SECONDS):
             MPI.Finalize()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # PyDLL keeps the interpreter's lock: no Python thread runs beside the handlers of C.
+            ctypes.PyDLL(None).exit(code)
 
 
 def has_cuda(mpi: ModuleType | None = None) -> bool:
     """Whether the library says that it reads and writes a CUDA device's memory itself."""
-    import ctypes
-
     file = (mpi or open_mpi()).__file__
     assert file is not None, "it is an extension module"
     # Symbols of the MPI library are found through the module that is linked against it.

@@ -27,19 +27,12 @@ if [[ ${LINT:-1} != 0 ]]; then
   check pyright --pythonpath "$venv/bin/python"
   check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
 fi
-# Two files at a time: many tests wait for a process, or use one core. Benchmarks and jobs on a Slurm
-# of the tests' own go together, when nothing else slows them; faults, which have to be noticed in
-# time on many ranks, have the machine to themselves.
-timed=(tests/bench tests/slurm) alone=(tests/faults)
-in_pairs=(python -m pytest -n "${WORKERS:-2}" --dist loadfile)
-if (($#)); then
-  check "${in_pairs[@]}" "$@"
-else
-  apart=("${timed[@]}" "${alone[@]}")
-  check "${in_pairs[@]}" "${apart[@]/#/--ignore=}"
-  check "${in_pairs[@]}" "${timed[@]}"
-  check python -m pytest "${alone[@]}"
-fi
+# Two files at a time: many tests wait for a process, or use one core. What is told by the clock, and
+# jobs on a Slurm of the tests' own, many ranks at a time, have the machine to themselves.
+tests=("$@") alone=(tests/bench tests/faults tests/slurm)
+(($#)) || tests=("${alone[@]/#/--ignore=}")
+check python -m pytest -n "${WORKERS:-2}" --dist loadfile "${tests[@]}"
+(($#)) || check python -m pytest "${alone[@]}"
 if ((${#failed[@]})); then
   say "failed: ${failed[*]}"
   exit 1

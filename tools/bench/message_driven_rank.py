@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         text = json.dumps({"equality": equality, "steps": steps})
         (Path(settings["folder"]) / "result.json").write_text(text, encoding="utf-8")
     groups.world.barrier()
-    leave_mpi()
+    leave_mpi(0)
     return 0
 
 
