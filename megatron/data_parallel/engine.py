@@ -4,7 +4,8 @@
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
      (1)      (2)            (3)            (4)            (5)       (6)      (7)
 
-Common to every gradient path. From hook (1) to `zero`, gradients belong to the engine: outside
+Common to every gradient path. On a GPU, gradients of up to HELD_BYTES wait between (1) and (2), and
+one launch accumulates them all. From hook (1) to `zero`, gradients belong to the engine: outside
 backward every `param.grad` is None. Buckets are launched in index order and no hook waits for a
 collective, so ranks cannot send in different orders however their backwards interleave.
 
@@ -51,17 +52,22 @@ from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
+HELD_BYTES = 64 * 1024 * 1024
+"""Gradients that a GPU keeps until one launch accumulates them all. Larger ones fill a GPU by
+themselves."""
 REWIRER = "rewirer/"
 """What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
 
 
 @dataclass
 class _Slot:
-    """Where a parameter's gradient goes. `fresh`: nothing was accumulated in this step yet."""
+    """Where a parameter's gradient goes. `held`: the gradient is accumulated together with others;
+    `fresh`: nothing was accumulated in this step yet."""
 
     bucket: GradBucket
     where: Slice
     arrivals: int
+    held: bool
     fresh: bool = True
 
     @property
@@ -145,7 +151,7 @@ class GradientEngine:
         ]
         self.reducer.attach(self.buckets, layout)
         self._slots = {
-            name: _Slot(bucket, where, len(self.infos[name].leaves))
+            name: _Slot(bucket, where, len(self.infos[name].leaves), self._is_held(name, bucket))
             for bucket in self.buckets
             for name, where in bucket.slices.items()
         }
@@ -172,9 +178,12 @@ class GradientEngine:
         slot = self._slots[name]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None, "the hook runs right after a gradient was accumulated"
-        store = self.layout.gather if slot.fresh else self.layout.gather_add
-        store(name, grad, slot.out)
-        slot.fresh = False
+        if slot.held:
+            self._hold(name, grad)
+        else:
+            store = self.layout.gather if slot.fresh else self.layout.gather_add
+            store(name, grad, slot.out)
+            slot.fresh = False
         if name in self._last:
             self._pending[slot.bucket.index] -= 1
             if self._overlap:
@@ -325,10 +334,41 @@ class GradientEngine:
 
     # ---- inside --------------------------------------------------------------------------------
 
+    def _is_held(self, name: str, bucket: GradBucket) -> bool:
+        """Return whether to accumulate a parameter's gradient together with others: on a GPU, where
+        a launch takes longer than most gradients do. A cast would make `torch._foreach_add_` launch
+        a kernel for each gradient, and a layout that stores some entries gathers each by itself."""
+        param, where = self.infos[name].param, bucket.slices[name]
+        plain = param.dtype == bucket.grad.dtype and param.numel() == where.numel
+        return plain and on_gpu(bucket.grad)
+
+    def _hold(self, name: str, grad: torch.Tensor) -> None:
+        if name in self._held:  # from the microbatch before
+            self._store_held()
+        self._held[name] = grad
+        self._held_bytes += grad.nbytes
+        if self._held_bytes >= HELD_BYTES:
+            self._store_held()
+
+    def _store_held(self) -> None:
+        """Accumulate the held gradients, with one launch for a few dozen of them."""
+        slots = {name: self._slots[name] for name in self._held}
+        copy, add = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+        for fresh, store in ((True, copy), (False, add)):
+            names = [name for name, slot in slots.items() if slot.fresh == fresh]
+            if names:
+                grads = [self._held[name].reshape(-1) for name in names]
+                store([slots[name].out for name in names], grads)
+        for slot in slots.values():
+            slot.fresh = False
+        self._held, self._held_bytes = {}, 0
+
     def _start_over(self) -> None:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
             slot.fresh = not self.reducer.carries
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0
         self._last: set[str] = set()
         self._finishing = False
         self._pending = list(self._arrivals)
@@ -343,6 +383,7 @@ class GradientEngine:
             bucket = self.buckets[len(self._work)]
             if not self._finishing and self._is_summed_first(bucket):
                 return
+            self._store_held()
             for name, where in bucket.slices.items():
                 if self._slots[name].fresh:  # no gradient came: it is zero
                     where.of(bucket.grad).zero_()
@@ -417,6 +458,11 @@ class GradientEngine:
         if any(term.mean.part is not None for term in terms):
             self.groups.dp.all_reduce(sums[1:], dist.ReduceOp.SUM)
         return sums.sum().view(1)
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether kernels are launched. Tests replace this function."""
+    return tensor.device.type != "cpu"
 
 
 def _apart(world: Group) -> Group:
