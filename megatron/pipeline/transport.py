@@ -7,9 +7,12 @@
 With NCCL a receive is posted only when its message is needed. Its kernel occupies the device until
 the sender is there, and whatever waits for the device waits with it: what is issued later to the
 same hardware queue, the first launch of a kernel, an allocation that frees memory. Two ranks that
-post receives ahead could so keep each other from ever sending. Without receives ahead 1F1B gets
-through wherever a rank waits for its device, and the interleaved schedule wherever kernels are
-first launched (`tests/pipeline/test_queues.py` plays both); sends still overlap with computing.
+post receives ahead could so keep each other from ever sending. The memory of a receive is taken
+before the send that precedes the receive, because the send's kernel occupies the device too.
+1F1B then gets through wherever a rank waits for its device. The interleaved schedule gets through
+where all kernels but those of the first passes are loaded at the start; an allocation that has to
+free memory first may stop the interleaved schedule for good (`tests/pipeline/test_queues.py` plays
+all of these). Sends still overlap with computing.
 
 torch.distributed's `batch_isend_irecv` does not do: it pairs what both sides issue together, and
 stages do not keep in step.
@@ -111,12 +114,15 @@ class GroupTransport:
         self._unanswered = 0
         # gloo's receives hold up nothing.
         self._ahead = POSTED if device.type == "cpu" else 0
+        self._buffer: torch.Tensor | None = None
+        """Memory of the next receive."""
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
         assert not self._expected and not self._posted, "the last batch is not over"
         self._expected.extend(messages)
         self._unanswered = unanswered
         self._post(self._ahead)
+        self._prepare()
 
     def receive(self, message: Message) -> torch.Tensor:
         self._post(max(self._ahead, 1))
@@ -132,6 +138,7 @@ class GroupTransport:
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         assert tensor.shape == self._shape and tensor.dtype == self._dtype, "as was agreed on"
         group, tensor = self._outgoing[message.kind], tensor.contiguous()
+        self._prepare()
         work = group.send(tensor, to=1, tag=_tag(message), about=str(message))
         sent = self._sent[message.kind]
         sent[message] = (tensor, work)
@@ -153,10 +160,18 @@ class GroupTransport:
         """Post receives until there are as many as wanted, or no message is left."""
         while self._expected and len(self._posted) < wanted:
             message = self._expected.popleft()
-            tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            tensor, self._buffer = self._empty() if self._buffer is None else self._buffer, None
             group = self._incoming[message.kind]
             work = group.receive(tensor, source=0, tag=_tag(message), about=str(message))
             self._posted.append((message, tensor, work))
+
+    def _prepare(self) -> None:
+        """Take the memory of the next receive, where that is not posted yet."""
+        if self._expected and self._buffer is None and not self._ahead:
+            self._buffer = self._empty()
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     def _finish(self, message: Message) -> None:
         sent = self._sent[message.kind].pop(message, None)

@@ -3,8 +3,9 @@
 A CUDA device has a few work queues (CUDA_DEVICE_MAX_CONNECTIONS), to which streams are assigned in
 turn. An operation begins at the head of its queue, when what precedes it in its stream is over;
 until then it holds up all that follows in the queue, whatever stream that belongs to. A transfer
-of NCCL is over when both ends are in it, a collective when all ranks are. With lazy loading, the
-first launch of a kernel makes the host wait until the device has nothing left to do.
+of NCCL is over when both ends are in it, a collective when all ranks are. Where a kernel is loaded
+at its first launch, that launch makes the host wait until the device has nothing left to do: so do
+the kernels of Triton, and with CUDA_MODULE_LOADING=LAZY also those of torch.
 
 Nothing here computes: what the project's runner and transport issue is recorded and then played.
 """
@@ -37,11 +38,15 @@ class Event(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel; `first`: its first launch on this device."""
+    """A kernel, of torch's library or of Triton (`compiled`), or an allocation, which a device
+    without free memory makes the host wait for alike. `first`: its first launch on this device;
+    `waits`: the host waits for the device, whatever was loaded."""
 
     stream: str
     name: str
     first: bool
+    compiled: bool = False
+    waits: bool = False
 
 
 class Meeting(NamedTuple):
@@ -77,9 +82,9 @@ class Recorder:
         self._issued: Counter[str] = Counter()
         self._launched: set[str] = set()
 
-    def launch(self, name: str) -> None:
+    def launch(self, name: str, *, compiled: bool = False) -> None:
         self._issued[COMPUTE] += 1
-        self.entries.append(Launch(COMPUTE, name, name not in self._launched))
+        self.entries.append(Launch(COMPUTE, name, name not in self._launched, compiled))
         self._launched.add(name)
 
     def meet(self, stream: str, key: Hashable, ranks: Sequence[int]) -> Event:
@@ -133,12 +138,14 @@ def edges(recorder: Recorder, place: Place) -> Any:
 
 @dataclass
 class RecordedStage:
-    """A stage of `chunks` chunks, each pass of which launches two kernels of its own."""
+    """A stage of `chunks` chunks, each pass of which launches kernels of its own. A chunk's first
+    gradient of a step is copied, the others are added."""
 
     recorder: Recorder
     place: Place
     chunks: Sequence[Any] = (SimpleNamespace(device=META),)
     evaluates: bool = False
+    accumulated: set[int] = field(default_factory=set)
 
     def names(self, chunk: int) -> tuple[str, ...]:
         return ()
@@ -149,11 +156,13 @@ class RecordedStage:
 
     def backward(self, *_: Any, chunk: int) -> torch.Tensor:
         self._launch("backward", chunk)
+        self.recorder.launch(f"{'add' if chunk in self.accumulated else 'copy'} of chunk {chunk}")
+        self.accumulated.add(chunk)
         return torch.empty(1, device=META)
 
     def _launch(self, what: str, chunk: int) -> None:
-        for number in range(2):
-            self.recorder.launch(f"{what} {number} of chunk {chunk}")
+        self.recorder.launch(f"{what} of chunk {chunk}")
+        self.recorder.launch(f"compiled {what} of chunk {chunk}", compiled=True)
 
 
 def record(
@@ -166,10 +175,18 @@ def record(
     """What one rank issues in `steps` training steps with an evaluation after each."""
     recorder = Recorder()
     stage = RecordedStage(recorder, place)
+    carrier = transport(edges(recorder, place), shape=(1,), dtype=torch.float32, device=META)
+    empty = carrier._empty
+
+    def allocated() -> torch.Tensor:
+        recorder.launch("allocation")
+        return empty()
+
+    carrier._empty = allocated  # type: ignore[method-assign]
     pipeline = Pipeline(
         stage=stage,  # type: ignore[arg-type]
         place=place,
-        transport=transport(edges(recorder, place), shape=(1,), dtype=torch.float32, device=META),
+        transport=carrier,
         engine=SimpleNamespace(expect_last_backward=lambda names: None),  # type: ignore[arg-type]
         timers=Timers(0),
         at=lambda phase: None,
@@ -177,6 +194,7 @@ def record(
     batches: Any = [SimpleNamespace(index=number) for number in range(microbatches)]
     for _ in range(steps):
         stage.evaluates = False
+        stage.accumulated.clear()
         pipeline.forward_backward(batches, iteration=1, scale=1.0)
         recorder.launch("norm")
         recorder.host_waits()
@@ -192,8 +210,9 @@ def record(
 
 @dataclass
 class Device:
-    """A rank's device and its host, part way through the entries. `drawn` draws the queue of each
-    stream, which may be any after other streams were assigned."""
+    """A device and its host, part way through the entries. `lazy`: CUDA loads torch's kernels at
+    their first launch; Triton's are loaded so in any case. `drawn` draws the queue of each stream,
+    which may be any after other streams were assigned."""
 
     rank: int
     entries: Sequence[Entry]
@@ -226,12 +245,15 @@ class Device:
             if isinstance(entry, HostWait):
                 if not self._passed(entry.event):
                     break
-            elif isinstance(entry, Launch) and entry.first and self.lazy and not self.is_idle:
+            elif isinstance(entry, Launch) and self._waits(entry) and not self.is_idle:
                 break
             else:
                 self.queues[self._queue_of(entry.stream)].append(entry)
             self.at += 1
         return self.at > began
+
+    def _waits(self, launch: Launch) -> bool:
+        return launch.waits or (launch.first and (self.lazy or launch.compiled))
 
     def _queue_of(self, stream: str) -> int:
         if stream not in self._assigned:

@@ -33,6 +33,13 @@ class Ahead(GroupTransport):
         self._ahead = POSTED
 
 
+class Late(GroupTransport):
+    """Takes the memory of a receive when the receive is posted."""
+
+    def _prepare(self) -> None:
+        pass
+
+
 @cache
 def traces(
     shape: tuple[int, int, int], transport: type[GroupTransport] = GroupTransport
@@ -42,16 +49,12 @@ def traces(
     return [record(place, microbatches, transport=transport) for place in places]
 
 
-def with_first_launches(
-    ranks: Sequence[Sequence[Entry]], share: float, seed: int
-) -> list[list[Entry]]:
-    """The same, but that launch at any time may be the first of its kernel."""
+def with_waits(ranks: Sequence[Sequence[Entry]], share: float, seed: int) -> list[list[Entry]]:
+    """The same, but that the host may wait for the device at any launch or allocation."""
     drawn = Random(seed)
     return [
         [
-            entry._replace(first=entry.first or drawn.random() < share)
-            if isinstance(entry, Launch)
-            else entry
+            entry._replace(waits=drawn.random() < share) if isinstance(entry, Launch) else entry
             for entry in entries
         ]
         for entries in ranks
@@ -60,14 +63,26 @@ def with_first_launches(
 
 @pytest.mark.parametrize("shape", PLAIN + INTERLEAVED, ids=str)
 def test_every_shape_gets_through(shape: tuple[int, int, int]) -> None:
-    for connections, lazy in product(CONNECTIONS, (False, True)):
-        assert not play(traces(shape), connections=connections, lazy=lazy)
+    for connections in CONNECTIONS:
+        assert not play(traces(shape), connections=connections, lazy=False)
+
+
+@pytest.mark.parametrize("shape", PLAIN, ids=str)
+def test_1f1b_gets_through_however_kernels_are_loaded(shape: tuple[int, int, int]) -> None:
+    for connections in CONNECTIONS:
+        assert not play(traces(shape), connections=connections, lazy=True)
+
+
+def test_interleaved_stages_would_stand_still_where_kernels_are_loaded_late() -> None:
+    """Which a run with CUDA_MODULE_LOADING=LAZY is refused for: see `megatron.runtime`."""
+    stuck = [play(traces(shape), connections=32, lazy=True) for shape in INTERLEAVED]
+    assert any("'add of chunk" in line for lines in stuck for line in lines)
 
 
 @pytest.mark.parametrize("shape", PLAIN + INTERLEAVED, ids=str)
 def test_streams_may_share_queues_in_any_way(shape: tuple[int, int, int]) -> None:
     for connections, seed in product((2, 4), range(3)):
-        assert not play(traces(shape), connections=connections, lazy=True, seed=seed)
+        assert not play(traces(shape), connections=connections, lazy=False, seed=seed)
 
 
 @pytest.mark.parametrize("shape", PLAIN, ids=str)
@@ -75,15 +90,21 @@ def test_1f1b_gets_through_wherever_a_rank_waits_for_its_device(
     shape: tuple[int, int, int],
 ) -> None:
     """A kernel that comes late, or an allocation that has to free memory first."""
-    for share, seed in product((0.1, 0.5, 1.0), range(3)):
-        late = with_first_launches(traces(shape), share, seed)
+    for share, seed in product((0.1, 0.5, 1.0), range(5)):
+        late = with_waits(traces(shape), share, seed)
         assert not play(late, connections=8, lazy=True)
+
+
+def test_memory_that_is_taken_after_a_send_would_stand_still() -> None:
+    late = with_waits(traces((2, 1, 4), Late), 1.0, 0)
+    stuck = play(late, connections=8, lazy=False)
+    assert stuck and all("'allocation'" in line for line in stuck)
 
 
 @pytest.mark.parametrize("shape", [s for s in PLAIN + INTERLEAVED if s[2] > 1], ids=str)
 def test_receives_ahead_would_stand_still(shape: tuple[int, int, int]) -> None:
     assert play(traces(shape, Ahead), connections=1, lazy=False)
-    late = with_first_launches(traces(shape, Ahead), 0.5, 1)
+    late = with_waits(traces(shape, Ahead), 0.5, 1)
     stuck = play(late, connections=8, lazy=True)
     assert any("host at Launch" in line for line in stuck)
 
