@@ -438,7 +438,7 @@ def build_timers(config: Config, *, on_cuda: bool) -> Timers:
 
     from megatron.timers import Timers
 
-    # Not the device: receives that are posted ahead wait for what this rank has yet to send.
+    # Not the device: its other streams may wait for messages that neighbours send later.
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None
     return Timers(config.logging.timing_log_level, synchronize=synchronize)
 
@@ -473,7 +473,8 @@ def build_stage(
     ]
     if choose_compilation(config, runtime.device.type).on:
         for chunk in chunks:
-            chunk.compile_layers()
+            # Dropout draws what it draws without the compiler, so that grids agree.
+            chunk.compile_layers(options={"fallback_random": True})
     return Stage(chunks)
 
 

@@ -27,7 +27,7 @@ from megatron.processor import (
     vector_instructions,
 )
 from megatron.run_lock import RunLock
-from megatron.runtime import Runtime, check_connections, cuda_variables, job_environment
+from megatron.runtime import Runtime, check_cuda_variables, cuda_variables, job_environment
 from megatron.status import NO_SPACE, Status, replace_text, write_status
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     else:
         variables = [f"{name}={value}" for name, value in cuda_variables().items()]
         metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
-        for warning in (check_connections(config), *cuda_notices(config)):
+        for warning in (check_cuda_variables(config), *cuda_notices(config)):
             if warning:
                 metrics.say(f"note: {warning}")
     metrics.say(f"compile: {choose_compilation(config, runtime.device.type)}")

@@ -36,7 +36,10 @@ LARGEST_PORT = 2**16 - 1
 _MOST_DIGITS = 18
 _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CUDA_VARIABLES = (_CONNECTIONS, "CUDA_MODULE_LOADING", "TORCH_NCCL_HIGH_PRIORITY")
+_LOADING = "CUDA_MODULE_LOADING"
+_CUDA_VARIABLES = (
+    _CONNECTIONS, _LOADING, "NCCL_RUNTIME_CONNECT", "TORCH_NCCL_HIGH_PRIORITY",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +104,13 @@ def set_cuda_variables(config: Config, environ: MutableMapping[str, str] | None 
     if config.parallel.pipeline_model_parallel_size > 1:
         # The first launch of a kernel that is loaded lazily may wait until the device is idle,
         # which the device is not while NCCL's kernel of a receive spins on it.
-        env.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        env.setdefault(_LOADING, "EAGER")
         # A spinning receive also holds up the other streams of its hardware queue: 32 queues are
         # the most that CUDA has, 8 are its default.
         env.setdefault(_CONNECTIONS, "32")
+        # NCCL would otherwise connect what an algorithm needs at its first use, in a step, where
+        # the host waits for the other ranks (NCCL's default is 1).
+        env.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if config.parallel.tensor_model_parallel_size > 1:
         # A layer's collectives run beside a product that could fill the device first.
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
@@ -116,20 +122,28 @@ def cuda_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: env[name] for name in _CUDA_VARIABLES if name in env}
 
 
-def check_connections(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
-    """Check CUDA_DEVICE_MAX_CONNECTIONS for a run on CUDA.
+def check_cuda_variables(config: Config, environ: Mapping[str, str] | None = None) -> str | None:
+    """Check CUDA_DEVICE_MAX_CONNECTIONS and CUDA_MODULE_LOADING for a run on CUDA.
 
     Returns:
         A sentence for the log if the run keeps the user's single hardware queue, else None.
 
     Raises:
-        ConfigError: Interleaved pipeline stages would share a single hardware queue.
+        ConfigError: Interleaved pipeline stages would share a single hardware queue, or load
+            kernels late.
     """
     env = os.environ if environ is None else environ
     parallel = config.parallel
+    layers = parallel.num_layers_per_virtual_pipeline_stage
+    if layers is not None and env.get(_LOADING, "").strip().upper() == "LAZY":
+        raise ConfigError(
+            f"{_LOADING}={env[_LOADING]} with num_layers_per_virtual_pipeline_stage {layers}: a "
+            "kernel that is loaded at its first launch may wait for a receive whose sender waits "
+            "for this rank; unset the variable (the run then sets EAGER), or drop "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
     if env.get(_CONNECTIONS, "").strip() != "1" or parallel.model_parallel_size == 1:
         return None
-    layers = parallel.num_layers_per_virtual_pipeline_stage
     if layers is not None:
         raise ConfigError(
             f"{_CONNECTIONS}=1 with num_layers_per_virtual_pipeline_stage {layers}: all streams "
@@ -304,7 +318,7 @@ def start(launch: Launch, config: Config) -> Runtime:
 
     device = _choose_device(launch, config)
     if device.type == "cuda":
-        check_connections(config)
+        check_cuda_variables(config)
     backend = _choose_backend(device, config.parallel.distributed_backend)
     if "OMP_NUM_THREADS" not in os.environ and device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))

@@ -17,6 +17,7 @@ import torch
 from megatron.data_parallel.interface import Run
 from megatron.sparse.reference import BLOCK, GROUP, WORDS, Bits, aligned_pieces, put, unpack
 from megatron.sparse.selection import Given, Largest, Selection
+from megatron.transfer import to_device
 from radius import reference
 from radius.marked import FlushedBitmap, Marked
 from radius.tally import Tally
@@ -112,7 +113,7 @@ class BitmapIndex(Marked):
         for lo, hi, chosen in self._chosen(start, start + length):
             rest = ~chosen
             count = int(rest.sum())
-            flat[lo:hi].masked_scatter_(rest, values[at : at + count].to(flat.device))
+            flat[lo:hi].masked_scatter_(rest, to_device(values[at : at + count], flat.device))
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:

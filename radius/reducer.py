@@ -265,10 +265,10 @@ class RadiusReducer:
         """In each part the largest of its values, or a draw; every rank makes the same choices, and
         those that share a tensor make them together, whether they have any of a part or not."""
         largest = self._largest([(part, each) for part, each in parts if each is not None])
-        for part, _ in parts:
+        for part, each in parts:
             if not part.length:
                 continue
-            selection = largest.get(part.name) or self._drawn(part)
+            selection = self._drawn(part) if each is None else largest[part.name]
             chosen, kept = own.choose(part, selection, compare=compare)
             self._telling.chose(own.bucket, chosen, kept)
 

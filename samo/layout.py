@@ -21,6 +21,7 @@ import torch
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.errors import ConfigError
 from megatron.sparse.reference import BLOCK, CHUNK, GROUP, WORDS, Bits
+from megatron.transfer import to_device
 from samo import reference
 
 if TYPE_CHECKING:
@@ -218,7 +219,8 @@ class Bitmap:
         self._kernels = _kernels(device)
         octets = np.zeros(-(-self.length // (GROUP * BLOCK)) * GROUP * BLOCK // 8, np.uint8)
         octets[: -(-self.length // 8)] = np.packbits(mask.numpy())
-        words = torch.from_numpy(octets).view(torch.int32).view(-1, WORDS).to(device)
+        words = torch.from_numpy(octets).view(torch.int32).view(-1, WORDS)
+        words = to_device(words, device)
         self._bits = Bits.of(self.length, words, self._kernels.count_blocks(words))
 
     @property

@@ -22,7 +22,13 @@ LAYERS = (
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
-FOR_EXTENSIONS = ("megatron.config", "megatron.data_parallel", "megatron.errors", "megatron.sparse")
+FOR_EXTENSIONS = (
+    "megatron.config",
+    "megatron.data_parallel",
+    "megatron.errors",
+    "megatron.sparse",
+    "megatron.transfer",
+)
 WITHOUT_TORCH = (
     "megatron.errors",
     "megatron.status",

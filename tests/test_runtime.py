@@ -13,7 +13,7 @@ from megatron import mpi_world, runtime
 from megatron.errors import ConfigError
 from megatron.runtime import (
     Launch,
-    check_connections,
+    check_cuda_variables,
     detect_launch,
     job_environment,
     set_cuda_variables,
@@ -32,7 +32,11 @@ SRUN = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
-EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+EAGER = {
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 FIRST = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4",
@@ -224,13 +228,23 @@ def test_one_hardware_queue_is_told_of_or_refused() -> None:
     stages = ("--num-layers", "4", *PIPELINE)
     interleaved = read(*stages, "--num-layers-per-virtual-pipeline-stage", "1")
     with pytest.raises(ConfigError, match="num_layers_per_virtual_pipeline_stage 1.*; unset"):
-        check_connections(interleaved, one)
+        check_cuda_variables(interleaved, one)
     for flags in (stages, TENSOR):
-        warning = check_connections(read(*flags), one)
+        warning = check_cuda_variables(read(*flags), one)
         assert warning is not None and "CUDA_DEVICE_MAX_CONNECTIONS=1 is kept" in warning
-    assert check_connections(read(), one) is None
+    assert check_cuda_variables(read(), one) is None
     for environ in ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}):
-        assert check_connections(interleaved, environ) is None
+        assert check_cuda_variables(interleaved, environ) is None
+
+
+def test_kernels_that_are_loaded_late_are_refused_for_interleaved_stages() -> None:
+    late = {"CUDA_MODULE_LOADING": "lazy"}
+    stages = ("--num-layers", "4", *PIPELINE)
+    interleaved = read(*stages, "--num-layers-per-virtual-pipeline-stage", "1")
+    with pytest.raises(ConfigError, match="CUDA_MODULE_LOADING=lazy with num_layers.*; unset"):
+        check_cuda_variables(interleaved, late)
+    assert check_cuda_variables(read(*stages), late) is None
+    assert check_cuda_variables(interleaved, {"CUDA_MODULE_LOADING": "EAGER"}) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

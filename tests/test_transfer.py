@@ -100,5 +100,9 @@ def test_no_step_copies_from_other_memory() -> None:
         text = f"{name}: {ast.unparse(call)}"
         if name not in BOTH_ENDS_KNOWN:
             assert "non_blocking" not in given, text
-        if ast.unparse(call.func) in ("torch.tensor", "torch.as_tensor"):
+        called = ast.unparse(call.func)
+        if called in ("torch.tensor", "torch.as_tensor"):
             assert name in WAITS_ANYWAY or "device" not in given, text
+        if called.endswith(".to") and any("device" in ast.unparse(each) for each in call.args):
+            assert name in (*BOTH_ENDS_KNOWN, *WAITS_ANYWAY), text
+        assert not called.endswith(".new_tensor"), text

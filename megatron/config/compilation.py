@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +21,9 @@ class Compilation(NamedTuple):
         return f"{'on' if self.on else 'off'}, {self.reason}"
 
 
-def choose_compilation(config: Config, device: str, *, triton: bool | None = None) -> Compilation:
+def choose_compilation(
+    config: Config, device: str, *, triton: bool | None = None, compiler: bool | None = None
+) -> Compilation:
     """Choose whether to compile the layers of a run: as `--compile` says, else where compiled
     kernels break no promise of the run.
 
@@ -30,16 +34,19 @@ def choose_compilation(config: Config, device: str, *, triton: bool | None = Non
         config: Settings of the run.
         device: Type of the device, "cpu" or "cuda".
         triton: Whether Triton is installed; None looks for it.
+        compiler: Whether a C compiler is there; None looks for it.
     """
     asked = config.training.compile
     if asked is not None:
         return Compilation(asked, f"as --compile {str(asked).lower()} asks")
-    if reason := _why_not(config, device, triton):
+    triton = find_spec("triton") is not None if triton is None else triton
+    compiler = _finds_compiler() if compiler is None else compiler
+    if reason := _why_not(config, device, triton=triton, compiler=compiler):
         return Compilation(False, reason)
     return Compilation(True, "the default on CUDA; --compile false turns it off")
 
 
-def _why_not(config: Config, device: str, triton: bool | None) -> str:
+def _why_not(config: Config, device: str, *, triton: bool, compiler: bool) -> str:
     if device != "cuda":
         return "the default on a CPU, where equal runs are equal to the last bit"
     if config.parallel.tensor_model_parallel_size > 1:
@@ -47,6 +54,14 @@ def _why_not(config: Config, device: str, triton: bool | None) -> str:
         return "the default with tensor parallelism, whose collectives cut layers into small graphs"
     if config.training.deterministic_mode:
         return "since deterministic_mode is on, and the compiler chooses kernels by timing them"
-    if not (find_spec("triton") is not None if triton is None else triton):
+    if not triton:
         return "since Triton, which compiles for CUDA, is not installed"
+    if not compiler:
+        return "since Triton finds no C compiler for its launchers; install gcc or set CC"
     return ""
+
+
+def _finds_compiler() -> bool:
+    """Return whether Triton would find a C compiler: what CC names, else gcc or clang."""
+    named = os.environ.get("CC")
+    return any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"]))

@@ -53,8 +53,10 @@ from megatron.transfer import to_device
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
 HELD_BYTES = 64 * 1024 * 1024
-"""Gradients that a GPU keeps until one launch accumulates them all. Larger ones fill a GPU by
-themselves."""
+"""Gradients that a GPU keeps until one launch accumulates them all."""
+LARGEST_CAST = 1 << 20
+"""Entries up to which a gradient of another dtype than its bucket is kept: the cast passes through
+memory once more, which a launch less pays for in small gradients only."""
 REWIRER = "rewirer/"
 """What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
 
@@ -336,11 +338,11 @@ class GradientEngine:
 
     def _is_held(self, name: str, bucket: GradBucket) -> bool:
         """Return whether to accumulate a parameter's gradient together with others: on a GPU, where
-        a launch takes longer than most gradients do. A cast would make `torch._foreach_add_` launch
-        a kernel for each gradient, and a layout that stores some entries gathers each by itself."""
+        a launch takes longer than most gradients do. A layout that stores some of the entries
+        gathers each gradient by itself."""
         param, where = self.infos[name].param, bucket.slices[name]
-        plain = param.dtype == bucket.grad.dtype and param.numel() == where.numel
-        return plain and on_gpu(bucket.grad)
+        small = param.dtype == bucket.grad.dtype or param.numel() <= LARGEST_CAST
+        return small and param.numel() == where.numel and on_gpu(bucket.grad)
 
     def _hold(self, name: str, grad: torch.Tensor) -> None:
         if name in self._held:  # from the microbatch before
@@ -351,14 +353,12 @@ class GradientEngine:
             self._store_held()
 
     def _store_held(self) -> None:
-        """Accumulate the held gradients, with one launch for a few dozen of them."""
+        """Accumulate the held gradients, with a launch for a few dozen of them."""
         slots = {name: self._slots[name] for name in self._held}
-        copy, add = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-        for fresh, store in ((True, copy), (False, add)):
+        for fresh in (True, False):
             names = [name for name, slot in slots.items() if slot.fresh == fresh]
-            if names:
-                grads = [self._held[name].reshape(-1) for name in names]
-                store([slots[name].out for name in names], grads)
+            outs = [slots[name].out for name in names]
+            _store_together(outs, [self._held[name].reshape(-1) for name in names], add=not fresh)
         for slot in slots.values():
             slot.fresh = False
         self._held, self._held_bytes = {}, 0
@@ -463,6 +463,21 @@ class GradientEngine:
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether kernels are launched. Tests replace this function."""
     return tensor.device.type != "cpu"
+
+
+def _store_together(outs: list[torch.Tensor], grads: list[torch.Tensor], *, add: bool) -> None:
+    """Copy or add gradients, 1-D, to `outs`, which may be of another dtype."""
+    if not outs:
+        return
+    copy, add_ = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    if add and any(out.dtype != grad.dtype for out, grad in zip(outs, grads, strict=True)):
+        # `_foreach_add_` would launch a kernel for each gradient, `_foreach_copy_` does not.
+        sizes = [out.numel() for out in outs]
+        cast = torch.empty(sum(sizes), dtype=outs[0].dtype, device=outs[0].device)
+        cast = list(cast.split(sizes))
+        copy(cast, grads)
+        grads = cast
+    (add_ if add else copy)(outs, grads)
 
 
 def _apart(world: Group) -> Group:

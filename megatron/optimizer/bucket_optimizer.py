@@ -36,6 +36,7 @@ from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
 from megatron.optimizer.host import beside
 from megatron.optimizer.rules import Hyper, UpdateRule
 from megatron.optimizer.shards import Kept, ShardUpdates, bind, fill
+from megatron.transfer import to_device
 
 PARAM = "param"
 """What the master weights are called among the kinds of state."""
@@ -122,7 +123,7 @@ class BucketOptimizer:
                     whole = torch.zeros(param.shape, dtype=torch.float32, device=flat.device)
                     beside(before, flat, param).scatter(name, held.whole(), whole)
                     if name in change.anew:
-                        whole.view(-1)[change.anew[name].to(whole.device)] = 0.0
+                        whole.view(-1)[to_device(change.anew[name], whole.device)] = 0.0
                     fill(engine, name, flat, whole)
         self._size_scratch()
         self._bring_all_up()

@@ -22,6 +22,7 @@ from megatron.data_parallel.interface import (
 )
 from megatron.optimizer.host import beside
 from megatron.parallel.cut import Corner
+from megatron.transfer import to_device
 
 PIECE = 1 << 20
 """Entries of a mask looked through at a time."""
@@ -129,7 +130,7 @@ def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Ten
         padded = dense.new_zeros(param.shape)
         padded.view(-1)[: dense.numel()] = dense.reshape(-1)
         dense = padded
-    dense, layout = dense.to(flat.device), beside(engine.layout, flat, param)
+    dense, layout = to_device(dense, flat.device), beside(engine.layout, flat, param)
     if flat.numel() == where.numel:
         layout.gather(name, dense, flat)
         return

@@ -261,11 +261,12 @@ class ProcessGroups:
         """Make the NCCL communicators of all groups now, by one small all-reduce over each.
 
         NCCL makes a communicator at its first use, for which all members wait for each other and
-        memory is allocated. In the middle of a step a receive that runs on one member's device
-        could hold up both. The groups of an axis are disjoint and every rank takes the axes in one
-        order, so that no two ranks wait for each other in different groups. The transport connects
-        the edges. Does nothing where tensors of `device` do not travel by NCCL. Collective over the
-        world.
+        memory is allocated: in the middle of a step a receive that runs on one member's device
+        could hold up both. With NCCL_RUNTIME_CONNECT=0, which ranks of a pipeline set, a
+        communicator has the connections of every algorithm from its start. The groups of an axis
+        are disjoint and every rank takes the axes in one order, so that no two ranks wait for each
+        other in different groups. The transport connects the edges. Does nothing where tensors of
+        `device` do not travel by NCCL. Collective over the world.
         """
         if self.world.handle is None or _backend_of(device) != "nccl":
             return

@@ -209,8 +209,8 @@ def agree_on_shape(pipeline: Group, mine: str) -> None:
 
 def _connect(groups: ProcessGroups, device: torch.device, *, ring: bool) -> None:
     """Send one number over every edge that will be used, edge by edge: NCCL makes a connection at
-    its first use, where both ends wait for each other, and a receive that is posted ahead must not
-    wait for a rank that waits for this one. `ring`: also from the last stage to the first."""
+    its first use, where both ends wait for each other and memory is allocated, which must not
+    happen within a step. `ring`: also from the last stage to the first."""
     assert groups.edges is not None
     stage, stages = groups.pp.rank, groups.pp.size
     edges = groups.edges

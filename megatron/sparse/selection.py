@@ -37,8 +37,8 @@ FEW = 1 << 19
 SAMPLE = 1 << 18
 """Entries that a GPU looks at first, so as to count single magnitudes near the threshold alone:
 adding to counters in its memory costs more than reading the entries."""
-BATCH = 64
-"""Tensors counted together on a GPU: their counts take 0.5 MiB each."""
+BATCH = 16
+"""Tensors counted together on a GPU: counts, and what is found from them, take 5 MiB of each."""
 TOGETHER = 1 << 17
 """Entries of a tensor cut over ranks up to which it is less to send them all than two counts."""
 SumBins = Callable[[torch.Tensor], None]

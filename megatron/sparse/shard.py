@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+
+from megatron.transfer import to_device
 
 if TYPE_CHECKING:
     from megatron.parallel.cut import Cut
@@ -28,6 +31,9 @@ class Shard:
     offset: int = 0
     first: int = 0
     runs: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, compare=False)
+    _moved: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(cls, cut: Cut) -> Shard:
@@ -62,6 +68,14 @@ class Shard:
             return cls(numel, total, offset=int(places.sum()))
         return cls(numel, total, runs=(starts, places))
 
+    def _runs_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `runs` on a device; they are copied there once."""
+        assert self.runs is not None
+        if device not in self._moved:
+            starts, places = self.runs
+            self._moved[device] = to_device(starts, device), to_device(places, device)
+        return self._moved[device]
+
     @property
     def is_run(self) -> bool:
         """Whether the entries lie side by side in the whole tensor."""
@@ -70,7 +84,7 @@ class Shard:
     def logical(self, local: torch.Tensor) -> torch.Tensor:
         """Positions in the whole tensor of local ones (int64)."""
         if self.runs is not None:
-            starts, places = (numbers.to(local.device) for numbers in self.runs)
+            starts, places = self._runs_on(local.device)
             run = torch.searchsorted(starts, local, right=True) - 1
             return local + (places - starts)[run]
         if self.is_run:
@@ -82,10 +96,10 @@ class Shard:
         """Local positions of entries of the whole tensor (int64), and which of them are on this
         rank: the positions of others mean nothing."""
         if self.runs is not None:
-            starts, places = (numbers.to(logical.device) for numbers in self.runs)
+            starts, places = self._runs_on(logical.device)
             run = torch.searchsorted(places, logical, right=True) - 1
             found = starts[run] + logical - places[run]
-            ends = torch.cat([starts[1:], starts.new_tensor([self.numel])])
+            ends = F.pad(starts[1:], (0, 1), value=self.numel)
             return found, (run >= 0) & (found < ends[run])
         moved = logical - self.offset
         rows = moved // self.stride
@@ -114,7 +128,7 @@ class Shard:
             return Shard(0, stop - start)
         if self.runs is not None:
             starts, places = self.runs
-            ends = torch.cat([starts[1:], starts.new_tensor([self.numel])])
+            ends = F.pad(starts[1:], (0, 1), value=self.numel)
             begin, end = starts.clamp(min=low), ends.clamp(max=high)
             moved = places + begin - starts - start
             return self._of_runs(high - low, stop - start, begin - low, moved, end - begin)

@@ -31,6 +31,7 @@ from megatron.data_parallel.interface import (
     StepContext,
 )
 from megatron.data_parallel.norm import PIECE
+from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import is_smaller
 from radius.share import ModelShare
@@ -196,7 +197,9 @@ class PowerSGDReducer(FeedbackReducer):
             q_place = slice(plan.second_round, plan.second_round + q)
             plan.matrices.append(_Matrix(name, rows, columns, p_place, q_place))
             plan.first_round, plan.second_round = p_place.stop, q_place.stop
-            self.q[name] = first_q(self.seed, name, columns, self.rank).to(bucket.grad.device)
+            self.q[name] = to_device(
+                first_q(self.seed, name, columns, self.rank), bucket.grad.device
+            )
         return [matrix.name for matrix in plan.matrices]
 
     def _is_worth_it(self, name: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +25,21 @@ def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problem(Case("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
-    assert found.startswith("failed with exit code") and "--num-layers" in capsys.readouterr().err
+    assert found == "failed with exit codes [2]" and "--num-layers" in capsys.readouterr().err
 
 
 def test_a_run_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
     monkeypatch.setattr(gpu_pipeline, "SECONDS", 0.2)
-    assert "stands still" in problem(CASES[0], tmp_path / "run", None, smoke=True)
+    monkeypatch.setattr("subprocess.Popen", Recorded)
+    assert "stands still" in problem(CASES[1], tmp_path / "run", None, smoke=True)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 def test_fewer_than_two_gpus_are_refused(

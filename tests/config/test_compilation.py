@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.config import to_yaml
@@ -30,11 +32,26 @@ def test_the_flag_decides_everywhere(device: str, more: tuple[str, ...], triton:
         ("", "cpu", True, "off, the default on a CPU"),
         (" ".join(TENSOR), "cuda", True, "off, the default with tensor parallelism"),
         ("--deterministic-mode", "cuda", True, "off, since deterministic_mode is on"),
-        ("", "cuda", False, "off, since Triton"),
+        ("", "cuda", False, "off, since Triton, which"),
     ],
 )
 def test_the_default_has_a_reason(flags: str, device: str, triton: bool, told: str) -> None:
     config = read(*flags.split())
-    assert str(choose_compilation(config, device, triton=triton)).startswith(told)
+    choice = choose_compilation(config, device, triton=triton, compiler=True)
+    assert str(choice).startswith(told)
     # The device is found out later than the configuration is written.
     assert "  compile: null\n" in to_yaml(config.resolve(2))
+
+
+def test_triton_needs_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = str(choose_compilation(read(), "cuda", triton=True))
+    assert told.startswith("off, since Triton finds no C compiler")
+    for name, variable in (("clang", None), ("my-cc", "my-cc")):
+        (tmp_path / name).write_text("#!/bin/sh\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+        if variable is not None:
+            monkeypatch.setenv("CC", variable)
+        assert choose_compilation(read(), "cuda", triton=True).on
+        (tmp_path / name).unlink()

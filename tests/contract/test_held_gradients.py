@@ -16,9 +16,11 @@ STEPS, MICROBATCHES = 4, 3
 FP32, BF16 = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)
 CAST = (torch.bfloat16, torch.float32)
 """Dtypes of parameters and of gradients."""
-CASES = [(case, FP32) for case in PATHS if "radius_density" not in case.options] + [
-    (case, BF16) for case in PATHS if case.name in ("dense", "samo")
-]
+CASES = (
+    [(PathCase("dense"), CAST)]
+    + [(case, FP32) for case in PATHS if "radius_density" not in case.options]
+    + [(case, BF16) for case in PATHS if case.name in ("dense", "samo")]
+)
 
 
 def str_id(value: PathCase | tuple[torch.dtype, torch.dtype]) -> str:
@@ -67,6 +69,11 @@ def test_held_gradients_are_accumulated_bit_by_bit(
         assert case.name != "dense" or fewest < few
 
 
-def test_gradients_that_must_be_cast_are_not_held(ranks: Ranks) -> None:
-    for differing, counts in ranks.run(1, on_rank_held, PathCase("dense"), CAST):
-        assert differing == [] and counts == [0, 0, 0]
+def test_large_gradients_that_must_be_cast_are_not_held(ranks: Ranks) -> None:
+    assert ranks.run(1, on_rank_largest_cast, 0) == [0]
+    assert 0 < ranks.run(1, on_rank_largest_cast, 48)[0]
+
+
+def on_rank_largest_cast(groups: ProcessGroups, entries: int) -> int:
+    with mock.patch.object(engine, "LARGEST_CAST", entries):
+        return trained(groups, PathCase("dense"), CAST, 1 << 30)[1]

@@ -2,8 +2,8 @@
 
     python tools/bench/gpu_pipeline.py [--out FOLDER] [--smoke]              a minute, two GPUs
 
-A GPT takes 20 steps on one GPU, then on two: with 1F1B, with the interleaved schedule, and with
-1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run that is not through after
+A GPT takes 20 steps in bf16 on one GPU, then on two: with 1F1B, with the interleaved schedule, and
+with 1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run that takes no step for
 110 seconds stands still: NCCL's kernels occupy a device until their peer is there, so that an order
 of sends and receives which gloo carries out can block two GPUs for good. A table tells the median
 step and the losses, also in FOLDER/pipeline.json. `--smoke`: tiny, over gloo on the CPU.
@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +36,15 @@ from megatron.report import Run, read_run  # noqa: E402
 from megatron.report.comparison import compare  # noqa: E402
 
 SECONDS = 110
-"""Until a run is taken to stand still."""
+"""Without a step until a run is taken to stand still."""
 TOLERANCE = 0.02
 """Of a loss after 20 steps: other kernels round in another way."""
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 SMOKE = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 COMMON = (
     "--mock-data --vocab-size 512 --train-iters 20 --micro-batch-size 2 --global-batch-size 16 "
-    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --log-interval 1"
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --log-interval 1 --eval-iters 0 --bf16 "
+    "--compile false"
 )
 PIPELINE = "--pipeline-model-parallel-size 2"
 
@@ -99,32 +101,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def problem(case: Case, folder: Path, first: Run | None, *, smoke: bool) -> str:
     """Run a case; what is wrong with it beside the `first` run, or nothing."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(case.ranks), str(REPO / "pretrain_gpt.py"), *flags.split()]
-    if smoke:
-        command += ["--device", "cpu"]
     log = folder.with_suffix(".log")
+    port = _free_port()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **case.environment},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which torchrun started
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(REPO / "pretrain_gpt.py"), *flags.split()]
+                + ["--device", "cpu"] * smoke,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **case.environment, **_environment(rank, case.ranks, port)},
+            )
+            for rank in range(case.ranks)
+        ]
+    try:
+        codes = _wait(ranks, folder / "metrics.jsonl")
+    finally:
+        for process in ranks:
+            process.kill()
             process.wait()
-            return f"stands still: not through after {SECONDS} s"
-    if code:
+    if codes is None:
+        return f"stands still: no step in {SECONDS} s"
+    if any(codes):
         print(log.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
-        return f"failed with exit code {code}"
+        return f"failed with exit codes {codes}"
     if first is None:
         return ""
     compared = compare(first, read_run(folder), tolerance=TOLERANCE)
     return "" if compared.equal else compared.describe()
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets. Ranks of torchrun would outlive it where it has to be killed."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    numbers = dict(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
+    return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], metrics: Path) -> list[int] | None:
+    """Return the ranks' exit codes, or None if no step came for SECONDS."""
+    size, limit = 0, time.monotonic() + SECONDS
+    while any(process.poll() is None for process in ranks):
+        grown = metrics.stat().st_size if metrics.exists() else 0
+        if grown > size:
+            size, limit = grown, time.monotonic() + SECONDS
+        if time.monotonic() > limit:
+            return None
+        time.sleep(0.05)
+    return [process.returncode for process in ranks]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
