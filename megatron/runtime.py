@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -156,6 +157,13 @@ def check_cuda_variables(config: Config, environ: Mapping[str, str] | None = Non
         "this program orders them by streams and their priorities, and a single queue only makes "
         "collectives and messages wait for unrelated kernels; unset the variable"
     )
+
+
+def finds_compiler(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether Triton would find a C compiler: what CC names, else gcc or clang."""
+    env = os.environ if environ is None else environ
+    named = env.get("CC")
+    return any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"]))
 
 
 def fault_request(environ: Mapping[str, str] | None = None) -> str | None:

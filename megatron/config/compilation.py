@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.runtime import finds_compiler
 
 if TYPE_CHECKING:
     from megatron.config.config import Config
@@ -40,7 +40,7 @@ def choose_compilation(
     if asked is not None:
         return Compilation(asked, f"as --compile {str(asked).lower()} asks")
     triton = find_spec("triton") is not None if triton is None else triton
-    compiler = _finds_compiler() if compiler is None else compiler
+    compiler = finds_compiler() if compiler is None else compiler
     if reason := _why_not(config, device, triton=triton, compiler=compiler):
         return Compilation(False, reason)
     return Compilation(True, "the default on CUDA; --compile false turns it off")
@@ -59,9 +59,3 @@ def _why_not(config: Config, device: str, *, triton: bool, compiler: bool) -> st
     if not compiler:
         return "since Triton finds no C compiler for its launchers; install gcc or set CC"
     return ""
-
-
-def _finds_compiler() -> bool:
-    """Return whether Triton would find a C compiler: what CC names, else gcc or clang."""
-    named = os.environ.get("CC")
-    return any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"]))

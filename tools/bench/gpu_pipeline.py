@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -106,11 +105,10 @@ def problem(case: Case, folder: Path, first: Run | None, *, smoke: bool) -> str:
     with log.open("w", encoding="utf-8") as file:
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(REPO / "pretrain_gpt.py"), *flags.split()]
-                + ["--device", "cpu"] * smoke,
+                [*_env(case, rank, port), sys.executable, str(REPO / "pretrain_gpt.py")]
+                + [*flags.split(), *["--device", "cpu"] * smoke],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **case.environment, **_environment(rank, case.ranks, port)},
             )
             for rank in range(case.ranks)
         ]
@@ -131,11 +129,11 @@ def problem(case: Case, folder: Path, first: Run | None, *, smoke: bool) -> str:
     return "" if compared.equal else compared.describe()
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets. Ranks of torchrun would outlive it where it has to be killed."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = dict(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
-    return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _env(case: Case, rank: int, port: int) -> list[str]:
+    """The command `env` with what torchrun sets, whose ranks would outlive it if it were killed."""
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
+    sizes |= {"LOCAL_WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return ["env", *(f"{name}={value}" for name, value in {**sizes, **case.environment}.items())]
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], metrics: Path) -> list[int] | None:
