@@ -19,7 +19,7 @@ import torch
 
 from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError, NumericsError
-from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, histogram, magnitudes
+from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, add_histogram, magnitudes
 from megatron.sparse.selection import Largest, select_largest
 from samo.parts import Parts
 from samo.shares import is_prunable, stored_count
@@ -219,18 +219,18 @@ def _look(
 ) -> tuple[dict[str, int], dict[str, list[int]], torch.Tensor]:
     """The bits of the largest magnitude of each tensor; the entries of each that are here; and
     this rank's counts of those that are no tensor's first of its largest, by their highest bits."""
-    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the last: above the bracket
     largest: dict[str, list[int]] = {}
     sizes: dict[str, list[int]] = {}
     for name in tensors:
         values = _read(name, tensors, parts).view(-1)
         largest[name], sizes[name] = [int(magnitudes(values).max())], [values.numel()]
         if parts.counted(name):
-            counts += histogram(values.cpu(), torch.tensor([0, MAGNITUDE, _SHIFT]))[:BINS]
+            add_histogram(values.cpu(), torch.tensor([0, MAGNITUDE, _SHIFT]), counts)
     tops = {name: bits for name, (bits,) in parts.greatest(largest).items()}
     for name in filter(parts.counted_once, tops):
         counts[tops[name] >> _SHIFT] -= 1
-    return tops, sizes, counts
+    return tops, sizes, counts[:BINS]
 
 
 def _look_closer(
@@ -238,15 +238,15 @@ def _look_closer(
 ) -> torch.Tensor:
     """Counts of those with the highest bits of `first`, by their other bits."""
     last = first + (1 << _SHIFT) - 1
-    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the last: above the bracket
     for name in tensors:
         values = _read(name, tensors, parts).view(-1)
         if parts.counted(name):
-            counts += histogram(values.cpu(), torch.tensor([first, last, 0]))[:BINS]
+            add_histogram(values.cpu(), torch.tensor([first, last, 0]), counts)
     for name in filter(parts.counted_once, tops):
         if first <= tops[name] <= last:
             counts[tops[name] - first] -= 1
-    return counts
+    return counts[:BINS]
 
 
 def _compare(

@@ -66,11 +66,11 @@ class Stage:
         else:
             output = hidden.requires_grad_(keeps)
         output = model.transform(output, batch.position_ids, batch.document_ids)
-        if ends := model.output_layer is not None:
+        if model.output_layer is not None:
             output = model.loss_from_hidden(output, batch.labels, batch.loss_mask)
         if keeps:
             gradient: list[torch.Tensor] = []
-            end = output if ends else _Anchor.apply(output, gradient)
+            end = _Anchor.apply(output, gradient)
             assert isinstance(end, torch.Tensor)
             self._graphs[chunk, batch.index] = _Graph(hidden, end, gradient)
         return output.detach()
@@ -82,17 +82,17 @@ class Stage:
         hooks, and that of the chunk's input, None where it began with tokens. `gradient`: of the
         chunk's output; a number where that is the loss."""
         graph = self._graphs.pop((chunk, index))
-        if isinstance(gradient, torch.Tensor):
-            graph.gradient.append(gradient)
-            graph.end.backward()
-        else:
-            graph.end.backward(torch.full_like(graph.end, gradient))
+        if not isinstance(gradient, torch.Tensor):
+            gradient = torch.full_like(graph.end, gradient)
+        graph.gradient.append(gradient)
+        graph.end.backward()
         return None if graph.hidden is None else graph.hidden.grad
 
 
 class _Anchor(torch.autograd.Function):
     """Stands for an output whose data may go: backward from here hands on the gradient that is by
-    then in `holder`. torch itself would want the output, and its memory, back."""
+    then in `holder`. torch itself would want the output, and its memory, back, and would import
+    sympy, which takes half a second, to compare the shapes of an output and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:

@@ -86,15 +86,16 @@ def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Ten
     `first` begin with i when the lowest `shift` are cut off, in the last those above `last`; int64
     `bracket` [3] is (first, last, shift)."""
     if values.device.type == "cpu":
-        _add_histogram_on_cpu(values, *bracket.tolist(), counts)
+        first, last, shift = bracket.tolist()
+        _add_histogram_on_cpu(values, first, last, shift, counts)
         return
     # One more bin, for what is below the bracket.
     found = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
-    first, last, shift = bracket.unbind()
+    low, high, cut = bracket.unbind()
     for piece in values.split(16 * CHUNK):
         magnitude = magnitudes(piece)
-        bins = (magnitude - first) >> shift
-        bins = torch.where(magnitude > last, BINS, torch.where(magnitude < first, BINS + 1, bins))
+        bins = (magnitude - low) >> cut
+        bins = torch.where(magnitude > high, BINS, torch.where(magnitude < low, BINS + 1, bins))
         found.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
     counts += found[: BINS + 1]
 

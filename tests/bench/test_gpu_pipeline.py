@@ -22,7 +22,7 @@ def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problem(Case("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
-    assert found.startswith("failed with exit code") and "num_layers" in capsys.readouterr().err
+    assert found.startswith("failed with exit code") and "--num-layers" in capsys.readouterr().err
 
 
 def test_a_run_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
