@@ -20,9 +20,9 @@ from tests.rehearsal.findings import source
 from tests.training.harness import CPU, NO_DROPOUT, make_trainer
 
 SMALL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 100 "
     "--mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 12 --lr 3e-3 "
-    f"--eval-iters 0 --compile false --ddp-bucket-size 10000 {NO_DROPOUT}"
+    f"--eval-iters 0 --compile false --ddp-bucket-size 20000 {NO_DROPOUT}"
 )
 
 

@@ -3,12 +3,13 @@
 The program asks torch for "cpu:gloo,cuda:nccl". Collectives of CUDA tensors run over gloo on the
 same memory, and everything in which NCCL differs is added:
 
-    order       each communicator is a stream. An operation waits for the current stream, and `wait`
-                lets the current stream wait for the operation, while the host goes on. A missing
-                `wait`, or a buffer that is written too early, is therefore a race
-    messages    sends and receives of two ranks pair by their order: tags are not sent. A send is
-                done whether its receiver is there or not, as the sender's host may not rely on it;
-                a receive holds up the device, so that nothing may be issued before it is waited for
+    order       each communicator has a stream, for sends, receives and collectives with `async_op`.
+                They wait for the current stream, and `wait` lets the current stream wait for them,
+                while the host goes on. A missing `wait`, or a buffer that is written too early, is
+                therefore a race. Other collectives run on the current stream
+    messages    sends and receives of two ranks pair by their order: tags are not sent. A send does
+                not hold up the host, whether its receiver is there or not; a receive holds up the
+                device, so that nothing may be issued before it is waited for
     arguments   as torch does, refuses tensors on the CPU or not contiguous, and dtypes and groups
                 that NCCL does not have
     calls       `Nccl.calls` is the log of this rank, for `nccl_log`
@@ -73,10 +74,12 @@ class Nccl:
         written: Tensors,
         start: Start,
         *,
+        async_op: bool,
         how: str = "",
         peer: int | None = None,
-    ) -> Work:
-        """Check, log and order one operation, and start it on the tensors' memory."""
+    ) -> Work | None:
+        """Check, log and order one operation, and run it on the tensors' memory; returns what to
+        wait for with `async_op`."""
         group = group or dist.group.WORLD
         self._check(kind, group, tensors)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -86,23 +89,28 @@ class Nccl:
         numel = sum(tensor.numel() for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         self.calls.append(Call(name, ranks, kind, how, numel, dtype, peer))
-        done = self._order(name, tensors, written)
         memory = [self._device.memory.on_host(tensor) for tensor in tensors]
+        ids = {id(tensor) for tensor in written}
+        if not async_op:
+            self._device.operations.issue(tensors, ids)
+            start(memory).wait()
+            return None
+        with self._stream(name) as stream:
+            self._device.operations.issue(tensors, ids)
+        done = stream.record_event()
         if kind == "send":
             memory = [tensor.clone() for tensor in memory]
             self._sent.append((start(memory), memory))
             return Work(self._device, None, done, tensors)
         return Work(self._device, start(memory), done, tensors, holds_up=kind == "receive")
 
-    def _order(self, name: str, tensors: Tensors, written: Tensors) -> Event:
+    def _stream(self, name: str) -> Stream:
+        """The communicator's stream, once all that was issued to the current stream is done."""
         timeline = self._device.timeline
         if name not in self._streams:
             self._streams[name] = Stream(timeline, f"NCCL's stream of {name}")
-        stream = self._streams[name]
-        stream.wait_stream(timeline.current)
-        with stream:
-            self._device.operations.issue(tensors, {id(tensor) for tensor in written})
-        return stream.record_event(Event(timeline))
+        self._streams[name].wait_stream(timeline.current)
+        return self._streams[name]
 
     def _check(self, kind: str, group: Any, tensors: Tensors) -> None:
         if group.group_name in self.gloo_alone:
@@ -131,6 +139,7 @@ class Work:
     ) -> None:
         self._device, self._real, self._done, self._tensors = device, real, done, tensors
         self._issued = self._count() if holds_up else None
+        self._waited = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait."""
@@ -140,6 +149,7 @@ class Work:
             self._device.findings.note("receive ahead", what)
         self.arrive()
         self._done.wait()
+        self._waited = True
         return True
 
     def arrive(self) -> None:
@@ -148,7 +158,8 @@ class Work:
             self._real.wait()
 
     def is_completed(self) -> bool:
-        return (self._real is None or self._real.is_completed()) and self._done.query()
+        # Peers may be late: that an operation is done is nothing to rely on.
+        return self._waited
 
     def _count(self) -> int:
         stream = self._device.timeline.current
@@ -177,13 +188,6 @@ def install() -> Nccl:
     return nccl
 
 
-def _finish(work: Work, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
 def _name(op: Any) -> str:
     return str(op).rpartition(".")[2].lower()
 
@@ -195,8 +199,10 @@ def _all_reduce(nccl: Nccl, real: Any) -> Any:
 
         if not tensor.is_cuda:
             return real(tensor, op=op, group=group, async_op=async_op)
-        work = nccl.issue("all-reduce", group, [tensor], [tensor], start, how=_name(op))
-        return _finish(work, async_op)
+        how = _name(op)
+        return nccl.issue(
+            "all-reduce", group, [tensor], [tensor], start, async_op=async_op, how=how
+        )
 
     return call
 
@@ -208,8 +214,8 @@ def _broadcast(nccl: Nccl, real: Any) -> Any:
 
         if not tensor.is_cuda:
             return real(tensor, src=src, group=group, async_op=async_op)
-        work = nccl.issue("broadcast", group, [tensor], [tensor], start, how=f"from rank {src}")
-        return _finish(work, async_op)
+        how = f"from rank {src}"
+        return nccl.issue("broadcast", group, [tensor], [tensor], start, async_op=async_op, how=how)
 
     return call
 
@@ -225,7 +231,7 @@ def _between(nccl: Nccl, kind: str, real: Any) -> Any:
         if not out.is_cuda and not mine.is_cuda:
             return real(out, mine, group=group, async_op=async_op, **how)
         what = _name(how["op"]) if "op" in how else ""
-        return _finish(nccl.issue(kind, group, [out, mine], [out], start, how=what), async_op)
+        return nccl.issue(kind, group, [out, mine], [out], start, async_op=async_op, how=what)
 
     return call
 
@@ -237,7 +243,8 @@ def _all_gather(nccl: Nccl, real: Any) -> Any:
 
         if not mine.is_cuda:
             return real(parts, mine, group=group, async_op=async_op)
-        return _finish(nccl.issue("all-gather", group, [*parts, mine], parts, start), async_op)
+        tensors = [*parts, mine]
+        return nccl.issue("all-gather", group, tensors, parts, start, async_op=async_op)
 
     return call
 
@@ -248,7 +255,7 @@ def _message(nccl: Nccl, kind: str, real: Any) -> Any:
             return real(tensor, peer, group=group, tag=tag)
         written = [tensor] if kind == "receive" else []
         start = lambda memory: real(memory[0], peer, group=group)  # noqa: E731
-        return nccl.issue(kind, group, [tensor], written, start, peer=peer)
+        return nccl.issue(kind, group, [tensor], written, start, async_op=True, peer=peer)
 
     return call
 

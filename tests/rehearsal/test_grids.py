@@ -11,18 +11,20 @@ from tests.ranks import Ranks
 from tests.rehearsal.nccl_log import disagreements
 from tests.rehearsal.process import needs_rehearsal
 from tests.rehearsal.ranks import call
-from tests.rehearsal.test_training import HOST_WAITS, RADIUS, SAMO, loss_bound
+from tests.rehearsal.test_training import HOST_WAITS, SAMO, loss_bound
 
 pytestmark = needs_rehearsal
+RADIUS = "--radius-interval 4 --radius-start-iter 0"
 SCALED = "--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32"
+SEQUENCE = "--sequence-parallel --num-layers 1 --global-batch-size 2"
 DATA, TENSORS, STAGES = (1, 1), (2, 1), (1, 2)
 CASES = {  # tensor- and pipeline-parallel ranks, flags, what travels over NCCL beside sums
     "dense-fp32": (DATA, "", set()),
     "sharded-fp32": (DATA, "--use-distributed-optimizer", {"reduce-scatter", "all-gather"}),
-    "radius-fp32": (DATA, RADIUS, {"broadcast"}),
+    "radius-fp32": (DATA, f"{RADIUS} --grad-path radius", set()),
     "samo-bf16": (DATA, f"--bf16 --grad-path samo {SAMO}", set()),
     "samo-radius-fp16": (DATA, f"{SCALED} {SAMO} {RADIUS} --grad-path samo+radius", set()),
-    "sequence-bf16": (TENSORS, "--bf16 --sequence-parallel", {"reduce-scatter", "all-gather"}),
+    "sequence-bf16": (TENSORS, f"--bf16 {SEQUENCE}", {"reduce-scatter", "all-gather"}),
     "stages-fp32": (STAGES, "", {"send", "receive"}),
     "interleaved-fp32": (
         STAGES,
@@ -30,7 +32,7 @@ CASES = {  # tensor- and pipeline-parallel ranks, flags, what travels over NCCL 
         {"send", "receive"},
     ),
 }
-STEPS = 5
+STEPS = 3
 
 
 @pytest.mark.parametrize("name", CASES)
