@@ -63,14 +63,20 @@ def groups_of_a_file(shared_ranks: Ranks) -> Iterator[None]:
     shared_ranks.drop_groups()
 
 
-@pytest.fixture(scope="module")
-def mpi_ranks() -> Iterator[Ranks]:
-    """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
+@pytest.fixture(scope="session")
+def mpiexec() -> str:
+    """Path of the mpiexec of the MPI that mpi4py finds."""
     pytest.importorskip("mpi4py", reason="needs the extra mpi")
     # That of the environment, whose MPI is the one that mpi4py finds.
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if mpiexec is None:
+    found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
         pytest.skip("mpi4py is here, mpiexec is not")
+    return found
+
+
+@pytest.fixture(scope="module")
+def mpi_ranks(mpiexec: str) -> Iterator[Ranks]:
+    """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
     pool = Ranks(partial(MPIJob, mpiexec))
     yield pool
     pool.close()

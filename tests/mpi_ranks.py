@@ -23,14 +23,14 @@ START_SECONDS = 180.0
 
 
 class MPIJob(Pool):
-    """A job of `world` ranks under `mpiexec`."""
+    """A job of `world` ranks under `mpiexec`, each of which runs the `main` of `module`."""
 
-    def __init__(self, mpiexec: str, world: int) -> None:
+    def __init__(self, mpiexec: str, world: int, *, module: str = "tests.mpi_ranks") -> None:
         super().__init__()
         address = str(Path(self.folder.name) / "socket")
         self._lifelines: list[Connection] = []
         self._output = tempfile.TemporaryFile(dir=self.folder.name)
-        command = [mpiexec, "-n", str(world), sys.executable, "-m", "tests.mpi_ranks"]
+        command = [mpiexec, "-n", str(world), sys.executable, "-m", module]
         with Listener(address, "AF_UNIX", backlog=2 * world) as listener:
             self._job = subprocess.Popen(
                 [*command, address, self.store],

@@ -12,6 +12,7 @@ import copyreg
 import io
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -35,7 +36,7 @@ class Ranks:
     """Lazily started sets of rank processes, one for each world size; `start` makes one."""
 
     def __init__(self, start: Callable[[int], Pool] | None = None) -> None:
-        self._start = start or _Spawned
+        self._start = start or Spawned
         self._pools: dict[int, Pool] = {}
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -98,15 +99,17 @@ class Pool(ABC):
         """At once, whatever they do."""
 
 
-class _Spawned(Pool):
-    def __init__(self, world: int) -> None:
+class Spawned(Pool):
+    """Processes in which `life(pipe, store, rank, world)` serves, as `serve` does."""
+
+    def __init__(self, world: int, *, life: Callable[..., None] | None = None) -> None:
         super().__init__()
         context = multiprocessing.get_context("spawn")
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
             args = (theirs, self.store, rank, world)
-            process = context.Process(target=serve, args=args, daemon=True)
+            process = context.Process(target=life or serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -135,11 +138,11 @@ def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
 def packed(value: object) -> bytes:
     """For `pickle.loads`. What torch gives to a pipe is a file for each tensor, and a connection to
     fetch it by: a hundred times as slow as its bytes."""
-    import torch
-
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
-    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+    pickler.dispatch_table = dict(copyreg.dispatch_table)
+    if (torch := sys.modules.get("torch")) is not None:
+        pickler.dispatch_table[torch.Tensor] = _reduced
     pickler.dump(value)
     return file.getvalue()
 

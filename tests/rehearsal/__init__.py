@@ -1,4 +1,4 @@
-"""A CUDA device that the CPU plays, to rehearse the CUDA path where there is no GPU.
+"""A CUDA device and NCCL that the CPU plays, to rehearse the CUDA path where there is no GPU.
 
 torch builds a native tensor of any device around memory that a DLPack capsule describes. A capsule
 that says "CUDA" and points to host memory therefore gives real `cuda:0` tensors to a CPU-only build
@@ -14,6 +14,9 @@ memory.
     operations.py         every operation on tensors of the device
     device.py             `install`: all of the above behind `torch.cuda`
     serve.py, process.py  a process with the device, and how tests talk to it
+    nccl.py               NCCL over gloo: a stream for each communicator, and a log of all calls
+    nccl_log.py           how the logs of all ranks have to fit
+    ranks.py              processes with a device each that are the ranks of a grid
 
 Kinds of findings:
 
@@ -23,9 +26,12 @@ Kinds of findings:
                    although nobody asked for it; torch's sync debug mode does not see these
     race           two streams touch the same bytes, one writes, and nothing orders the two
     early free     memory is freed while another stream may use it: `record_stream` is missing
+    receive ahead  something is issued between an NCCL receive and the wait for it, although the
+                   receive may hold up the device until its sender is there
 
 The rehearsal cannot see speed, the rounding of real kernels, flash attention (attention is computed
-by its parts), compiled Triton kernels (the kernels are interpreted), memory pressure, and host
-code that reads pinned memory too early. It depends on internals of torch, so it runs with the
-tested version of torch only.
+by its parts), compiled Triton kernels (the kernels are interpreted), memory pressure, host code
+that reads pinned memory too early, and what NCCL does inside: its buffers, its timeouts, its ways
+over the network, and an MPI library that reads the device's memory itself. It depends on internals
+of torch, so it runs with the tested version of torch only.
 """

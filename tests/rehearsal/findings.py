@@ -50,6 +50,12 @@ def place(depth: int) -> Place:
     return tuple(frames)
 
 
+def source(finding: Finding) -> str:
+    """Name a finding by file and function, which outlast line numbers."""
+    file, _, function = finding.where[0]
+    return f"{file} {function}: {finding.what}"
+
+
 def told(where: Place) -> str:
     """Write a place as a line of text."""
     return " < ".join(f"{file}:{line} {name}" for file, line, name in where) or "a torch thread"

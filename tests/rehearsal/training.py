@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.test_training_on_cuda import make_trainer
 from tests.rehearsal.device import install
-from tests.rehearsal.findings import Finding
+from tests.rehearsal.findings import source
 
 SMALL = (
     "--hidden-size 32 --seq-length 16 --vocab-size 100 --micro-batch-size 1 --global-batch-size 2 "
@@ -41,11 +41,5 @@ def compare(flags: str) -> dict[str, Any]:
         "losses": losses,
         "wanted": wanted,
         "wrong": [str(one) for one in found if one.kind != "wait"],
-        "waits": [_source(one) for one in steps[-1] if one.kind == "wait"],
+        "waits": [source(one) for one in steps[-1] if one.kind == "wait"],
     }
-
-
-def _source(wait: Finding) -> str:
-    """Name a wait by file and function, which outlast line numbers."""
-    file, _, function = wait.where[0]
-    return f"{file} {function}: {wait.what}"

@@ -21,16 +21,19 @@ TINY = (
     "--eval-iters 1 --eval-interval 100 --log-interval 4"
 )
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+CPU = torch.device("cpu")
 
 
-def make_trainer(groups: ProcessGroups, flags: str, run_dir: Path) -> Trainer:
+def make_trainer(
+    groups: ProcessGroups, flags: str, run_dir: Path, device: torch.device = CPU
+) -> Trainer:
     """The trainer that `pretrain_gpt.py {flags}` would build on these ranks."""
     config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
     rank, size = groups.world.rank, groups.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size
     )
-    runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
+    runtime = Runtime(launch=launch, device=device, backend="gloo")
 
     def locate() -> str:
         # One rank for all: it renames what is damaged.
