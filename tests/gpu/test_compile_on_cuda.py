@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.test_training_on_cuda import losses, make_trainer
+from megatron.config.compilation import choose_compilation
+from pretrain_gpt import GRADIENT_PATHS, parse
+from tests.gpu.test_training_on_cuda import FLAGS, losses, make_trainer
+
+
+def test_they_are_the_default(device: torch.device) -> None:
+    config = parse(FLAGS.replace("--compile false", "").split(), paths=GRADIENT_PATHS).resolve(1)
+    choice = choose_compilation(config, device.type)
+    assert choice.on == (device.type == "cuda"), choice
 
 
 def test_compiled_layers_learn_as_others_do(device: torch.device, tmp_path: Path) -> None:

@@ -15,10 +15,15 @@ from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.layout import CompressedLayout
+from tests.gpu.sizes import fitting
 
-COUNT, SHAPE = 6, (700, 512)
-BUCKET_SIZE = 1 << 17
+COUNT = 6
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+
+
+def bucket_size() -> int:
+    """Entries of a piece of the states; a matrix is several."""
+    return fitting(1 << 17, 1 << 10)
 
 
 class Net:
@@ -26,11 +31,12 @@ class Net:
 
     def __init__(self, device: torch.device, *, share: float, offloaded: bool) -> None:
         self.device = device
+        self.shape = fitting(700, 70), fitting(512, 51)
         self.infos = [
             ParamInfo(
                 name=f"{number}",
                 leaves=(torch.nn.Parameter(self.draw(number).bfloat16()),),
-                logical_shape=SHAPE,
+                logical_shape=self.shape,
             )
             for number in range(COUNT)
         ]
@@ -38,23 +44,30 @@ class Net:
             layout=self.layout(share, 1), reducer=AllReduceReducer(ALONE.dp), growth=1.0
         )
         self.engine = GradientEngine(
-            self.infos, parts, ALONE, cap=1 << 20, grad_dtype=torch.bfloat16, stream=offloaded
+            self.infos,
+            parts,
+            ALONE,
+            cap=8 * bucket_size(),
+            grad_dtype=torch.bfloat16,
+            stream=offloaded,
         )
         rule = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
         self.optimizer = (
-            OffloadedOptimizer(self.engine, rule, bucket_size=BUCKET_SIZE)
+            OffloadedOptimizer(self.engine, rule, bucket_size=bucket_size())
             if offloaded
             else BucketOptimizer(self.engine, rule)
         )
 
     def draw(self, seed: int) -> torch.Tensor:
-        return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed)).to(
+            self.device
+        )
 
     def layout(self, share: float, seed: int) -> BucketLayout:
         if share == 1:
             return DenseLayout()
         generator = torch.Generator().manual_seed(seed)
-        numel = SHAPE[0] * SHAPE[1]
+        numel = self.shape[0] * self.shape[1]
         masks = {i.name: torch.rand(numel, generator=generator) < share for i in self.infos}
         return CompressedLayout(masks, device=self.device)
 
@@ -102,7 +115,7 @@ def test_the_device_holds_buffers_and_no_states(device: torch.device) -> None:
     net = Net(device, share=1.0, offloaded=True)
     optimizer = net.optimizer
     assert isinstance(optimizer, OffloadedOptimizer)
-    assert 0 < optimizer.device_bytes <= 16 * BUCKET_SIZE
+    assert 0 < optimizer.device_bytes <= 16 * bucket_size()
     for state in optimizer.states:
         for tensor in (state.master, *state.moments):
             assert tensor.device.type == "cpu"

@@ -11,6 +11,7 @@ from megatron.data_parallel.interface import Reduced
 from megatron.optimizer.rules import AdamW, Hyper
 from megatron.sparse.selection import draw_seeded, select_largest
 from radius.bitmap import BitmapIndex
+from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import no_host_sync
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -29,7 +30,7 @@ def test_kernels_equal_plain_torch(device: torch.device) -> None:
 
 
 def test_index_is_the_one_of_the_cpu(device: torch.device) -> None:
-    length = 9_000_000
+    length = fitting(9_000_000, 1_100_000)
     values = torch.randn(length)
     values[::3] = values[1::3]
     there, here = BitmapIndex(length, torch.device("cpu")), BitmapIndex(length, device)
@@ -38,7 +39,8 @@ def test_index_is_the_one_of_the_cpu(device: torch.device) -> None:
         index.choose(length // 2, draw_seeded(length // 2, 12345, seed=1, step=1, name="w"))
         index.choose(777_777, select_largest(mine[777_777:999_999], 1000))
     assert torch.equal(here.packed(0, length), there.packed(0, length))
-    ranges = [(5, 1_000_000), (2**22 - 1, 2**22 + 5)]
+    border = fitting(2**22, 2**20)
+    ranges = [(5, 1_000_000), (border - 1, border + 5)]
     ours, wanted = here.flushed(ranges), there.flushed(ranges)
     assert ours.runs == wanted.runs and ours.numel == wanted.numel
     sent, expected = torch.empty(ours.numel, device=device), torch.empty(ours.numel)
@@ -48,7 +50,7 @@ def test_index_is_the_one_of_the_cpu(device: torch.device) -> None:
 
 
 def test_nothing_waits_for_the_device(device: torch.device) -> None:
-    length = 5_000_000
+    length = fitting(5_000_000, 20_000)
     values = torch.randn(length, device=device)
     index = BitmapIndex(length, device)
     weight, mean, square = torch.rand(3, length, device=device).unbind()

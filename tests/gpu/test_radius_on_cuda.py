@@ -10,6 +10,7 @@ import torch
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.data_parallel.interface import StepContext
 from tests.contract.harness import copies
+from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import (
     losses,
     make_trainer,
@@ -49,7 +50,7 @@ def test_a_sparse_step_makes_no_wait(device: torch.device, tmp_path: Path) -> No
     for number, kind in enumerate(KINDS):
         trainer = make_trainer(device, tmp_path / str(number), f"{RADIUS} {kind}")
         losses(trainer, 4)  # the kernels are compiled by now
-        batches = list(train_reader(trainer).read(0, 8))
+        batches = list(train_reader(trainer).read(0, fitting(8, 2)))
         trainer.engine.begin(StepContext(t=5))
         with no_host_sync(device):
             for batch in batches:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 
 from samo.layout import Bitmap, CompressedLayout
+from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import no_host_sync
-
-SHAPES = {"matrix": (1031, 777), "window": (64, 32, 3, 3), "whole": (50, 7)}
 
 
 def test_kernels_equal_plain_torch(device: torch.device) -> None:
@@ -24,8 +23,9 @@ def test_kernels_equal_plain_torch(device: torch.device) -> None:
 def a_step(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     """All that a layout makes of the same masks, parameters and gradients; on the CPU."""
     torch.manual_seed(5)
-    params = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
-    grads = {name: torch.randn(2, *shape).to(dtype) for name, shape in SHAPES.items()}
+    shapes = {"matrix": (fitting(1031, 131), 777), "window": (64, 32, 3, 3), "whole": (50, 7)}
+    params = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    grads = {name: torch.randn(2, *shape).to(dtype) for name, shape in shapes.items()}
     masks = {name: torch.rand(params[name].numel()) < 0.1 for name in ("matrix", "window")}
     layout = CompressedLayout(masks, device=device)
     made = []
@@ -54,7 +54,7 @@ def test_layout_is_the_one_of_the_cpu(device: torch.device) -> None:
 
 
 def test_a_step_waits_for_nothing_and_makes_no_copy(device: torch.device) -> None:
-    entries = 3_000_000
+    entries = fitting(3_000_000, 50_000)
     layout = CompressedLayout({"w": torch.rand(entries) < 0.1}, device=device)
     leaf = torch.nn.Parameter(torch.randn(entries, device=device, dtype=torch.bfloat16))
     grad = torch.randn_like(leaf.detach())

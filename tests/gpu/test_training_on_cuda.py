@@ -21,6 +21,8 @@ from megatron.runtime import Launch, Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
+from tests.gpu import sizes
+from tests.gpu.sizes import fitting
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
@@ -29,11 +31,18 @@ FLAGS = (
 )
 
 
+SMALL = (
+    "--hidden-size 32 --seq-length 16 --vocab-size 100 --micro-batch-size 1 --global-batch-size 2 "
+    "--train-iters 12"
+)
+
+
 def make_trainer(
     device: torch.device, run_dir: Path, more: str = "", checkpoint: Path | None = None
 ) -> Trainer:
     origin = Origin(checkpoint, own=True) if checkpoint is not None else None
-    config = parse(f"{FLAGS} {more}".split(), paths=GRADIENT_PATHS).resolve(1)
+    flags = f"{FLAGS} {SMALL if sizes.small else ''} {more}"
+    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(1)
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     runtime = Runtime(launch=launch, device=device, backend="gloo")
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -102,7 +111,7 @@ def test_recomputation_repeats_the_dropout(device: torch.device, tmp_path: Path)
 def test_nothing_waits_for_the_device_before_finish(device: torch.device, tmp_path: Path) -> None:
     trainer = make_trainer(device, tmp_path, "--bf16")
     losses(trainer, 2)
-    batches = list(train_reader(trainer).read(0, 8))
+    batches = list(train_reader(trainer).read(0, fitting(8, 2)))
     trainer.engine.begin(StepContext(t=3))
     with no_host_sync(device):
         for batch in batches:
@@ -121,7 +130,7 @@ def test_non_finite_gradient_changes_nothing(device: torch.device, tmp_path: Pat
     trainer = make_trainer(device, tmp_path, "--bf16")
     losses(trainer, 2)
     before = states(trainer)
-    (batch, *_) = train_reader(trainer).read(0, 8)
+    (batch, *_) = train_reader(trainer).read(0, fitting(8, 2))
     trainer.engine.begin(StepContext(t=3))
     trainer.stage.forward(3, batch)
     trainer.engine.expect_last_backward()
@@ -147,8 +156,8 @@ def test_checkpoint_brings_every_state_back(device: torch.device, tmp_path: Path
 def test_cross_entropy_equals_torch(device: torch.device, tmp_path: Path) -> None:
     torch.manual_seed(0)
     for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
-        logits = torch.randn(300, 5000, device=device).mul(4).to(dtype)
-        targets = torch.randint(0, 4990, (300,), device=device)
+        logits = torch.randn(fitting(300, 20), 5000, device=device).mul(4).to(dtype)
+        targets = torch.randint(0, 4990, (len(logits),), device=device)
         exact = logits.double().requires_grad_()
         wanted = F.cross_entropy(exact[:, :4990], targets, reduction="none")
         (wanted * 3).sum().backward()

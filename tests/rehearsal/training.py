@@ -10,19 +10,15 @@ from typing import Any
 
 import torch
 
-from tests.gpu.test_training_on_cuda import make_trainer
+from tests.gpu.test_training_on_cuda import SMALL, make_trainer
 from tests.rehearsal.device import install
 from tests.rehearsal.findings import source
 
-SMALL = (
-    "--hidden-size 32 --seq-length 16 --vocab-size 100 --micro-batch-size 1 --global-batch-size 2 "
-    "--train-iters 12"
-)
 STEPS = 5
 
 
 def compare(flags: str) -> dict[str, Any]:
-    """Train on both; returns the losses, every finding, and the waits of the last step."""
+    """Train on both; returns the losses, every finding, and the waits of each step."""
     device = install()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(torch.device("cuda", 0), Path(folder, "cuda"), f"{SMALL} {flags}")
@@ -41,5 +37,5 @@ def compare(flags: str) -> dict[str, Any]:
         "losses": losses,
         "wanted": wanted,
         "wrong": [str(one) for one in found if one.kind != "wait"],
-        "waits": [source(one) for one in steps[-1] if one.kind == "wait"],
+        "waits": [[source(one) for one in step if one.kind == "wait"] for step in steps],
     }
