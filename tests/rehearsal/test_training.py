@@ -60,6 +60,7 @@ def test_steps_equal_those_on_the_cpu(name: str, rehearsal: Rehearsal) -> None:
 
 
 def loss_bound(name: str, wanted: list[float]) -> Any:
-    """Equal to losses on the device. 16-bit kernels of the CPU round elsewhere than those that the
-    device is played by."""
-    return approx(wanted, rel=2e-7) if "fp32" in name else approx(wanted, abs=1e-3)
+    """Equal to losses on the device: in fp32 to a few units in the last place, in 16 bit to half of
+    bf16's unit at 1. The CPU's own attention and products round elsewhere than the operations that
+    the device is played by, and kinds of CPUs round differently."""
+    return approx(wanted, rel=5e-7) if "fp32" in name else approx(wanted, abs=2e-3)
