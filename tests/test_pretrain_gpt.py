@@ -137,11 +137,12 @@ def test_a_run_that_does_not_compile_loads_no_compiler(tmp_path: Path) -> None:
 def test_each_chunk_of_a_stage_is_compiled_as_chosen(
     device: str, flags: str, compiled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    chunk = SimpleNamespace(compile_layers=lambda: calls.append(device))
+    calls: list[dict[str, Any]] = []
+    chunk = SimpleNamespace(compile_layers=lambda **given: calls.append(given))
     monkeypatch.setattr("megatron.model.gpt.GPT", lambda *_, **__: chunk)
     monkeypatch.setattr("megatron.pipeline.stage.Stage", list)
     monkeypatch.setattr("megatron.config.compilation.find_spec", lambda _: "a module")
+    monkeypatch.setattr("megatron.config.compilation.finds_compiler", lambda: True)
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     sizes = "--num-layers 4 --global-batch-size 4"
     config = read(*f"{sizes} {stages} {flags}".split()).resolve(2)
@@ -150,7 +151,8 @@ def test_each_chunk_of_a_stage_is_compiled_as_chosen(
         SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None),
         SimpleNamespace(size=32),
     ]
-    assert len(cast(Any, build_stage(config, *parts))) == 2 and len(calls) == compiled
+    assert len(cast(Any, build_stage(config, *parts))) == 2
+    assert calls == [{"options": {"fallback_random": True}}] * compiled
 
 
 def test_a_dry_run_of_48_ranks_needs_neither_them_nor_mpi_nor_torch(tmp_path: Path) -> None:
