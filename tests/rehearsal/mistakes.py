@@ -14,7 +14,9 @@ import torch
 from megatron.optimizer import offload
 from megatron.optimizer.rules import AdamW
 from megatron.pipeline.mpi_staging import CudaStreams, PinnedStaging
+from tests.gpu import test_offload_on_cuda
 from tests.gpu.test_offload_on_cuda import Net
+from tests.rehearsal import gpu_tests
 from tests.rehearsal.device import install
 from tests.rehearsal.findings import place
 from tests.rehearsal.streams import Stream
@@ -94,6 +96,20 @@ def states_in_pageable_memory() -> dict[str, int]:
 
     with mock.patch.object(offload, "pinned_zeros", pageable):
         return _findings(offloaded_steps)
+
+
+def freed_as_a_test_ends() -> list[str]:
+    """A test of `tests/gpu` that frees, with its last line, what another stream still reads."""
+
+    def mistaken(device: torch.device) -> None:
+        made, other = torch.ones(64, device=device), torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            made.sum()
+
+    name = "test_the_device_holds_buffers_and_no_states"
+    with mock.patch.object(test_offload_on_cuda, name, mistaken):
+        return gpu_tests.run("test_offload_on_cuda", name)
 
 
 @contextmanager

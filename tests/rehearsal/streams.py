@@ -123,8 +123,10 @@ class Event:
         (stream or self._timeline.current).learn(self._clock)
 
     def query(self) -> bool:
-        # The first answer is "not yet": a program has to be ready for that.
-        if not self._was_asked:
+        # The first answer is "not yet", for which a program has to be ready, unless the host has
+        # waited for what was recorded.
+        host = self._timeline.host
+        if not self._was_asked and not all(host.follows(*one) for one in self._clock.items()):
             self._was_asked = True
             return False
         self._timeline.host.learn(self._clock)

@@ -13,15 +13,16 @@ from tests.rehearsal.process import Rehearsal, needs_rehearsal
 pytestmark = needs_rehearsal
 FOLDER = REPO / "tests" / "gpu"
 CUT = "Triton's interpreter casts to bf16 by cutting bits off, which a device rounds"
+COMPILED = "torch.compile writes kernels that a CPU cannot run"
 LEFT_OUT = {
-    "test_compile_on_cuda": "torch.compile writes kernels that a CPU cannot run",
+    "test_compiled_layers_learn_as_others_do": COMPILED,
+    "test_compiled_layers_repeat_the_dropout": COMPILED,
     "test_radius_on_cuda": "takes minutes; test_training.py has Radius take fewer steps",
     "test_bf16_learns_and_keeps_fp32_masters": "small models learn too little in so few steps",
     "test_layout_is_the_one_of_the_cpu": CUT,
     "test_pruned_states_in_host_memory_make_the_same_bits": CUT,
     "test_kernels_equal_plain_torch": "tests/radius, tests/samo and tests/sparse interpret them",
     "test_more_entries_than_32_bits_count": "takes 32 GiB of a GPU",
-    "test_a_wait_is_told_once_the_stream_is_past_it": "the device has no clock",
 }
 """Modules and tests that a CPU cannot play, and why."""
 CASES = [

@@ -3,11 +3,12 @@ host waits only where it is allowed to."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pytest import approx
 
+from radius.path import RadiusConfig
 from tests.rehearsal.process import Rehearsal, needs_rehearsal
 
 pytestmark = needs_rehearsal
@@ -26,6 +27,9 @@ CASES = {
     "radius-seeded-fp32": f"{RADIUS} --radius-select seeded --radius-residual in-place",
     "radius-rolling-seeded-bf16": f"--bf16 {RADIUS} --radius-schedule rolling "
     "--radius-select seeded",
+    "radius-gradient-fp32": f"{RADIUS} --radius-select gradient --radius-residual none",
+    "radius-rolling-gradient-bf16": f"--bf16 {RADIUS} --radius-schedule rolling "
+    "--radius-select gradient",
     "radius-bf16": f"--bf16 --accumulate-allreduce-grads-in-fp32 {RADIUS}",
     "samo-dsr-bf16": f"--bf16 --grad-path samo {SAMO} --dsr-interval 2",
     "samo-radius-fp16": "--fp16 --initial-loss-scale 65536 --grad-path samo+radius "
@@ -57,6 +61,15 @@ def test_steps_equal_those_on_the_cpu(name: str, rehearsal: Rehearsal) -> None:
             assert more == [], f"step {step}"
     assert found["losses"] == loss_bound(name, found["wanted"])
     assert found["losses"][0] > 4  # of 100 tokens: the steps computed a loss
+
+
+def test_every_choice_of_radius_is_rehearsed() -> None:
+    """The cases of Radius take every schedule, selection and residual that the flags offer."""
+    flags = [case.split() for case in CASES.values() if RADIUS in case]
+    for field in ("radius_schedule", "radius_select", "radius_residual"):
+        flag, default = "--" + field.replace("_", "-"), getattr(RadiusConfig(), field)
+        taken = {case[case.index(flag) + 1] if flag in case else default for case in flags}
+        assert taken == set(get_args(get_type_hints(RadiusConfig)[field])), field
 
 
 def loss_bound(name: str, wanted: list[float]) -> Any:
