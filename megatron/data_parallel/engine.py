@@ -4,10 +4,10 @@
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
      (1)      (2)            (3)            (4)            (5)       (6)      (7)
 
-Common to every gradient path. On a GPU, gradients of up to HELD_BYTES wait between (1) and (2), and
-one launch accumulates them all. From hook (1) to `zero`, gradients belong to the engine: outside
-backward every `param.grad` is None. Buckets are launched in index order and no hook waits for a
-collective, so ranks cannot send in different orders however their backwards interleave.
+Common to every gradient path. From hook (1) to `zero`, gradients belong to the engine: outside
+backward every `param.grad` is None. On a GPU, gradients wait between (1) and (2) until one launch
+accumulates many of them (`held_gradients`). Buckets are launched in index order and no hook waits
+for a collective, so ranks cannot send in different orders however their backwards interleave.
 
 Where means may be used one by one (`streams`) and nothing has to come first, `finish` ends with the
 agreement: whoever goes through `Step.reduced` waits for each (6), and the norm (7) is the last of
@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from megatron.data_parallel.arriving import Arrival, ArrivingMeans
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.buckets import entries_of, fingerprint
+from megatron.data_parallel.held_gradients import HeldGradients, Slot
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
@@ -52,30 +52,8 @@ from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
-HELD_BYTES = 64 * 1024 * 1024
-"""Gradients that a GPU keeps until one launch accumulates them all."""
-LARGEST_CAST = 1 << 20
-"""Entries up to which a gradient of another dtype than its bucket is kept: the cast passes through
-memory once more, which a launch less pays for in small gradients only."""
 REWIRER = "rewirer/"
 """What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
-
-
-@dataclass
-class _Slot:
-    """Where a parameter's gradient goes. `held`: the gradient is accumulated together with others;
-    `fresh`: nothing was accumulated in this step yet."""
-
-    bucket: GradBucket
-    where: Slice
-    arrivals: int
-    held: bool
-    fresh: bool = True
-
-    @property
-    def out(self) -> torch.Tensor:
-        """View of the bucket, whose memory may be another in each step."""
-        return self.where.of(self.bucket.grad)
 
 
 class _Term(NamedTuple):
@@ -146,14 +124,14 @@ class GradientEngine:
         if self.buckets:
             self.reducer.attach((), layout)
         self.buckets = []
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         device = infos[0].param.device
         self.buckets = [
             _allocate(index, plan, self._grad_dtype, device) for index, plan in enumerate(plans)
         ]
         self.reducer.attach(self.buckets, layout)
         self._slots = {
-            name: _Slot(bucket, where, len(self.infos[name].leaves), self._is_held(name, bucket))
+            name: Slot(bucket, where, len(self.infos[name].leaves))
             for bucket in self.buckets
             for name, where in bucket.slices.items()
         }
@@ -180,8 +158,8 @@ class GradientEngine:
         slot = self._slots[name]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None, "the hook runs right after a gradient was accumulated"
-        if slot.held:
-            self._hold(name, grad)
+        if self._held.takes(grad, slot):
+            self._held.add(name, grad, slot)
         else:
             store = self.layout.gather if slot.fresh else self.layout.gather_add
             store(name, grad, slot.out)
@@ -336,39 +314,11 @@ class GradientEngine:
 
     # ---- inside --------------------------------------------------------------------------------
 
-    def _is_held(self, name: str, bucket: GradBucket) -> bool:
-        """Return whether to accumulate a parameter's gradient together with others: on a GPU, where
-        a launch takes longer than most gradients do. A layout that stores some of the entries
-        gathers each gradient by itself."""
-        param, where = self.infos[name].param, bucket.slices[name]
-        small = param.dtype == bucket.grad.dtype or param.numel() <= LARGEST_CAST
-        return small and param.numel() == where.numel and on_gpu(bucket.grad)
-
-    def _hold(self, name: str, grad: torch.Tensor) -> None:
-        if name in self._held:  # from the microbatch before
-            self._store_held()
-        self._held[name] = grad
-        self._held_bytes += grad.nbytes
-        if self._held_bytes >= HELD_BYTES:
-            self._store_held()
-
-    def _store_held(self) -> None:
-        """Accumulate the held gradients, with a launch for a few dozen of them."""
-        slots = {name: self._slots[name] for name in self._held}
-        for fresh in (True, False):
-            names = [name for name, slot in slots.items() if slot.fresh == fresh]
-            outs = [slots[name].out for name in names]
-            _store_together(outs, [self._held[name].reshape(-1) for name in names], add=not fresh)
-        for slot in slots.values():
-            slot.fresh = False
-        self._held, self._held_bytes = {}, 0
-
     def _start_over(self) -> None:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
             slot.fresh = not self.reducer.carries
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = 0
+        self._held = HeldGradients()
         self._last: set[str] = set()
         self._finishing = False
         self._pending = list(self._arrivals)
@@ -383,7 +333,7 @@ class GradientEngine:
             bucket = self.buckets[len(self._work)]
             if not self._finishing and self._is_summed_first(bucket):
                 return
-            self._store_held()
+            self._held.store()
             for name, where in bucket.slices.items():
                 if self._slots[name].fresh:  # no gradient came: it is zero
                     where.of(bucket.grad).zero_()
@@ -458,26 +408,6 @@ class GradientEngine:
         if any(term.mean.part is not None for term in terms):
             self.groups.dp.all_reduce(sums[1:], dist.ReduceOp.SUM)
         return sums.sum().view(1)
-
-
-def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether kernels are launched. Tests replace this function."""
-    return tensor.device.type != "cpu"
-
-
-def _store_together(outs: list[torch.Tensor], grads: list[torch.Tensor], *, add: bool) -> None:
-    """Copy or add gradients, 1-D, to `outs`, which may be of another dtype."""
-    if not outs:
-        return
-    copy, add_ = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-    if add and any(out.dtype != grad.dtype for out, grad in zip(outs, grads, strict=True)):
-        # `_foreach_add_` would launch a kernel for each gradient, `_foreach_copy_` does not.
-        sizes = [out.numel() for out in outs]
-        cast = torch.empty(sum(sizes), dtype=outs[0].dtype, device=outs[0].device)
-        cast = list(cast.split(sizes))
-        copy(cast, grads)
-        grads = cast
-    (add_ if add else copy)(outs, grads)
 
 
 def _apart(world: Group) -> Group:

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.data_parallel import engine
+from megatron.data_parallel import held_gradients
+from megatron.data_parallel.held_gradients import HeldGradients
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, SHAPES, PathCase, Toy, case_id, gradients, same
 from tests.ranks import Ranks
@@ -32,16 +33,16 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """The state after some steps, and how often held gradients were accumulated."""
     launches: list[None] = []
-    store = engine.GradientEngine._store_held
+    store = HeldGradients.store
 
-    def counted(self: engine.GradientEngine) -> None:
-        launches.extend([None] * bool(self._held))
+    def counted(self: HeldGradients) -> None:
+        launches.extend([None] * bool(self._gradients))
         store(self)
 
     with (
-        mock.patch.object(engine, "on_gpu", lambda tensor: held_bytes > 0),
-        mock.patch.object(engine, "HELD_BYTES", held_bytes),
-        mock.patch.object(engine.GradientEngine, "_store_held", counted),
+        mock.patch.object(held_gradients, "launches_kernels", lambda tensor: held_bytes > 0),
+        mock.patch.object(held_gradients, "HELD_BYTES", held_bytes),
+        mock.patch.object(HeldGradients, "store", counted),
     ):
         toy = Toy(groups, case, dtype=kind[0], grad_dtype=kind[1])
         for number in range(STEPS):
@@ -75,5 +76,5 @@ def test_large_gradients_that_must_be_cast_are_not_held(ranks: Ranks) -> None:
 
 
 def on_rank_largest_cast(groups: ProcessGroups, entries: int) -> int:
-    with mock.patch.object(engine, "LARGEST_CAST", entries):
+    with mock.patch.object(held_gradients, "LARGEST_CAST", entries):
         return trained(groups, PathCase("dense"), CAST, 1 << 30)[1]
