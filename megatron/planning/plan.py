@@ -248,7 +248,7 @@ class Plan:
         if self.grid.device == "cuda" and self.grid.config.masks_grouped_queries:
             found.append("attention with query groups and document masks is counted with its"
                          " scores; cuDNN, on Hopper and later GPUs, may keep none")  # fmt: skip
-        if choose_compilation(self.grid.config, self.grid.device, triton=True).on:
+        if choose_compilation(self.grid.config, self.grid.device, triton=True, compiler=True).on:
             found.append("activations are counted of layers that are not compiled,"
                          " as with --compile false")  # fmt: skip
         if self.grid.config.training.rampup_batch_size:
