@@ -5,7 +5,8 @@
 # Sections (all): pipeline tests radius samo linear step124m step355m step2b. Without a section named,
 # pipeline is left out where there are fewer than two GPUs.
 # Needs no network and only torch, numpy, safetensors, pyyaml and triton. Each section ends within
-# four minutes, pipeline within eight. Results: JSON in $OUT (gpu-bench), a table at the end. --smoke: tiny, CPU if need be.
+# four minutes, pipeline within eight. Results: JSON in $OUT (gpu-bench), a table at the end.
+# --smoke: tiny, CPU if need be.
 # PYTHON (python3), OUT, PEAK_TFLOPS (989, an H200's in bf16).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.smoke and torch.cuda.device_count() < 2:
         print("error: fewer than two CUDA devices; --smoke runs on the CPU", file=sys.stderr)
         return 2
+    # What ends this tool, such as `timeout`, must end the ranks too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, str] = {}
     first: Run | None = None
     print(f"{'run':<16} {'median step':>12}  losses")
