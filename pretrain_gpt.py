@@ -97,7 +97,7 @@ long enough for the network to reach its rate."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` asks and return the exit code of DESIGN 5; a mistake of the user's is one
+    """Train as `argv` asks and return the exit code; a mistake of the user's is one
     line on stderr."""
     failures = Failures(argv=argv)
     with ExitStack() as held:

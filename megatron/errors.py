@@ -1,4 +1,4 @@
-"""Errors a user can cause or must know of, each with the exit code of DESIGN 5.
+"""Errors a user can cause or must know of, each with its exit code (docs/fault-tolerance.md).
 
 The message is one line: what is wrong, the value seen, the rule, the way out. Entry scripts turn
 these into that line and the exit code; a traceback appears only with `--debug`.

@@ -166,6 +166,7 @@ class Trainer:
         while self.progress.iteration < self.total_iterations:
             self.profiler.before_step(self.progress.iteration + 1)
             record, request = self.train_step()
+            # Batch step 15: record, evaluate, save.
             self.metrics.step(record)
             self.saver.settle()
             self.profiler.after_step(self.progress.iteration)
@@ -334,6 +335,7 @@ class Trainer:
         """
         with self.timers("batch-generator", level=2):
             assert self.readers.train is not None, "a run that trains has data to train on"
+            # Batch step 1: read this rank's microbatches.
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         tokens = self._count_tokens(batches)
         # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;

@@ -2,15 +2,16 @@
 
         backward of the last microbatch                      finish
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
-     (1)      (2)            (3)            (4)            (5)       (6)      (7)
+     (5)      (6)                          (7)              (8)       (9)      (10)
 
-Common to every gradient path. From hook (1) to `zero`, gradients belong to the engine: outside
-backward every `param.grad` is None. On a GPU, gradients wait between (1) and (2) until one launch
-accumulates many of them (`held_gradients`). Buckets are launched in index order and no hook waits
+Common to every gradient path. The numbers are the batch steps of docs/architecture.md. From hook
+(5) to `zero`, gradients belong to the engine: outside backward every `param.grad` is None. On a
+GPU, gradients wait between (5) and (6) until one launch accumulates many of them
+(`held_gradients`). Buckets are launched in index order and no hook waits
 for a collective, so ranks cannot send in different orders however their backwards interleave.
 
 Where means may be used one by one (`streams`) and nothing has to come first, `finish` ends with the
-agreement: whoever goes through `Step.reduced` waits for each (6), and the norm (7) is the last of
+agreement: whoever goes through `Step.reduced` waits for each (9), and the norm (10) is the last of
 all. Such a step is good before its sums are there: beside being finite, all gradients have to be so
 small that no sum of them can fail to be. Else, and for clipping, all means come first.
 """
@@ -154,13 +155,14 @@ class GradientEngine:
         self._last.update(self.infos if names is None else names)
 
     def accumulate(self, name: str, leaf: torch.nn.Parameter) -> None:
-        """Hook (1): take the gradient backward just made; send its bucket if that was the last."""
+        """Batch step 5: take the gradient of this backward; send a bucket that is full with it."""
         slot = self._slots[name]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None, "the hook runs right after a gradient was accumulated"
         if self._held.takes(grad, slot):
             self._held.add(name, grad, slot)
         else:
+            # Batch step 6: gather the stored entries into the bucket.
             store = self.layout.gather if slot.fresh else self.layout.gather_add
             store(name, grad, slot.out)
             slot.fresh = False
@@ -219,6 +221,7 @@ class GradientEngine:
         wanted = self.wants_update
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             update = BucketUpdate(bucket.slices, reduced.values) if wanted else None
+            # Batch step 13: commit.
             self.reducer.commit(bucket, update)
         # What was reduced may lie in buckets that are about to be replaced.
         step.reduced.clear()
@@ -230,6 +233,7 @@ class GradientEngine:
         if self._arriving is not None:
             self._await(self._arriving)
         for bucket in self.buckets:
+            # Batch step 13: abort.
             self.reducer.abort(bucket)
         self._start_over()
 
@@ -328,7 +332,7 @@ class GradientEngine:
         self._arriving: Step | None = None
 
     def _launch_full(self) -> None:
-        """(3), (4): send every full bucket that no earlier one holds back."""
+        """Batch step 7: send every full bucket that no earlier one holds back."""
         while len(self._work) < len(self.buckets) and self._pending[len(self._work)] <= 0:
             bucket = self.buckets[len(self._work)]
             if not self._finishing and self._is_summed_first(bucket):
@@ -352,7 +356,7 @@ class GradientEngine:
         return tied or (bucket.partial and self.groups.tp.size > 1)
 
     def _agree(self, tag: int, request: int) -> _Vote:
-        """(5): what every rank's gradients are like, and the largest request."""
+        """Batch step 8: what every rank's gradients are like, and the largest request."""
         reached = torch.stack(self._reached)
         numbers = [0.0, tag, -tag, request, 0.0]
         vote = to_device(torch.tensor(numbers, dtype=torch.float64), reached.device)
@@ -372,8 +376,8 @@ class GradientEngine:
         return _Vote(not bad_anywhere, int(most_urgent), bool(unbounded))
 
     def _take(self, number: int) -> Reduced:
-        """(6): wait for a bucket's mean; its share of the norm is found while others arrive, and
-        before the optimizer uses it up."""
+        """Batch step 9: wait for a bucket's mean. Its share of the norm is found while others
+        arrive, and before the optimizer overwrites the mean."""
         bucket, work = self.buckets[number], self._work[number]
         seen = partial(self._see, counts=self.counts(bucket))
         if isinstance(work, PiecewiseWork):
@@ -396,7 +400,7 @@ class GradientEngine:
         step.arriving, self._arriving = False, None
 
     def _norm(self) -> float:
-        """(7): L2 norm of the whole model's mean gradient, in scaled units."""
+        """Batch step 10: L2 norm of the whole model's mean gradient, in scaled units."""
         return math.sqrt(self.groups.sum_over_model(self._over_parts(self._squares)))
 
     def _over_parts(self, terms: Sequence[_Term]) -> torch.Tensor:

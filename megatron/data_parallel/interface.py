@@ -1,6 +1,6 @@
 """The one swap point: which gradient coordinates exist, and how their mean over ranks is found.
 
-Two independent choices make a gradient path (DESIGN 2): a `BucketLayout` says which coordinates of
+Two independent choices make a gradient path: a `BucketLayout` says which coordinates of
 each parameter are stored, a `GradientReducer` finds their mean over data-parallel ranks. A path is
 a folder with these two (or the stock ones) and one line in `pretrain_gpt.GRADIENT_PATHS`.
 

@@ -95,6 +95,7 @@ class BucketOptimizer:
         coordinates exist. Every rank calls it after the same steps."""
         if (rewirer := self.engine.rewirer) is None:
             return
+        # Batch step 14: change which entries exist.
         change = rewirer.after_update(self.applied, self.engine.layout, self.weights())
         if change is not None:
             self.rebucket(change)
@@ -252,6 +253,7 @@ class BucketOptimizer:
             values, weight = mean[cut], state.master[cut]
             moments = [moment[cut] for moment in state.moments]
             old_weight = weight.clone() if keep else weight
+            # Batch step 11: update master weights and moments.
             self.rule.apply(weight, self._scaled(values, factor), moments, hyper)
             if out is not None:
                 out[cut].copy_(weight)
@@ -282,6 +284,7 @@ class BucketOptimizer:
             # Weight decay needs no gradient: an entry that waits for its turn must not miss it.
             state.master.mul_(hyper.shrink)
             sent = dataclasses.replace(hyper, weight_decay=0.0)
+        # Batch step 11: update the selected entries.
         index.apply(self.rule, reduced, state.master, state.moments, sent, factor=factor)
         for run, weight in zip(runs, weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
@@ -305,5 +308,5 @@ class BucketOptimizer:
         return out.copy_(values).mul_(factor)
 
     def _bring_up(self, name: str, master: torch.Tensor) -> None:
-        """Put updated master weights into the parameter that the model reads."""
+        """Batch step 12: put updated master weights into the parameter that the model reads."""
         self.engine.layout.scatter(name, master, self.engine.infos[name].param.detach())

@@ -69,6 +69,7 @@ class ShardUpdates:
 
     def _receive(self) -> None:
         bucket, parts, pending = self._sent.pop(0)
+        # Batch step 12: scatter all ranks' shards into the parameters.
         pending.wait()
         for name, where in bucket.slices.items():
             param = self._engine.infos[name].param.detach()

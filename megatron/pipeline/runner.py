@@ -63,6 +63,7 @@ class Pipeline:
             if operation.kind is Kind.FORWARD:
                 self.at("forward")
                 with self.timers("forward-compute", level=2):
+                    # Batch step 2: forward of one microbatch.
                     made = self.stage.forward(iteration, batch, message, chunk=chunk)
                 if place.is_last(chunk):
                     total += made
@@ -73,6 +74,7 @@ class Pipeline:
                     self.engine.expect_last_backward(self.stage.names(chunk))
                 gradient = scale if message is None else message
                 with self.timers("backward-compute", level=2):
+                    # Batch step 4: backward of one microbatch; hooks hand gradients to the engine.
                     made = self.stage.backward(batch.index, gradient, chunk=chunk)
             self._send(operation, made)
         return total
@@ -128,12 +130,14 @@ class Pipeline:
             return None
         self.at("receive")
         with self.timers(_RECEIVING[operation.kind], level=2):
+            # Batch step 3: receive from a neighbouring stage.
             return self.transport.receive(needed)
 
     def _send(self, operation: Operation, made: torch.Tensor | None) -> None:
         message = self.place.makes(operation)
         if message is not None:
             assert made is not None, "what is to be sent was computed"
+            # Batch step 3: send to a neighbouring stage.
             self.transport.send(message, made)
 
     def _name_timers(self) -> None:

@@ -65,6 +65,7 @@ class Stage:
             output = model.embed(batch.tokens, batch.position_ids)
         else:
             output = hidden.requires_grad_(keeps)
+        # Batch step 2: forward.
         output = model.transform(output, batch.position_ids, batch.document_ids)
         if model.output_layer is not None:
             output = model.loss_from_hidden(output, batch.labels, batch.loss_mask)
@@ -85,6 +86,7 @@ class Stage:
         if not isinstance(gradient, torch.Tensor):
             gradient = torch.full_like(graph.end, gradient)
         graph.gradient.append(gradient)
+        # Batch step 4: backward.
         graph.end.backward()
         return None if graph.hidden is None else graph.hidden.grad
 

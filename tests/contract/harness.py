@@ -1,4 +1,4 @@
-"""A small set of parameters with gradients under full control, for the contracts of DESIGN 2.2.
+"""A small set of parameters with gradients under full control, for the contract tests.
 
 Every contract test is parametrised over `PATHS`; a new gradient path adds its settings there and
 inherits them all. Gradients come out of a real backward: the loss is sum(parameter * wanted).

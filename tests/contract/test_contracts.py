@@ -1,4 +1,4 @@
-"""The contracts of DESIGN 2.2, for every registered gradient path at 1, 2 and 4 ranks.
+"""The contracts of docs/architecture.md, for every registered gradient path at 1, 2 and 4 ranks.
 
 Function names give the contract's number. Each `on_rank_*` runs on every rank.
 """

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
+INDEX = REPO / "docs" / "index.md"
+_LISTED = re.findall(r"\]\(([\w./-]+\.md)\)", INDEX.read_text(encoding="utf-8"))
 DOCUMENTS = [
     REPO / "README.md",
-    *(page for page in sorted((REPO / "docs").rglob("*.md")) if "benchmarks" not in page.parts),
+    *(INDEX.parent / page for page in _LISTED if not page.startswith("benchmarks/")),
+    INDEX,
 ]
-"""docs/benchmarks tells how its figures were measured, which takes hours."""
+"""Pages in reading order, in which a reader's shell remembers what earlier pages did. The commands
+of docs/benchmarks measure, which takes hours."""
 SHELL, OTHER = ("", "sh", "bash"), ("text", "python", "yaml")
 """Labels of fences: what is in the first is run, what is in the second is none of the shell's."""
 PROGRAMS = (

@@ -1,4 +1,4 @@
-"""Laws that the DDP hook keeps in any loop. Numbers in names are those of DESIGN 2.2."""
+"""Laws that the DDP hook keeps in any loop. Numbers in names are those of the contracts."""
 
 from __future__ import annotations
 
