@@ -3,8 +3,8 @@ No torch.
 
 Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
 so that what one gains or loses against it is the gradient path's doing alone. At data-parallel size
-1 a path that is linear in the gradient gives the numbers of any size (contract 11 of docs/architecture.md);
-baselines that is not true of run their four ranks.
+1 a path that is linear in the gradient gives the numbers of any size (contract 11 of
+docs/architecture.md); baselines that is not true of run their four ranks.
 """
 
 from __future__ import annotations
