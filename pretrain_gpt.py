@@ -18,8 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config import Config, parse, to_yaml
-from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts
+from megatron.config import Config, parse, resolve, to_yaml
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import GradientPath, PathParts
 from megatron.data_parallel.path import DensePath, ProductPath
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
 from megatron.guards.failures import Failures
@@ -110,7 +111,7 @@ def _main(argv: Sequence[str], failures: Failures, held: ExitStack) -> int:
         if not argv:
             print(USAGE if launch.rank == 0 else "", end="", file=sys.stderr)
             return ConfigError.exit_code
-        config = parse(argv, paths=GRADIENT_PATHS).resolve(launch.world_size)
+        config = resolve(parse(argv, paths=GRADIENT_PATHS), launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:
             if launch.rank == 0 and config.run.check_paths:

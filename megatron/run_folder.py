@@ -17,9 +17,8 @@ from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
 from megatron.config.layer_split import describe_split
-from megatron.config.notices import cuda_notices
+from megatron.config.notices import cuda_notices, describe_recomputation
 from megatron.errors import ConfigError, SparsetronError
-from megatron.low_memory.checkpoint_interval import recomputation_in_words
 from megatron.processor import (
     describe_processor,
     multiplies_natively,
@@ -117,7 +116,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     if groups.dims.pp > 1:
         split = config.parallel.layer_split(config.model.num_layers)
         metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
-    if told := recomputation_in_words(config):
+    if told := describe_recomputation(config):
         metrics.say(f"recomputation: {told}")
     metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import Entries, GradBucket, SparseIndex
+from megatron.data_parallel.bucket import GradBucket
+from megatron.data_parallel.interface import Entries, SparseIndex
 from megatron.sparse.selection import CHUNK, Given, Selection
 from radius.index import BucketIndex, Part, new_index
 from radius.residual import Residual, squares

@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import Interval, at_least, between, option, section
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
+from megatron.data_parallel.interface import PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.plan import planned_bytes, planned_traffic

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
     Entries,
-    GradBucket,
     Reduced,
     ReducerStats,
     StepContext,

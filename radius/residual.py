@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.data_parallel.interface import ALIGNMENT, GradBucket
+from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
 from megatron.sparse.selection import CHUNK
 from radius.index import BucketIndex, Part
 

@@ -9,7 +9,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megatron.data_parallel.interface import GradBucket, ReducerStats
+from megatron.data_parallel.bucket import GradBucket
+from megatron.data_parallel.interface import ReducerStats
 from radius.bucket import RadiusBucket
 from radius.memory import memory_note, radius_bytes
 from radius.schedule import RadiusSettings

@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from megatron.data_parallel.interface import BucketLayout, Entries, Masks, ParamInfo, Rewiring
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import BucketLayout, Entries, Masks, Rewiring
 from samo.layout import CompressedLayout
 from samo.mask import PackedMasks, flat_parts
 from samo.parts import Parts

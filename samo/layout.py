@@ -25,7 +25,8 @@ from megatron.transfer import to_device
 from samo import reference
 
 if TYPE_CHECKING:
-    from megatron.data_parallel.interface import Masks, ParamInfo
+    from megatron.data_parallel.bucket import ParamInfo
+    from megatron.data_parallel.interface import Masks
 
 MOST_ENTRIES = 2**31 - 1
 """Of a parameter on a CPU, whose positions are of 32 bits."""

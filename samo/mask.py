@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import ConfigError, DataError
 from samo.mask_file import (
     BITS,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.interface import ParamInfo, Saved
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import Saved
 from megatron.sparse.selection import SumBins
 from megatron.sparse.shard import Shard
 

@@ -8,8 +8,9 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import Masks, ParamInfo, PathParts, Rewirer, Saved
+from megatron.data_parallel.interface import Masks, PathParts, Rewirer, Saved
 from megatron.data_parallel.path import BYTES, plan_means
 from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import ConfigError, NumericsError
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, add_histogram, magnitudes
 from megatron.sparse.selection import Largest, select_largest

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.data_parallel.interface import BucketLayout, ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import BucketLayout
 from samo.parts import Parts
 
 RUNG_SHIFT, RUNGS = 16, 1 << 15

@@ -31,7 +31,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import BucketLayout, Masks, ParamInfo, Rewiring
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import BucketLayout, Masks, Rewiring
 from samo.mask import PackedMasks
 from samo.parts import Parts
 from samo.pruning import WHOLE

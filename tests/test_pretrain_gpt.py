@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from megatron.config import resolve
 from pretrain_gpt import build_stage
 from tests.config.helpers import read
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
@@ -145,7 +146,7 @@ def test_each_chunk_of_a_stage_is_compiled_as_chosen(
     monkeypatch.setattr("megatron.config.compilation.finds_compiler", lambda: True)
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     sizes = "--num-layers 4 --global-batch-size 4"
-    config = read(*f"{sizes} {stages} {flags}".split()).resolve(2)
+    config = resolve(read(*f"{sizes} {stages} {flags}".split()), 2)
     parts: list[Any] = [
         SimpleNamespace(device=SimpleNamespace(type=device)),
         SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None),

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.config import to_yaml
+from megatron.config import resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import describe_interval
 from megatron.run_folder import announce, environment, keep_config, lock_run_dir
@@ -21,7 +21,7 @@ from tests.config.helpers import read
 
 def announced(flags: str, *, stages: int, device: str = "cpu") -> list[str]:
     """The lines of a run on so many ranks, all of them stages."""
-    config = read(*flags.split(), "--pipeline-model-parallel-size", str(stages)).resolve(stages)
+    config = resolve(read(*flags.split(), "--pipeline-model-parallel-size", str(stages)), stages)
     said: list[str] = []
     parts: list[Any] = [
         SimpleNamespace(say=lambda text, brief=None: said.append(text)),
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_no_part_of_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the failure stands in status.json, in the blocks that the file has already."""
-    config = read().resolve(1)
+    config = resolve(read(), 1)
     write_status(tmp_path, Status(state="running", attempt="a"))
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(ConfigError, match="No space left on device; free some space or choose"):

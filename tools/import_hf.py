@@ -25,6 +25,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config import resolve
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.files import FILES, remove_folder  # noqa: E402
@@ -88,7 +90,7 @@ def _write(
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
     data, vocabulary = _bring_tokenizer(source, output, vocab_size=vocab_size)
     # What a run must share with the checkpoint is its network; the rest is the run's own.
-    config = Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1)).resolve(1)
+    config = resolve(Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1)), 1)
     known = identity(config, vocabulary)
     kept = {k: v for k, v in known.items() if k.startswith(("model.", "data.tokenizer"))}
     kept |= {f"data.{name}": v for name, v in dataclasses.asdict(data).items() if v is not None}

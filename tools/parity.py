@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config import resolve
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import parse  # noqa: E402
@@ -59,7 +61,7 @@ def compare(grid: Grid, cases: Sequence[Case], *, extra: Sequence[str] = ()) -> 
     alone = Grid()
     for case in cases:
         for each in (alone, grid):
-            parse(flags_of(case, each, extra), paths=GRADIENT_PATHS).resolve(each.ranks)
+            resolve(parse(flags_of(case, each, extra), paths=GRADIENT_PATHS), each.ranks)
     print(f"{grid} against one rank; model: {' '.join(extra) or MODEL}")
     print(f"{'path':<34} {'steps':>5} {'losses':>9} {'gradients':>9} {'weights':>9}  copies")
     failed = 0

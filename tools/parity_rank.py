@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config import resolve
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from megatron.config import parse  # noqa: E402
-from megatron.data_parallel.interface import ParamInfo, Step  # noqa: E402
+from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
+from megatron.data_parallel.interface import Step  # noqa: E402
 from megatron.metrics import NullMetrics  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402
 from megatron.runtime import Runtime, detect_launch, start  # noqa: E402
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     launch = detect_launch()
     by_name = {case.name: case for case in CASES}
     cases = [by_name[name] for name in settings["cases"]]
-    first = parse(flags_of(cases[0], grid, extra), paths=GRADIENT_PATHS).resolve(grid.ranks)
+    first = resolve(parse(flags_of(cases[0], grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     runtime = start(launch, first)
     torch.set_num_threads(1)
     groups = build_groups(first, launch)
@@ -57,7 +60,7 @@ def run_case(
 ) -> dict[str, Any]:
     """Train: "losses", and for each tensor what this rank holds of its first mean gradient
     ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs."""
-    config = parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS).resolve(grid.ranks)
+    config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     trainer = build_trainer(config, runtime, groups, own, NullMetrics(), None)
     gradients: dict[str, np.ndarray] = {}
     _watch_first_step(trainer, gradients)

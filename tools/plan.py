@@ -20,6 +20,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.config import resolve
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS)
-        config = config.resolve(options.world_size or config.parallel.model_parallel_size)
+        config = resolve(config, options.world_size or config.parallel.model_parallel_size)
         site = site_of(options)
         vocabulary, note = vocabulary_of(config)
         planner = Planner(site, vocabulary)

@@ -26,6 +26,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.config import resolve
+
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         config = parse(flags, paths=GRADIENT_PATHS)
         world = options.world_size or config.parallel.model_parallel_size
-        config = config.resolve(world)
+        config = resolve(config, world)
         site = site_of(options)
         vocabulary, note = vocabulary_of(config)
         plan = Planner(site, vocabulary).plan(config, world)

@@ -16,7 +16,8 @@ import torch
 from megatron.checkpoint.regions import Box, volume, within
 from megatron.checkpoint.shards import Shard
 from megatron.checkpoint.store import Checkpoint
-from megatron.data_parallel.interface import BucketLayout, ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import BucketLayout
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What the user asked for: frozen sections, Megatron-named flags, one strict YAML file.
 
-`parse` reads both, `Config.resolve` adds what follows from the number of ranks, `to_yaml` writes
-what `--config` reads back. Nothing here imports torch: a wrong flag is told before that.
+`parse` reads both, `resolve` adds what follows from the number of ranks, `to_yaml` writes what
+`--config` reads back. Nothing here imports torch: a wrong flag is told before that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.config.options import (
 )
 from megatron.config.parsing import parse
 from megatron.config.refused_pairs import REFUSED_PAIRS, RefusedPair
+from megatron.config.resolve import resolve
 from megatron.config.rules import check
 from megatron.config.running import (
     CheckpointConfig,
@@ -60,6 +61,7 @@ __all__ = [
     "check",
     "option",
     "parse",
+    "resolve",
     "section",
     "to_yaml",
 ]

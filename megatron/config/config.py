@@ -1,8 +1,7 @@
-"""The whole configuration, and what follows from it once the number of ranks is known."""
+"""The whole configuration."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_type_hints
@@ -10,7 +9,6 @@ from typing import get_type_hints
 from megatron.config.learning import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.options import Spec, specs_of
-from megatron.config.rules import check_batch, check_world
 from megatron.config.running import (
     CheckpointConfig,
     DataConfig,
@@ -22,7 +20,6 @@ from megatron.config.running import (
     RecomputeConfig,
     RunConfig,
 )
-from megatron.low_memory.checkpoint_interval import checkpoint_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +76,6 @@ class Config:
             for spec in specs_of(type(section), name).values()
         }
 
-    def resolve(self, world_size: int) -> Config:
-        """The same with derived values filled in, so that `to_yaml` says all there is to say.
-
-        Idempotent. Raises `ConfigError` where `world_size` ranks and the batch do not fit.
-        """
-        check_world(self, world_size)
-        dp = self.data_parallel_size(world_size)
-        resolved = dataclasses.replace(
-            self,
-            model=_resolve_model(self.model),
-            training=_resolve_training(self.training, dp),
-            parallel=_resolve_parallel(self.parallel),
-            recompute=_resolve_recompute(self),
-        )
-        check_batch(resolved, dp)
-        return resolved
-
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among `world_size` ranks."""
         return world_size // self.parallel.model_parallel_size
@@ -115,38 +95,6 @@ class Config:
     def total_iterations(self) -> int:
         """See `TrainingConfig.total_iterations`."""
         return self.training.total_iterations()
-
-
-def _resolve_model(model: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(
-        model,
-        max_position_embeddings=model.positions,
-        ffn_hidden_size=model.ffn_size,
-        kv_channels=model.head_dim,
-    )
-
-
-def _resolve_training(training: TrainingConfig, dp: int) -> TrainingConfig:
-    batch = training.global_batch_size or training.micro_batch_size * dp
-    return dataclasses.replace(training, global_batch_size=batch)
-
-
-def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
-    """As Megatron, at tensor-parallel size 1 there is no one to share the sequence with."""
-    shared = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
-    return dataclasses.replace(parallel, sequence_parallel=shared)
-
-
-def _resolve_recompute(config: Config) -> RecomputeConfig:
-    recompute = config.recompute
-    if recompute.recompute_granularity != "full":
-        return recompute
-    method, count = recompute.recompute_method or "uniform", recompute.recompute_num_layers or 1
-    if method == "sqrt":
-        layers = config.model.num_layers
-        held = config.parallel.longest_run(layers)
-        method, count = "uniform", checkpoint_interval(layers, held)
-    return dataclasses.replace(recompute, recompute_method=method, recompute_num_layers=count)
 
 
 _NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.config.config import Config
 from megatron.config.folders import real_path
 from megatron.config.running import OffloadConfig
+from megatron.low_memory.checkpoint_interval import describe_interval
 
 Notice = str | None
 WORKING_LOSS_SCALE = 2**16
@@ -28,6 +29,15 @@ def notices(config: Config, given: Container[str]) -> list[str]:
 def cuda_notices(config: Config) -> list[str]:
     """Lines about settings that keep fast attention away, for a run that has found a GPU."""
     return [line for notice in _ON_CUDA if (line := notice(config))]
+
+
+def describe_recomputation(config: Config) -> str:
+    """Describe the recomputation interval of the fullest stage; empty where layers are not
+    recomputed in groups of one length."""
+    if config.recompute.recompute_method != "uniform":
+        return ""
+    layers, interval = config.model.num_layers, config.recompute.recompute_num_layers or 1
+    return describe_interval(layers, config.parallel.longest_run(layers), interval)
 
 
 def _saves_once(c: Config) -> Notice:

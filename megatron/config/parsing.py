@@ -19,13 +19,13 @@ from megatron.config.yaml_file import Entry, read_entries
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.data_parallel.interface import GradientPath
+    from megatron.config.path_options import PathOptions
 
 DEFAULT_NAME = "gpt"
 """Name of a configuration that comes from no file."""
 
 
-def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
+def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     """The configuration that flags and `--config` ask for, checked as far as is possible without
     knowing the number of ranks.
 
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, GradientPath]) -> Config:
 class _Fields:
     """Every field there is: the fixed ones, and the options of each gradient path."""
 
-    def __init__(self, paths: Mapping[str, GradientPath]) -> None:
+    def __init__(self, paths: Mapping[str, PathOptions]) -> None:
         self._paths = paths
         self.takers: dict[str, list[str]] = {}
         """The paths that take an option."""
@@ -77,7 +77,7 @@ class _Fields:
         self.sections = {*SECTIONS, *(name for path in paths.values() for name in path.sections)}
 
     @staticmethod
-    def of_path(path: GradientPath) -> dict[str, Spec]:
+    def of_path(path: PathOptions) -> dict[str, Spec]:
         """The options of one path."""
         found: dict[str, Spec] = {}
         for section, cls in path.sections.items():
@@ -133,8 +133,8 @@ def _hint(key: str, fields: _Fields) -> str:
 
 
 def _selected_path(
-    givens: Mapping[str, Given], paths: Mapping[str, GradientPath]
-) -> tuple[GradientPath | None, str]:
+    givens: Mapping[str, Given], paths: Mapping[str, PathOptions]
+) -> tuple[PathOptions | None, str]:
     """The gradient path, or None and a complaint about the name that was given."""
     spec = SPECS["grad_path"]
     given = givens.get(spec.name)
@@ -154,7 +154,7 @@ def _selected_path(
 def _convert_all(
     givens: Mapping[str, Given],
     specs: Mapping[str, Spec],
-    path: GradientPath | None,
+    path: PathOptions | None,
     fields: _Fields,
 ) -> tuple[dict[str, Any], list[str]]:
     """The typed values, and a complaint for each field that the gradient path does not take or
@@ -194,7 +194,7 @@ def _require(specs: Mapping[str, Spec], values: Mapping[str, object]) -> None:
         raise ConfigError(f"{names}: not given; give {flags}, or the same in a --config file")
 
 
-def _build(values: Mapping[str, Any], path: GradientPath, name: str) -> Config:
+def _build(values: Mapping[str, Any], path: PathOptions, name: str) -> Config:
     sections = {
         section: cls(**{n: values[n] for n in specs_of(cls, section) if n in values})
         for section, cls in SECTIONS.items()

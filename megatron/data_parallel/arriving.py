@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron.data_parallel.interface import Reduced, Slice, Work
+from megatron.data_parallel.bucket import Slice
+from megatron.data_parallel.interface import Reduced, Work
 
 
 class Arrival:

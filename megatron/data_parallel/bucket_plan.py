@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron.data_parallel.interface import ALIGNMENT, Slice
+from megatron.data_parallel.bucket import ALIGNMENT, Slice
 from megatron.parallel.cut import Cut
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import BucketClass, BucketPlan, Entry
-from megatron.data_parallel.interface import BucketLayout, ParamInfo
+from megatron.data_parallel.interface import BucketLayout
 
 PIECE = 256 * 1024
 """Entries cast at a time on a CPU, so that they stay in its cache."""

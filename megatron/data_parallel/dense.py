@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
     Entries,
-    GradBucket,
     Reduced,
     ReducerStats,
-    Slice,
     StepContext,
     Work,
 )

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.arriving import Arrival, ArrivingMeans
+from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.buckets import entries_of, fingerprint
 from megatron.data_parallel.held_gradients import HeldGradients, Slot
@@ -35,13 +36,10 @@ from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
     Entries,
-    GradBucket,
-    ParamInfo,
     PathParts,
     PiecewiseWork,
     Reduced,
     ReducerStats,
-    Slice,
     Step,
     StepContext,
     Work,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data_parallel.interface import GradBucket, Slice
+from megatron.data_parallel.bucket import GradBucket, Slice
 
 HELD_BYTES = 64 * 1024 * 1024
 """Gradients that are kept until one launch accumulates them all."""

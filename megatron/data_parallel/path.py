@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import (
     ParamShape,
     PathBytes,
@@ -14,7 +15,7 @@ from megatron.data_parallel.bucket_plan import (
     StepTraffic,
     mean_traffic,
 )
-from megatron.data_parallel.interface import GradientPath, ParamInfo, PathParts, Saved
+from megatron.data_parallel.interface import GradientPath, PathParts, Saved
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket import BucketShard, GradBucket, Slice
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes, shard_length
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import (
-    BucketLayout,
-    BucketShard,
-    GradBucket,
-    Reduced,
-    Slice,
-    StepContext,
-    Work,
-)
+from megatron.data_parallel.interface import BucketLayout, Reduced, StepContext, Work
 from megatron.parallel.groups import ProcessGroups
 
 if TYPE_CHECKING:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 def activations_kept(num_layers: int, interval: int) -> float:
@@ -52,12 +48,3 @@ def describe_interval(num_layers: int, held: int, interval: int) -> str:
         f"runs of {interval} of {held} layers; by AxoNN's Eq. 1 a stage keeps "
         f"{activations_kept(num_layers, interval):.4g} outputs of a layer{beside}"
     )
-
-
-def recomputation_in_words(config: Config) -> str:
-    """`describe_interval` of a run's fullest stage; nothing where layers are not recomputed in
-    runs of one length."""
-    if config.recompute.recompute_method != "uniform":
-        return ""
-    layers, interval = config.model.num_layers, config.recompute.recompute_num_layers or 1
-    return describe_interval(layers, config.parallel.longest_run(layers), interval)

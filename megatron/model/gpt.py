@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.low_memory.spans import Span, recompute_spans, recomputes_attention
 from megatron.model.attention import KeyValueCache, document_mask

@@ -15,7 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
-    from megatron.data_parallel.interface import ParamInfo
+    from megatron.data_parallel.bucket import ParamInfo
 
 _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 

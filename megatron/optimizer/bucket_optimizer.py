@@ -21,17 +21,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import (
-    ALIGNMENT,
-    GradBucket,
-    ParamInfo,
-    Reduced,
-    Rewiring,
-    Slice,
-    SparseIndex,
-    Step,
-)
+from megatron.data_parallel.interface import Reduced, Rewiring, SparseIndex, Step
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
 from megatron.optimizer.host import beside
 from megatron.optimizer.rules import Hyper, UpdateRule

@@ -3,7 +3,7 @@ the numbers that a run allocates by."""
 
 from __future__ import annotations
 
-from megatron.data_parallel.interface import ALIGNMENT
+from megatron.data_parallel.bucket import ALIGNMENT
 
 CPU_CHUNK = 256 * 1024
 """Entries: five fp32 streams of this length stay within a few MiB of cache."""

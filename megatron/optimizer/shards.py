@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.data_parallel.bucket import GradBucket, ParamInfo, Pending, ShardExchange
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import (
-    GradBucket,
-    ParamInfo,
-    Pending,
-    ShardExchange,
-)
 from megatron.optimizer.host import beside
 from megatron.parallel.cut import Corner
 from megatron.transfer import to_device

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.data.loader import DeviceMicrobatch
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.model.gpt import GPT
 
 

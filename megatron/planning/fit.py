@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config import Config, check
+from megatron.config import Config, check, resolve
 from megatron.config.config import SPECS
 from megatron.config.refused_pairs import check_pairs
 from megatron.data_parallel.interface import GradientPath
@@ -135,7 +135,7 @@ class Search:
         """None where the configuration is refused."""
         try:
             config = changed(self.plan.grid.config, changes, self.paths)
-            return Way(changes, self.planner(config.resolve(self.plan.grid.dims.world_size)))
+            return Way(changes, self.planner(resolve(config, self.plan.grid.dims.world_size)))
         except ConfigError:
             return None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.layer_split import describe_split
-from megatron.low_memory.checkpoint_interval import recomputation_in_words
+from megatron.config.notices import describe_recomputation
 from megatron.metrics.units import byte_size, duration, memory_size, scaled
 from megatron.planning.fit import Way
 from megatron.planning.plan import RESERVE, Plan, group_bytes
@@ -120,7 +120,7 @@ def _run(plan: Plan) -> Iterator[str]:
     )
     if grid.dims.pp > 1:
         yield from _wrapped("layers       ", describe_split(grid.split).split(" "))
-    if told := recomputation_in_words(grid.config):
+    if told := describe_recomputation(grid.config):
         yield from _wrapped("recomputed   ", told.split(" "))
     yield (
         f"batch        {training.global_batch_size} samples = {training.micro_batch_size} x DP "

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.interface import (
     BucketLayout,
     BucketUpdate,
     Entries,
-    GradBucket,
-    ParamInfo,
     Reduced,
     ReducerStats,
     StepContext,

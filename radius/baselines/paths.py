@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.config import Interval, at_least, option, section
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import ParamInfo, PathParts, Saved
+from megatron.data_parallel.interface import PathParts, Saved
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.baselines.plan import powersgd_bytes, powersgd_traffic, topk_bytes, topk_traffic

@@ -22,14 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.data_parallel.interface import (
-    Entries,
-    GradBucket,
-    ParamInfo,
-    Reduced,
-    StepContext,
-)
+from megatron.data_parallel.interface import Entries, Reduced, StepContext
 from megatron.data_parallel.norm import PIECE
 from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer

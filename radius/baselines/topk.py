@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.interface import GradBucket, ParamInfo, Reduced, StepContext
+from megatron.data_parallel.bucket import GradBucket, ParamInfo
+from megatron.data_parallel.interface import Reduced, StepContext
 from megatron.errors import ConfigError
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import count

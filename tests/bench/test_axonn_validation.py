@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
@@ -66,7 +66,7 @@ def test_another_seed_is_another_run() -> None:
 def test_plain_model_gives_the_loss_of_ours() -> None:
     from megatron.model.gpt import GPT
 
-    config = parse(STUDY.flags(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(STUDY.flags(), paths=GRADIENT_PATHS), 1)
     ours = GPT(config.model, vocab_size=50, seed=1234, dtype=torch.float32, device="cpu")
     plain = plain_gpt(config, 50)
     tokens, labels = torch.randint(50, (2, 3, 16), generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.convergence import Processes, prepare, run_all
@@ -62,7 +62,7 @@ def test_command_line_is_accepted(run: Run, steps: int) -> None:
         pytest.skip(f"{run.path} is not part of this version")
     plan = Plan(steps=steps)
     flags = flags_of(run, plan, data=Path("data"), runs_dir=Path("runs"))
-    config = parse(flags, paths=GRADIENT_PATHS).resolve(run.ranks)
+    config = resolve(parse(flags, paths=GRADIENT_PATHS), run.ranks)
     assert config.total_iterations() == steps
     assert config.training.global_batch_size == 16
     assert config.evaluation.eval_iters * plan.tokens == plan.valid_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import parse, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.run_folder import CONFIG
 from megatron.status import Status, write_status
@@ -29,7 +29,7 @@ def finish(run: Run, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
     flags = flags_of(run, PLAN, data=Path("elsewhere"), runs_dir=Path("before"))
     for step in [step for step in fork_steps(PLAN) if step <= last]:
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    (folder / CONFIG).write_text(to_yaml(parse(flags, paths=GRADIENT_PATHS).resolve(1)))
+    (folder / CONFIG).write_text(to_yaml(resolve(parse(flags, paths=GRADIENT_PATHS), 1)))
     done = last == PLAN.steps
     status = Status(state="done", exit_code=0, iteration=last)
     write_status(folder, status if done else replace(status, state="left", left="SIGTERM"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import ModelConfig, parse
+from megatron.config import ModelConfig, parse, resolve
 from megatron.data_parallel.bucket_plan import ParamShape
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
@@ -71,7 +71,7 @@ def test_dense_runs_are_those_of_the_radius_study() -> None:
 @pytest.mark.parametrize("steps", [200, 1000])
 def test_command_line_is_accepted(run: Run, steps: int) -> None:
     line = flags_of(run, Plan(steps=steps), data=Path("data"), runs_dir=Path("runs"))
-    config = parse(line, paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(line, paths=GRADIENT_PATHS), 1)
     assert config.total_iterations() == steps
     assert config.optimizer.optimizer == run.optimizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, resolve
 from megatron.model.flops import parameter_count
 from tests.config.helpers import PATHS
 
@@ -21,7 +21,7 @@ TABLES = {  # billions: layers, width, heads, GPUs (table I); micro-batch, stage
 
 
 def shipped(name: str, world: int) -> Config:
-    return parse(["--config", str(FOLDER / f"{name}.yaml")], paths=PATHS).resolve(world)
+    return resolve(parse(["--config", str(FOLDER / f"{name}.yaml")], paths=PATHS), world)
 
 
 @pytest.mark.parametrize("billions", TABLES)
@@ -78,4 +78,4 @@ def test_the_validation_runs_on_12_ranks_and_on_one() -> None:
         "--optimizer-cpu-offload false --predivide-loss false"
     )
     argv = ["--config", str(FOLDER / "gpt_124m_axonn.yaml"), *alone.split()]
-    assert parse(argv, paths=PATHS).resolve(1).num_microbatches(480, 1) == 60
+    assert resolve(parse(argv, paths=PATHS), 1).num_microbatches(480, 1) == 60

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import to_yaml
+from megatron.config import resolve, to_yaml
 from megatron.config.compilation import choose_compilation
 from tests.config.helpers import read
 
@@ -40,7 +40,7 @@ def test_the_default_has_a_reason(flags: str, device: str, triton: bool, told: s
     choice = choose_compilation(config, device, triton=triton, compiler=True)
     assert str(choice).startswith(told)
     # The device is found out later than the configuration is written.
-    assert "  compile: null\n" in to_yaml(config.resolve(2))
+    assert "  compile: null\n" in to_yaml(resolve(config, 2))
 
 
 def test_triton_needs_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

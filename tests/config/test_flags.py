@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.config.config import SPECS
 from megatron.config.megatron_names import (
     ELSEWHERE,
@@ -130,7 +130,7 @@ def test_missing_fields_name_their_flags() -> None:
     )
     assert refusal(flags(REQUIRED)).startswith("train_iters, train_samples: neither given")
     assert refusal([*flags(REQUIRED), "--train-iters", "1"]).startswith("lr: not given; give --lr")
-    config = parse([*flags(REQUIRED), "--skip-train"], paths=PATHS).resolve(1)
+    config = resolve(parse([*flags(REQUIRED), "--skip-train"], paths=PATHS), 1)
     assert (config.total_iterations(), config.total_samples()) == (0, 0)
 
 
@@ -154,7 +154,7 @@ def test_old_names_are_read_and_announced(old) -> None:
 
 
 def test_activation_checkpointing_of_old_scripts() -> None:
-    config = read("--checkpoint-activations", "--checkpoint-num-layers", "1").resolve(1)
+    config = resolve(read("--checkpoint-activations", "--checkpoint-num-layers", "1"), 1)
     recompute = config.recompute
     assert recompute.recompute_granularity == "full"
     assert (recompute.recompute_method, recompute.recompute_num_layers) == ("uniform", 1)
@@ -240,12 +240,12 @@ def test_compatibility_is_printed_in_full(capsys: pytest.CaptureFixture[str]) ->
 def test_no_heavy_import() -> None:
     code = """if True:
         import sys
-        from megatron.config import parse, to_yaml
+        from megatron.config import parse, resolve, to_yaml
         class Dense:
             name = "dense"; sections = {}; refused_pairs = ()
             def check(self, config): pass
         config = parse(sys.argv[1:], paths={"dense": Dense()})
-        to_yaml(config.resolve(2))
+        to_yaml(resolve(config, 2))
         print(sorted({"torch", "numpy"} & set(sys.modules)))"""
     line = [*flags(REQUIRED), "--lr", "1", "--train-iters", "1"]
     done = subprocess.run(
@@ -302,14 +302,14 @@ def test_sizes_beyond_any_machine_are_refused(flag: str) -> None:
 
 def test_a_run_of_too_many_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="samples; must be at most"):
-        read("--train-iters", str(10**12)).resolve(1)
+        resolve(read("--train-iters", str(10**12)), 1)
 
 
 def test_only_ranks_that_there_are_can_profile() -> None:
     config = read("--profile", "--profile-ranks", "0", "3")
-    config.resolve(4)
+    resolve(config, 4)
     with pytest.raises(ConfigError, match="profile_ranks: there is no rank 3 of 2"):
-        config.resolve(2)
+        resolve(config, 2)
 
 
 def test_fine_tuning_nothing_is_announced() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, refusal
 
@@ -69,7 +69,7 @@ def test_one_message_lists_all_that_llama_3_must_do_without() -> None:
     named = set(re.findall(r"\(\d+\) (--[\w-]+)", message))
     assert named == LLAMA_REFUSED
     assert message.startswith(f"{len(LLAMA_REFUSED)} settings are refused: (1) ")
-    config = parse(without(LLAMA3_8B.split(), named), paths=PATHS).resolve(8)
+    config = resolve(parse(without(LLAMA3_8B.split(), named), paths=PATHS), 8)
     assert config.model.num_query_groups == 8
     for flag in ("--overlap-param-gather", "--cross-entropy-loss-fusion", "--fp8-amax-history-len"):
         assert any(notice.startswith(f"{flag}: ignored: ") for notice in config.notices)
@@ -82,5 +82,5 @@ def test_the_message_names_nothing_that_could_stay(flag: str) -> None:
 
 
 def test_the_345m_example_parses_as_it_is() -> None:
-    config = parse(GPT_345M.split(), paths=PATHS).resolve(4)
+    config = resolve(parse(GPT_345M.split(), paths=PATHS), 4)
     assert config.total_iterations() == 500_000

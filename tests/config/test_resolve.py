@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config, TrainingConfig, parse, to_yaml
+from megatron.config import Config, TrainingConfig, parse, resolve, to_yaml
 from megatron.config.config import SECTIONS, SPECS
 from megatron.config.layer_split import describe_split, split_layers
 from megatron.config.options import Spec
@@ -26,7 +26,7 @@ def test_derived_values() -> None:
     assert (model.ffn_size, model.head_dim, model.query_groups, model.positions) == (256, 16, 4, 32)
     assert model.tied and model.bias
     assert [model.padded_vocab_size(n) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
-    resolved = config.resolve(3)
+    resolved = resolve(config, 3)
     assert resolved.training.global_batch_size == 6
     assert resolved.model.max_position_embeddings == 32
     assert resolved.model.ffn_hidden_size == 256
@@ -40,9 +40,9 @@ def test_derived_values() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_resolving_twice_changes_nothing(world: int) -> None:
-    resolved = read("--recompute-granularity", "full").resolve(world)
-    assert resolved.resolve(world) == resolved
-    assert (resolved.name, resolved.notices) == (resolved.resolve(world).name, resolved.notices)
+    resolved = resolve(read("--recompute-granularity", "full"), world)
+    assert resolve(resolved, world) == resolved
+    assert (resolved.name, resolved.notices) == (resolve(resolved, world).name, resolved.notices)
     assert resolved.recompute.recompute_method == "uniform"
 
 
@@ -113,7 +113,7 @@ def test_long_ramps_are_counted_quickly() -> None:
 
 
 def test_samples_without_a_ramp() -> None:
-    config = read("--train-iters=none", "--train-samples=25").resolve(2)
+    config = resolve(read("--train-iters=none", "--train-samples=25"), 2)
     assert (config.total_iterations(), config.total_samples()) == (6, 25)
     assert config.batch_size_at(0) == config.batch_size_at(10**9) == 4
 
@@ -215,7 +215,7 @@ ROUND_TRIPS = (
 
 @pytest.mark.parametrize("line", ROUND_TRIPS)
 def test_resolved_files_read_back_equal(line: str, tmp_path: Path) -> None:
-    for config in (read(*line.split()), read(*line.split()).resolve(2)):
+    for config in (read(*line.split()), resolve(read(*line.split()), 2)):
         again = _reads_back(config, tmp_path / "a.yaml")
         assert again == config
         assert to_yaml(again) == to_yaml(config)
@@ -224,9 +224,9 @@ def test_resolved_files_read_back_equal(line: str, tmp_path: Path) -> None:
 def test_microbatches_of_interleaved_stages_come_out_even() -> None:
     flags = "--num-layers 4 --pipeline-model-parallel-size 2"
     flags = [*flags.split(), "--num-layers-per-virtual-pipeline-stage", "1"]
-    read(*flags, "--global-batch-size", "8").resolve(4)
+    resolve(read(*flags, "--global-batch-size", "8"), 4)
     with pytest.raises(ConfigError) as caught:
-        read(*flags, "--global-batch-size", "12").resolve(4)
+        resolve(read(*flags, "--global-batch-size", "12"), 4)
     assert str(caught.value) == (
         "num_layers_per_virtual_pipeline_stage: global_batch_size 12 is no multiple of 8, "
         "micro_batch_size 2 x data-parallel size 2 x pipeline_model_parallel_size 2; change one "
@@ -257,7 +257,7 @@ def _reads_back(config: Config, path: Path) -> Config:
 
 
 def test_other_readers_see_the_same_values() -> None:
-    config = read("--lr", "1e-16", "--wandb-project", "no", "--data-path", "012", "x").resolve(1)
+    config = resolve(read("--lr", "1e-16", "--wandb-project", "no", "--data-path", "012", "x"), 1)
     seen = yaml.safe_load(to_yaml(config))
     flat = {name: value for section in seen.values() for name, value in section.items()}
     for name, value in config.values().items():
@@ -267,17 +267,17 @@ def test_other_readers_see_the_same_values() -> None:
 
 def test_the_file_does_not_hold_where_it_ran(tmp_path: Path) -> None:
     line = ["--run-dir", str(tmp_path / "r"), "--save", str(tmp_path / "s")]
-    config = read(*line, "--device", "cpu", "--debug").resolve(1)
+    config = resolve(read(*line, "--device", "cpu", "--debug"), 1)
     text = to_yaml(config)
     assert str(tmp_path) not in text
     for word in ("run_dir", "save:", "device", "debug", "name:"):
         assert f"  {word}" not in text
-    assert to_yaml(read().resolve(1)) == text
+    assert to_yaml(resolve(read(), 1)) == text
 
 
 def test_no_variable_of_the_environment_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "canary-value")
-    assert "canary" not in to_yaml(read("--wandb-project", "p").resolve(1))
+    assert "canary" not in to_yaml(resolve(read("--wandb-project", "p"), 1))
     assert os.environ["WANDB_API_KEY"] == "canary-value"
 
 

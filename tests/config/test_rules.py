@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import REFUSED_PAIRS, Config, ModelConfig, TrainingConfig, check
+from megatron.config import REFUSED_PAIRS, Config, ModelConfig, TrainingConfig, check, resolve
 from megatron.config.config import SPECS
 from megatron.config.parallel_rules import check_vocabulary
 from megatron.errors import ConfigError
@@ -318,16 +318,16 @@ def test_worlds_that_do_not_fit() -> None:
     )
     config = dataclasses.replace(read(), parallel=parallel)
     with pytest.raises(ConfigError, match="world size 6 is not a multiple of 4, .*nearest: 4, 8"):
-        config.resolve(6)
+        resolve(config, 6)
     with pytest.raises(ConfigError, match="world size 0 is out of range; must be at least 1"):
-        config.resolve(0)
-    assert config.resolve(8).data_parallel_size(8) == 2
+        resolve(config, 0)
+    assert resolve(config, 8).data_parallel_size(8) == 2
 
 
 def test_batches_that_do_not_fit() -> None:
     def error(dp: int, *more: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            read("--micro-batch-size", "4", *more).resolve(dp)
+            resolve(read("--micro-batch-size", "4", *more), dp)
         return str(caught.value)
 
     assert error(1, "--global-batch-size", "10") == (

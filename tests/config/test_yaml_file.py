@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import brief_settings, parse
+from megatron.config import brief_settings, parse, resolve
 from megatron.config.yaml_file import SIZE_LIMIT
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml, refusal, refused_yaml, yaml_text
@@ -212,7 +212,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
         path.write_bytes(_mutate(source, rng))
         start = time.monotonic()
         try:
-            parse(["--config", str(path)], paths=PATHS).resolve(4)
+            resolve(parse(["--config", str(path)], paths=PATHS), 4)
             read_anyway += 1
         except ConfigError as error:
             assert str(error).isprintable(), (case, repr(str(error)))

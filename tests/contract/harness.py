@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from megatron.config import OffloadConfig, OptimizerConfig
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Entries, ParamInfo, Step, StepContext
+from megatron.data_parallel.interface import Entries, Step, StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.offload import OffloadedOptimizer

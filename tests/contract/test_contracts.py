@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data_parallel.interface import GradBucket, StepContext
+from megatron.data_parallel.bucket import GradBucket
+from megatron.data_parallel.interface import StepContext
 from megatron.errors import ConfigError, PeerError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import SGD

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint
+from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import shard_length
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import GradBucket, ParamInfo, PathParts, Slice
+from megatron.data_parallel.interface import PathParts
 from megatron.data_parallel.sharded import ReduceScatterReducer, mean_reducer
 from megatron.errors import NumericsError
 from megatron.guards.replicas import compare_replicas

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
+from megatron.config import resolve
 from megatron.config.compilation import choose_compilation
 from pretrain_gpt import GRADIENT_PATHS, parse
 from tests.gpu.test_training_on_cuda import FLAGS, losses, make_trainer
 
 
 def test_they_are_the_default(device: torch.device) -> None:
-    config = parse(FLAGS.replace("--compile false", "").split(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(FLAGS.replace("--compile false", "").split(), paths=GRADIENT_PATHS), 1)
     choice = choose_compilation(config, device.type)
     assert choice.on == (device.type == "cuda"), choice
 

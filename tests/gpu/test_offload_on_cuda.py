@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import BucketLayout, ParamInfo, PathParts, Rewiring
+from megatron.data_parallel.interface import BucketLayout, PathParts, Rewiring
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.optimizer.rules import AdamW

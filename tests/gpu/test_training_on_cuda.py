@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.locate import find_checkpoint
+from megatron.config import resolve
 from megatron.data.loader import BatchReader
 from megatron.data_parallel.interface import StepContext
 from megatron.origin import Origin
@@ -42,7 +43,7 @@ def make_trainer(
 ) -> Trainer:
     origin = Origin(checkpoint, own=True) if checkpoint is not None else None
     flags = f"{FLAGS} {SMALL if sizes.small else ''} {more}"
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), 1)
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     runtime = Runtime(launch=launch, device=device, backend="gloo")
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)

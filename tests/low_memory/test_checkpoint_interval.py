@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import RecomputeConfig
+from megatron.config import RecomputeConfig, resolve
 from megatron.low_memory.checkpoint_interval import (
     activations_kept,
     checkpoint_interval,
@@ -80,7 +80,7 @@ def test_intervals_of_the_papers_models(layers: int, stages: int, interval: int)
 
 
 def _resolved(flags: str, world: int) -> RecomputeConfig:
-    return read(*SQRT.split(), *flags.split()).resolve(world).recompute
+    return resolve(read(*SQRT.split(), *flags.split()), world).recompute
 
 
 def test_sqrt_is_resolved_to_uniform() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.store import save_checkpoint
 from megatron.checkpoint.verify import read_manifest
-from megatron.config import parse, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from megatron.data.tokenizer import ByteTokenizer
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 def make_run(folder: Path, flags: str, *, vocab_size: int = 257) -> Path:
     torch.set_num_threads(1)
-    config = parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS), 1)
     model = GPT(config.model, vocab_size=vocab_size, seed=3, dtype=torch.float32, device="cpu")
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))

@@ -10,9 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megatron.data_parallel.bucket import ParamInfo, Slice
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo, PathParts, Reduced, Slice
+from megatron.data_parallel.interface import PathParts, Reduced
 from megatron.errors import NumericsError
 from megatron.guards.replicas import compare_replicas
 from megatron.optimizer import bucket_optimizer, shards

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.parallel.groups import ProcessGroups
 from megatron.runtime import Launch
 from pretrain_gpt import GRADIENT_PATHS, build_groups
@@ -33,7 +33,7 @@ PATHS = {
 
 def trained(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
     """The place of a rank in the grid that the flags ask for, and the weights it ends with."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     rank, size = groups.world.rank, groups.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.data_parallel.interface import Slice
+from megatron.data_parallel.bucket import Slice
 from megatron.optimizer.bucket_optimizer import PARAM
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, resolve
 from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
@@ -36,7 +36,7 @@ MODEL = (
 
 def planned(flags: str, world: int, *, vocabulary: int = 101) -> Grid:
     """The grid that the planner would make of these flags."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
     return grid_of(config, world, vocabulary)
 
 
@@ -60,7 +60,7 @@ def grid_of(config: Config, world: int, vocabulary: int) -> Grid:
 
 def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dict[str, Any]:
     """What a rank of this run holds after some steps, and what it sent in each."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
         groups,

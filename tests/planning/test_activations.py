@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
 from megatron.model import attention as attention_module
@@ -74,7 +74,7 @@ CASES = {
 def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tuple[int, int]]:
     """For each chunk of this rank's stage: bytes saved by a forward, and by making again the
     largest part of it that is recomputed."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
         groups, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size

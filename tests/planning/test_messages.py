@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.parallel.groups import ProcessGroups
 from megatron.planning.activations import Activations, microbatches_of
 from megatron.planning.layout import Grid
@@ -33,7 +33,7 @@ def counts_of(grid: Grid, stage: int) -> MessageCounts:
 def most_on_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> tuple[int, int, int]:
     """This rank's stage; of its transport the most receives that are posted, and sends that are
     kept, after any call."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
         groups, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from megatron.parallel.dims import ParallelDims
 from megatron.planning.plan import Plan
@@ -36,7 +36,7 @@ MODEL = (
 
 
 def plan_of(flags: str, world: int, site: str = "perlmutter", gpu: str | None = None) -> Plan:
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
     return Plan.of(
         config,
         world=world,

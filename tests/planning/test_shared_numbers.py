@@ -8,8 +8,8 @@ import torch
 
 from megatron.config import parse
 from megatron.config.running import OffloadConfig
+from megatron.data_parallel.bucket import ALIGNMENT
 from megatron.data_parallel.bucket_plan import mean_traffic
-from megatron.data_parallel.interface import ALIGNMENT
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from megatron.optimizer.build import update_rule

@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.data_parallel.arriving import ArrivingMeans
-from megatron.data_parallel.interface import BucketUpdate, GradBucket, Slice, Step, StepContext
+from megatron.data_parallel.bucket import GradBucket, Slice
+from megatron.data_parallel.interface import BucketUpdate, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW, Hyper
 from megatron.parallel.groups import Group

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, parse, to_yaml
+from megatron.config import Config, parse, resolve, to_yaml
 from megatron.config.refused_pairs import check_pairs
 from megatron.errors import ConfigError
 from megatron.sparse.shard import Shard
@@ -170,10 +170,10 @@ def test_a_run_counted_in_samples_is_as_long_as_its_steps() -> None:
     said = refused("--global-batch-size 8 --radius-start-iter 1", base)
     assert "from 1, where Radius starts, to 125" in said
     # The batch follows from the number of ranks, and is known when the path is built.
-    config = read("--radius-interval 9999", base).resolve(10)
+    config = resolve(read("--radius-interval 9999", base), 10)
     with pytest.raises(ConfigError, match="to 50, the last, is a multiple of it"):
         RadiusPath().build(config, [], alone())
-    RadiusPath().build(read("--radius-interval 40", base).resolve(10), [], alone())
+    RadiusPath().build(resolve(read("--radius-interval 40", base), 10), [], alone())
 
 
 def test_a_run_that_only_evaluates_needs_no_resample() -> None:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import GradBucket, Slice, StepContext
+from megatron.data_parallel.interface import StepContext
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.topk import SAMPLED, TopKReducer, largest

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buckets import DenseLayout
-from megatron.data_parallel.interface import ParamInfo
 from megatron.errors import ConfigError
 from megatron.sparse.reference import CHUNK
 from samo.layout import MOST_ENTRIES, Bitmap, CompressedLayout, Count, Positions

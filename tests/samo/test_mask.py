@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import ConfigError, DataError
 from samo import mask as module
 from samo.mask import PackedMasks, flat_mask, flat_masks, load_masks, masks_for, save_masks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.data_parallel.interface import ALIGNMENT
+from megatron.data_parallel.bucket import ALIGNMENT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer

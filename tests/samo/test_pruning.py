@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.data_parallel.interface import ParamInfo
+from megatron.config import resolve
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import NumericsError
 from samo import pruning
 from samo.pruning import distance, magnitude, prunable, random
@@ -227,7 +228,7 @@ def test_the_names_of_the_model_are_known() -> None:
 
     flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 "
     flags += "--micro-batch-size 1 --train-iters 1 --mock-data"
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), 1)
     model = GPT(config.model, vocab_size=257, seed=3, dtype=torch.float32, device="cpu")
     infos = model.parameter_infos()
     pruned = {i.name for i in prunable(infos, keep_embeddings=False)}

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buckets import DenseLayout
-from megatron.data_parallel.interface import Masks, ParamInfo, Rewiring
+from megatron.data_parallel.interface import Masks, Rewiring
 from samo.regrowth import choose, share_out
 from samo.rewiring import DsrRewirer, RewiringSettings
 from samo.schedule import Schedule

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo, PathParts, StepContext
+from megatron.data_parallel.interface import PathParts, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims

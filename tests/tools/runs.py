@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.store import save_checkpoint
-from megatron.config import parse, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
 from tests.model.models import sharpen
@@ -21,7 +21,7 @@ FLAGS = (
 def make_model_run(folder: Path, flags: str, *, vocab_size: int) -> GPT:
     """A run folder with one checkpoint; the model that is in it, of weights that matter."""
     torch.set_num_threads(1)
-    config = parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(f"{FLAGS} {flags}".split(), paths=GRADIENT_PATHS), 1)
     model = GPT(config.model, vocab_size=vocab_size, seed=3, dtype=torch.float32, device="cpu")
     sharpen(model).eval()
     folder.mkdir()

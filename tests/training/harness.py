@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.config import resolve
 from megatron.metrics import cut_metrics
 from megatron.origin import Origin, locate_checkpoint
 from megatron.parallel.groups import ProcessGroups
@@ -28,7 +29,7 @@ def make_trainer(
     groups: ProcessGroups, flags: str, run_dir: Path, device: torch.device = CPU
 ) -> Trainer:
     """The trainer that `pretrain_gpt.py {flags}` would build on these ranks."""
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     rank, size = groups.world.rank, groups.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.errors import missing_extra
 from megatron.metrics import Metrics, NullMetrics
 from megatron.model.gpt import GPT
@@ -281,7 +281,7 @@ class _LossModule(torch.nn.Module):
 def _trainer(
     flags: Sequence[str], groups: ProcessGroups, run_dir: Path, device: torch.device
 ) -> Trainer:
-    config = parse(list(flags), paths=GRADIENT_PATHS).resolve(groups.world.size)
+    config = resolve(parse(list(flags), paths=GRADIENT_PATHS), groups.world.size)
     rank, ranks = groups.world.rank, groups.world.size
     launch = Launch(
         launcher="none", rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks

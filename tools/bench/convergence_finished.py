@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, resolve
 from megatron.errors import ConfigError
 from megatron.run_folder import CONFIG
 from megatron.status import read_status
@@ -23,8 +23,8 @@ def is_finished(folder: Path, flags: Sequence[str], ranks: int) -> bool:
     status = read_status(folder)
     if status is None or status.state != "done" or not (folder / CONFIG).is_file():
         return False
-    asked = parse(flags, paths=GRADIENT_PATHS).resolve(ranks)
-    found = parse(["--config", str(folder / CONFIG)], paths=GRADIENT_PATHS).resolve(ranks)
+    asked = resolve(parse(flags, paths=GRADIENT_PATHS), ranks)
+    found = resolve(parse(["--config", str(folder / CONFIG)], paths=GRADIENT_PATHS), ranks)
     if differing := _differences(asked, found):
         raise ConfigError(
             f"--work: {folder} holds a run with other settings: {', '.join(differing)}; remove it, "

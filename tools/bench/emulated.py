@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron.config import parse
+from megatron.config import parse, resolve
+from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ParamInfo, ReducerStats, StepContext
+from megatron.data_parallel.interface import ReducerStats, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import update_rule
 from megatron.parallel.groups import ProcessGroups
@@ -131,7 +132,7 @@ class EmulatedOurs:
     ) -> None:
         self.name, self.model = name, model
         flags = Shape().flags(dtype="fp32", ranks=groups.world.size, extra=path)
-        config = parse(flags, paths=GRADIENT_PATHS).resolve(groups.world.size)
+        config = resolve(parse(flags, paths=GRADIENT_PATHS), groups.world.size)
         infos = model.infos()
         self.engine = GradientEngine(
             infos,

@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config import resolve
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config import parse  # noqa: E402
@@ -183,7 +185,7 @@ def _check_methods(names: Sequence[str]) -> None:
     least = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data"
     for name in names:
         flags = [*least.split(), "--micro-batch-size", "1", "--train-iters", "1000"]
-        parse([*flags, "--lr", "1e-3", *method(name).flags], paths=GRADIENT_PATHS).resolve(1)
+        resolve(parse([*flags, "--lr", "1e-3", *method(name).flags], paths=GRADIENT_PATHS), 1)
 
 
 def _facts() -> dict[str, Any]:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config import resolve
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 FLAGS = (
@@ -48,7 +50,7 @@ def main() -> int:
     from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer, parse
 
     launch = detect_launch()
-    config = parse(FLAGS.split(), paths=GRADIENT_PATHS).resolve(launch.world_size)
+    config = resolve(parse(FLAGS.split(), paths=GRADIENT_PATHS), launch.world_size)
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     with tempfile.TemporaryDirectory() as own:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, resolve
 from megatron.data_parallel.interface import Step
 from megatron.errors import ConfigError
 from megatron.metrics import NullMetrics
@@ -129,7 +129,7 @@ def watch(
     """Train `steps` steps as flags say, on one rank, and count. Raises `ConfigError` where the run
     ends before, or is not dense."""
     launch = detect_launch()
-    config = parse(flags, paths=GRADIENT_PATHS).resolve(launch.world_size)
+    config = resolve(parse(flags, paths=GRADIENT_PATHS), launch.world_size)
     if launch.world_size != 1:
         raise ConfigError(f"{launch.world_size} ranks: this tool runs alone; start it without them")
     run_dir = Path(config.run.run_dir or "")

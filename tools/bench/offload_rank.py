@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
 from megatron.data_parallel.buckets import DenseLayout  # noqa: E402
 from megatron.data_parallel.dense import AllReduceReducer  # noqa: E402
 from megatron.data_parallel.engine import GradientEngine  # noqa: E402
-from megatron.data_parallel.interface import ParamInfo, PathParts, StepContext  # noqa: E402
+from megatron.data_parallel.interface import PathParts, StepContext  # noqa: E402
 from megatron.optimizer.offload import OffloadedOptimizer  # noqa: E402
 from megatron.optimizer.rules import AdamW  # noqa: E402
 from megatron.parallel.dims import ParallelDims  # noqa: E402

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.data_parallel.interface import ALIGNMENT
+from megatron.data_parallel.bucket import ALIGNMENT
 from tools.bench.alpha_beta import Link, Message, greedy_buckets
 from tools.bench.methods import COMPUTE, Method
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatron.config import Config, parse
+from megatron.config import Config, parse, resolve
 from megatron.data.loader import BatchReader
 from megatron.data.vocabulary import data_prefixes, find_vocabulary
 from megatron.model.gpt import GPT
@@ -57,7 +57,7 @@ def train(
     """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
     gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
     `after_step` is told each step and its loss."""
-    config = parse(list(flags), paths=GRADIENT_PATHS).resolve(1)
+    config = resolve(parse(list(flags), paths=GRADIENT_PATHS), 1)
     _check(config)
     train_reader, valid_reader, vocabulary = _open_data(config, micro_batch)
     model = plain_gpt(config, vocabulary)

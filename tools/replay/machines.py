@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.planning.course import Links, Setting
 from megatron.planning.plan import Plan
 from megatron.planning.simulation import SimulatedStep, simulate
@@ -37,7 +37,7 @@ class Machine:
 
     def plan(self, flags: str, world: int) -> Plan:
         """Of a run on so many ranks."""
-        config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(world)
+        config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
         return Plan.of(
             config,
             world=world,

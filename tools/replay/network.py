@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.config import parse
+from megatron.config import parse, resolve
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.parallel.dims import ParallelDims
 from megatron.planning.course import Links, Setting
@@ -84,7 +84,7 @@ class Method:
 def step_of(method: Method, link: Link, ranks: int) -> SimulatedStep:
     """What the emulation of so many ranks would take, without an optimizer."""
     flags = f"{SMALL} --global-batch-size {ranks} {method.flags}".split()
-    config = parse(flags, paths=GRADIENT_PATHS).resolve(ranks)
+    config = resolve(parse(flags, paths=GRADIENT_PATHS), ranks)
     shapes = {f"layers.{n}.{kind}": SHAPE if kind == "weight" else SHAPE[1:]
               for n in range(LAYERS) for kind in ("weight", "bias")}  # fmt: skip
     params = {n: ParamShape(name=n, logical_shape=s, rows=s[0]) for n, s in shapes.items()}
@@ -203,7 +203,7 @@ def _pipeline(each: Mapping[str, Any], link: Link) -> float:
     flags += f" --global-batch-size {each['microbatches']} --pipeline-model-parallel-size {stages}"
     if chunks > 1:
         flags += " --num-layers-per-virtual-pipeline-stage 1"
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(stages)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), stages)
     grid = Grid(
         config=config,
         dims=ParallelDims(tp=1, dp=1, pp=stages),
