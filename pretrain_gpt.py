@@ -28,6 +28,7 @@ from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.guards.requests import Requests
 from megatron.guards.terminate import before_abort
 from megatron.guards.watchdog import Watchdog
+from megatron.launch import Launch, detect_launch
 from megatron.metrics import check_trackers, cut_metrics
 from megatron.mpi_world import leave_mpi, require_mpi
 from megatron.run_folder import (
@@ -41,9 +42,7 @@ from megatron.run_folder import (
 )
 from megatron.run_lock import check_free
 from megatron.runtime import (
-    Launch,
     Runtime,
-    detect_launch,
     fault_request,
     job_environment,
     needs_mpi,

@@ -1,12 +1,13 @@
 """Sparsetron's training stack. Imports go downward only; a test holds the layers apart.
 
 ==  ==========================================================================================
-0   `config`, `runtime`, `errors`, `status`, `timers`: what was asked for, where, how it fails;
+0   `config`, `launch`, `runtime`, `errors`, `status`, `timers`: what was asked for, where, how it
+    fails;
     `run_lock`: one run in a folder; `mpi_world`: MPI beside torch.distributed;
     `low_memory.checkpoint_interval`: how many layers to recompute as one; `processor`: the
     instruction sets of the CPU, and what they decide; `transfer`: copies to a device
 1   `parallel`: rank arithmetic (`dims`) apart from process-group handles (`groups`)
-2   `tensor_parallel`, `data_parallel.interface`: collectives, and the one swap point;
+2   `tensor_parallel`, `data_parallel.{bucket,interface}`: collectives, and the one swap point;
     `pipeline.{schedule,transport}`: what a stage does in which order, how messages travel
 3   `model`, `data`, `optimizer`, `low_memory`, `sparse`,
     `data_parallel.{bucket_plan,buckets,engine,dense,sharded}`

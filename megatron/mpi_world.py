@@ -17,16 +17,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, PeerError, missing_extra
+from megatron.launch import START_RIGHT
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from megatron.runtime import Launch
+    from megatron.launch import Launch
 
-START_RIGHT = (
-    "start with the mpiexec of the MPI that mpi4py uses (LAUNCHER=mpiexec), or srun --mpi=pmi2 "
-    "(where MPI was built for it: --mpi=pmix)"
-)
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two questions, at first and at most."""
 LATE = 1 / 16

@@ -11,10 +11,21 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    ("errors", "config", "runtime", "status", "timers", "run_lock", "mpi_world", "closed_pipe")
+    (
+        "errors",
+        "config",
+        "launch",
+        "runtime",
+        "status",
+        "timers",
+        "run_lock",
+        "mpi_world",
+        "closed_pipe",
+    )
     + ("low_memory.checkpoint_interval", "processor", "transfer"),
     ("parallel",),
-    ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.interface"),
+    ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket")
+    + ("data_parallel.interface",),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
@@ -33,11 +44,13 @@ WITHOUT_TORCH = (
     "megatron.errors",
     "megatron.status",
     "megatron.config",
+    "megatron.launch",
     "megatron.runtime",
     "megatron.origin",
     "megatron.preflight",
     "megatron.mpi_world",
     "megatron.parallel.dims",
+    "megatron.data_parallel.bucket",
     "megatron.data_parallel.interface",
     "megatron.guards.failures",
     "megatron.guards.watchdog",

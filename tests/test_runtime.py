@@ -11,13 +11,8 @@ import torch
 
 from megatron import mpi_world, runtime
 from megatron.errors import ConfigError
-from megatron.runtime import (
-    Launch,
-    check_cuda_variables,
-    detect_launch,
-    job_environment,
-    set_cuda_variables,
-)
+from megatron.launch import Launch, detect_launch
+from megatron.runtime import check_cuda_variables, job_environment, set_cuda_variables
 from tests.config.helpers import read
 
 TORCHRUN = {
@@ -153,7 +148,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 def test_a_missing_mpi4py_names_its_extra() -> None:
     """Also where it is there and finds no library."""
     code = (
-        "import builtins, sys; from megatron.runtime import detect_launch;"
+        "import builtins, sys; from megatron.launch import detect_launch;"
         "from megatron.mpi_world import require_mpi\n"
         "class Broken:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -261,7 +256,7 @@ def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.Monk
 
 
 def test_finding_the_rank_needs_no_torch() -> None:
-    code = "import sys; from megatron.runtime import detect_launch; detect_launch(); "
+    code = "import sys; from megatron.launch import detect_launch; detect_launch(); "
     code += "print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout.strip() == "False", answer.stderr

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without bei
 
 from megatron.data.encode import extract_texts  # noqa: E402
 from megatron.data.local_file import is_folder, stat_of  # noqa: E402
-from megatron.data.raw_text import TEXT_UNITS, Batch, find_inputs, read_batches  # noqa: E402
+from megatron.data.raw_text import TEXT_UNITS, find_inputs, read_batches  # noqa: E402
+from megatron.data.records import Batch  # noqa: E402
 from megatron.data.subword import unencodable  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402

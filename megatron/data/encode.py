@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import optimal_dtype
-from megatron.data.raw_text import MAX_DOCUMENT_BYTES, Batch, Oversized, Payload
+from megatron.data.raw_text import MAX_DOCUMENT_BYTES
+from megatron.data.records import Batch, Oversized, Payload
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
 

@@ -21,7 +21,7 @@ from megatron.data.encode import Encoded, EncodeOptions, encode, load_tokenizer
 from megatron.data.index_file import bin_path, idx_path
 from megatron.data.indexed import IndexedDatasetWriter, optimal_dtype
 from megatron.data.local_file import is_folder, stat_of
-from megatron.data.raw_text import Batch
+from megatron.data.records import Batch
 from megatron.data.sidecar import sidecar_path
 from megatron.data.workers import Crew, WorkerError, describe_error
 from megatron.errors import ConfigError, DataError, SparsetronError

@@ -15,11 +15,11 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
 from megatron.data.local_file import is_folder, require_regular, stat_of
+from megatron.data.records import Batch, Oversized, Payload
 from megatron.errors import ConfigError, DataError, SparsetronError
 
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -36,26 +36,6 @@ _UNREADABLE = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".arrow")
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 1000
 _BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class Oversized:
-    """Stands for a record longer than the bound: its size in bytes, its content not kept."""
-
-    size: int
-
-
-Payload = bytes | tuple[object, ...] | Oversized
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Consecutive records of one source; each with its line or row number, from 1."""
-
-    source: str
-    kind: Literal["json", "text", "row"]
-    records: list[tuple[int, Payload]]
-    position: int  # bytes of all sources read so far, as stored (compressed)
 
 
 def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:

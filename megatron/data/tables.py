@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.data.raw_text import Batch, Payload
+from megatron.data.records import Batch, Payload
 from megatron.errors import DataError, missing_extra
 
 _ROWS = 256

@@ -15,9 +15,9 @@ from uuid import uuid4
 from megatron.errors import PeerError, SparsetronError
 from megatron.guards.causes import Causes
 from megatron.guards.heartbeat import Heartbeat
+from megatron.launch import Launch
 from megatron.run_folder import signed
 from megatron.run_lock import LOCK, RunFolderInUse
-from megatron.runtime import Launch
 from megatron.status import Status, read_status
 
 EXIT_UNEXPECTED = 1

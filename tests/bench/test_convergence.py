@@ -16,9 +16,9 @@ from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.convergence import Processes, prepare, run_all
+from tools.bench.convergence_groups import groups_of
 from tools.bench.convergence_measure import measure, study_seconds
 from tools.bench.convergence_radius import MOST_RUNS, radius, rolling, study
-from tools.bench.convergence_report import groups_of
 from tools.bench.convergence_rows import read_rows
 from tools.bench.convergence_study import (
     EARLY,

@@ -10,11 +10,12 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tests.bench.test_convergence import PLAN, STUDY, line_of
+from tools.bench.convergence_groups import groups_of
 from tools.bench.convergence_model import parameters
 from tools.bench.convergence_plot import mean_difference
 from tools.bench.convergence_radius import baseline, radius
 from tools.bench.convergence_radius_page import RADIUS, goals_of
-from tools.bench.convergence_report import READING, groups_of, write_report
+from tools.bench.convergence_report import READING, write_report
 from tools.bench.convergence_rows import WINDOWS, append_row, curve, read_rows, row_of
 from tools.bench.convergence_study import START, Plan, Run
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.guards.failures import Failures
-from megatron.runtime import detect_launch
+from megatron.launch import detect_launch
 from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
 from tools import doctor_host, faults_table
 

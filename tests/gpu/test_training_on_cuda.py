@@ -15,10 +15,11 @@ from megatron.checkpoint.locate import find_checkpoint
 from megatron.config import resolve
 from megatron.data.loader import BatchReader
 from megatron.data_parallel.interface import StepContext
+from megatron.launch import Launch
 from megatron.origin import Origin
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import Launch, Runtime
+from megatron.runtime import Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse

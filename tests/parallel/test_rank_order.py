@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.config import parse, resolve
+from megatron.launch import Launch
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import Launch
 from pretrain_gpt import GRADIENT_PATHS, build_groups
 from tests.pipeline.grids import masters
 from tests.ranks import Ranks

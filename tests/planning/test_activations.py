@@ -12,12 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import parse, resolve
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
+from megatron.launch import Launch
 from megatron.model import attention as attention_module
 from megatron.model.attention import SelfAttention, document_mask
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.planning.activations import Activations
-from megatron.runtime import Launch, Runtime
+from megatron.runtime import Runtime
 from pretrain_gpt import GRADIENT_PATHS, build_stage
 from tests.planning.grids import planned, run
 from tests.ranks import Ranks

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from megatron.config import resolve
+from megatron.launch import Launch
 from megatron.metrics import cut_metrics
 from megatron.origin import Origin, locate_checkpoint
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import Launch, Runtime
+from megatron.runtime import Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
 

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron.config import parse, resolve
 from megatron.errors import missing_extra
+from megatron.launch import Launch
 from megatron.metrics import Metrics, NullMetrics
 from megatron.model.gpt import GPT
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import Launch, Runtime
+from megatron.runtime import Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics
 

@@ -15,7 +15,7 @@ from tools.bench.convergence_study import DENSE
 from tools.bench.figures import plain_axes, save
 
 if TYPE_CHECKING:
-    from tools.bench.convergence_report import Group
+    from tools.bench.convergence_groups import Group
 
 SMOOTHED = 5
 """Points of a curve that are averaged."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import BLUE, GREEN, ORANGE, PURPLE, RED
+from tools.bench.convergence_groups import Group, gaps_of, scatter_of, standard_error, title_of
 from tools.bench.convergence_model import parameters, stored
 from tools.bench.convergence_plot import Panel
 from tools.bench.convergence_pruning import (
@@ -24,19 +25,7 @@ from tools.bench.convergence_pruning import (
     study,
     with_radius,
 )
-from tools.bench.convergence_report import (
-    Group,
-    Study,
-    Told,
-    gap_and_error,
-    gaps_of,
-    loss_cells,
-    scatter_of,
-    size_of,
-    standard_error,
-    table,
-    title_of,
-)
+from tools.bench.convergence_report import Study, Told, gap_and_error, loss_cells, size_of, table
 from tools.bench.convergence_rows import Row
 from tools.bench.convergence_study import EARLY_BIRD_DISTANCE, SGD, Plan
 

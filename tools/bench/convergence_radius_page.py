@@ -8,19 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import PALETTE
+from tools.bench.convergence_groups import Group, standard_error, title_of
 from tools.bench.convergence_plot import Panel
 from tools.bench.convergence_radius import study
-from tools.bench.convergence_report import (
-    Group,
-    Study,
-    Told,
-    gap_and_error,
-    loss_cells,
-    size_of,
-    standard_error,
-    table,
-    title_of,
-)
+from tools.bench.convergence_report import Study, Told, gap_and_error, loss_cells, size_of, table
 from tools.bench.convergence_rows import Row
 from tools.bench.convergence_study import REFERENCE_STEPS
 

@@ -44,8 +44,9 @@ def main() -> int:
     from megatron.guards.replicas import compare_replicas
     from megatron.guards.requests import Requests
     from megatron.guards.watchdog import Watchdog
+    from megatron.launch import detect_launch
     from megatron.metrics import NullMetrics
-    from megatron.runtime import detect_launch, start, stop
+    from megatron.runtime import start, stop
     from megatron.status import Status
     from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer, parse
 

@@ -13,10 +13,11 @@ import torch
 from megatron.config import Config, parse, resolve
 from megatron.data_parallel.interface import Step
 from megatron.errors import ConfigError
+from megatron.launch import detect_launch
 from megatron.metrics import NullMetrics
 from megatron.optimizer.rules import Hyper
 from megatron.origin import locate_checkpoint
-from megatron.runtime import detect_launch, start, stop
+from megatron.runtime import start, stop
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer
 from tools.bench.locality_report import Curve

@@ -17,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.launch import detect_launch  # noqa: E402
 from megatron.mpi_world import leave_mpi, require_mpi, with_master  # noqa: E402
-from megatron.runtime import detect_launch  # noqa: E402
 
 LAUNCH = detect_launch()
 require_mpi(LAUNCH)  # before torch, as in a run

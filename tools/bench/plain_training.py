@@ -17,8 +17,9 @@ from torch import nn
 from megatron.config import Config, parse, resolve
 from megatron.data.loader import BatchReader
 from megatron.data.vocabulary import data_prefixes, find_vocabulary
+from megatron.launch import Launch
 from megatron.model.gpt import GPT
-from megatron.runtime import Launch, Runtime
+from megatron.runtime import Runtime
 from pretrain_gpt import GRADIENT_PATHS, build_groups, build_readers
 from tools.bench.contenders import Shape
 from tools.bench.plain_gpt import PlainGPT
