@@ -11,18 +11,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
-    (
-        "errors",
-        "config",
-        "launch",
-        "runtime",
-        "status",
-        "timers",
-        "run_lock",
-        "mpi_world",
-        "closed_pipe",
-    )
-    + ("low_memory.checkpoint_interval", "processor", "transfer"),
+    ("errors", "config", "launch", "runtime", "status", "timers", "run_lock", "mpi_world")
+    + ("closed_pipe", "low_memory.checkpoint_interval", "processor", "transfer"),
     ("parallel",),
     ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket")
     + ("data_parallel.interface",),
