@@ -16,6 +16,7 @@
     `preflight` and `origin`: what a start needs is looked for before it;
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
     `metrics`, `report`, `profiling`; `planning`: what a run will take
-6   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
+6   `tasks`: a model with its data; `pretrain`: puts a run together
+7   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
 ==  ==========================================================================================
 """

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.loader import BatchReader, DeviceMicrobatch
+from megatron.data.loader import BatchReader, DeviceMicrobatch, Readers
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.interface import Step, StepContext
 from megatron.data_parallel.sharded import sums_gradients
@@ -75,19 +75,9 @@ class Saver(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Readers:
-    """Data of a run; valid and test may be absent."""
-
-    train: BatchReader | None
-    """None only for a run that does not train (`--skip-train`)."""
-    valid: BatchReader | None = None
-    test: BatchReader | None = None
-
-
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, put together by the entry script.
+    """Everything a run needs, put together by `megatron.pretrain`.
 
     `workload` is what the steps are measured by at the end. `heartbeat` tells the other ranks where
     this one is, `requests` what it is asked for, and `peer_failure` whether another rank has told
@@ -107,7 +97,7 @@ class Trainer:
     metrics: Metrics | NullMetrics
     timers: Timers
     profiler: Profiler
-    flops_per_token: float
+    flops_per_sample: float
     workload: Workload
     saver: Saver
     progress: Progress = field(default_factory=Progress)
@@ -296,7 +286,7 @@ class Trainer:
             loss_scale=loss_scale,
             global_batch_size=batch_size,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            flops=self.flops_per_token * batch_size * self.config.model.seq_length,
+            flops=self.flops_per_sample * batch_size,
             world_size=self.groups.world.size,
             num_zeros=num_zeros,
             params_norm=self._params_norm(),

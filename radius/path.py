@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import Interval, at_least, between, option, section
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import PathParts, Saved
+from megatron.data_parallel.interface import PathParts, Saved, Shapes
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.plan import planned_bytes, planned_traffic
@@ -94,6 +94,9 @@ class RadiusPath:
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(options, config.total_iterations())
+
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        """Read no file."""
 
     def build(
         self,

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import Masks, PathParts, Rewirer, Saved
+from megatron.data_parallel.interface import Masks, PathParts, Rewirer, Saved, Shapes
 from megatron.data_parallel.path import BYTES, plan_means
 from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes
@@ -45,6 +46,13 @@ class SamoPath:
         training = config.training
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(config, config.total_iterations())
+
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        """Check the header of the mask file against the model."""
+        from samo.mask_file import check_mask_file
+
+        if (file := _options(config).samo_mask_file) is not None:
+            check_mask_file(Path(str(file)), shapes())
 
     def build(
         self,

@@ -20,6 +20,7 @@ LAYERS = (
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
     + ("report", "profiling", "planning", "origin", "preflight"),
+    ("pretrain", "tasks"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
@@ -64,6 +65,8 @@ WITHOUT_TORCH = (
     "samo.storage",
     "samo.shares",
     "samo.memory",
+    "megatron.pretrain",
+    "megatron.tasks",
     "pretrain_gpt",
 )
 WITHOUT_NUMPY = ("megatron.errors", "megatron.config", "megatron.parallel.dims")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
-from megatron.config import Config, resolve
+from megatron.config import Config, parse, resolve
 from megatron.data.sidecar import write_sidecar
 from megatron.planning.layout import logical_shapes
 from samo.mask_file import check_mask_file, packed_bytes
@@ -108,7 +108,7 @@ def write_masks(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
 
 def config_of(world: int, *flags: str) -> Config:
     paths = pretrain_gpt.GRADIENT_PATHS
-    return resolve(pretrain_gpt.parse([*TINY.split(), *flags], paths=paths), world)
+    return resolve(parse([*TINY.split(), *flags], paths=paths), world)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from megatron.config import resolve
-from pretrain_gpt import build_stage
+from megatron.data.vocabulary import Vocabulary
+from megatron.tasks.gpt import OpenGPT
+from pretrain_gpt import GPT_TASK
 from tests.config.helpers import read
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
 
@@ -141,18 +143,15 @@ def test_each_chunk_of_a_stage_is_compiled_as_chosen(
     calls: list[dict[str, Any]] = []
     chunk = SimpleNamespace(compile_layers=lambda **given: calls.append(given))
     monkeypatch.setattr("megatron.model.gpt.GPT", lambda *_, **__: chunk)
-    monkeypatch.setattr("megatron.pipeline.stage.Stage", list)
     monkeypatch.setattr("megatron.config.compilation.find_spec", lambda _: "a module")
     monkeypatch.setattr("megatron.config.compilation.finds_compiler", lambda: True)
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     sizes = "--num-layers 4 --global-batch-size 4"
     config = resolve(read(*f"{sizes} {stages} {flags}".split()), 2)
-    parts: list[Any] = [
-        SimpleNamespace(device=SimpleNamespace(type=device)),
-        SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None),
-        SimpleNamespace(size=32),
-    ]
-    assert len(cast(Any, build_stage(config, *parts))) == 2
+    opened = OpenGPT(GPT_TASK, config, Vocabulary(size=32))
+    groups: Any = SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None)
+    place: Any = SimpleNamespace(type=device)
+    assert len(opened.chunks(groups, place)) == 2
     assert calls == [{"options": {"fallback_random": True}}] * compiled
 
 

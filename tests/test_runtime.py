@@ -204,11 +204,11 @@ def test_a_rank_sets_them_before_torch_or_mpi_is_there() -> None:
     """Both may load CUDA, which reads its variables once."""
     code = """if True:
         import os, sys
-        import pretrain_gpt
+        import megatron.pretrain, pretrain_gpt
         def look(launch, **_):
             print(os.environ["CUDA_MODULE_LOADING"], {"torch", "mpi4py"} & set(sys.modules))
             sys.exit(0)
-        pretrain_gpt.require_mpi = look
+        megatron.pretrain.require_mpi = look
         pretrain_gpt.main(sys.argv[1:])"""
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1 "
     flags += "--micro-batch-size 1 --train-iters 1 --mock-data --pipeline-schedule message-driven"

@@ -26,9 +26,10 @@ from megatron.data_parallel.interface import Step  # noqa: E402
 from megatron.launch import detect_launch  # noqa: E402
 from megatron.metrics import NullMetrics  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402
+from megatron.pretrain import build_groups, build_trainer  # noqa: E402
 from megatron.runtime import Runtime, start  # noqa: E402
 from megatron.training import Trainer  # noqa: E402
-from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer  # noqa: E402
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
 from tools.parity_cases import CASES, Case, Grid, flags_of  # noqa: E402
 
 
@@ -62,7 +63,9 @@ def run_case(
     """Train: "losses", and for each tensor what this rank holds of its first mean gradient
     ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs."""
     config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
-    trainer = build_trainer(config, runtime, groups, own, NullMetrics(), None)
+    trainer = build_trainer(
+        GPT_TASK, GRADIENT_PATHS, config, runtime, groups, own, NullMetrics(), None
+    )
     gradients: dict[str, np.ndarray] = {}
     _watch_first_step(trainer, gradients)
     losses = [trainer.train_step()[0].lm_loss for _ in range(case.steps)]

@@ -69,3 +69,13 @@ class BatchReader:
         for samples, number in shares:
             batch = collate(self.dataset, samples, number, self.options)
             yield DeviceMicrobatch.of(batch, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """Data of a run; valid and test may be absent."""
+
+    train: BatchReader | None
+    """None only for a run that does not train (`--skip-train`)."""
+    valid: BatchReader | None = None
+    test: BatchReader | None = None

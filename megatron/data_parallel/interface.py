@@ -379,8 +379,24 @@ class Saved(Protocol):
         ...
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of every parameter of the whole model, by logical name."""
+
+
 class GradientPath(PathOptions, Protocol):
     """A value of `--grad-path`. The class that implements it imports torch only in `build`."""
+
+    def check_files(self, config: Any, shapes: Callable[[], Shapes | None]) -> None:
+        """Look at the files that the path will read, before the run is started.
+
+        Args:
+            config: The configuration.
+            shapes: Returns the shapes of the model; None where these are not known yet.
+
+        Raises:
+            DataError: A file is missing, damaged or does not fit the model.
+        """
+        ...
 
     def build(
         self,

@@ -4,7 +4,7 @@ torch only to build."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.data_parallel.bucket import ParamInfo
@@ -15,7 +15,7 @@ from megatron.data_parallel.bucket_plan import (
     StepTraffic,
     mean_traffic,
 )
-from megatron.data_parallel.interface import GradientPath, PathParts, Saved
+from megatron.data_parallel.interface import GradientPath, PathParts, Saved, Shapes
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -33,6 +33,9 @@ class DensePath:
 
     def check(self, config: Config) -> None:
         """Runs with every setting."""
+
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        """Read no file."""
 
     def build(
         self,
@@ -81,6 +84,10 @@ class ProductPath:
     def check(self, config: Config) -> None:
         self._layout.check(config)
         self._reducer.check(config)
+
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        self._layout.check_files(config, shapes)
+        self._reducer.check_files(config, shapes)
 
     def build(
         self,

@@ -30,6 +30,7 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, Layer
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig, RecomputeConfig
+    from megatron.data.loader import DeviceMicrobatch
 
 _WORD_TABLE = "embedding.word_embeddings.weight"
 
@@ -123,6 +124,33 @@ class GPT(nn.Module):
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
         return self.loss_from_hidden(hidden, labels, loss_mask)
+
+    @property
+    def begins(self) -> bool:
+        """Whether the embedding is here, so that `run` takes tokens."""
+        return self.embedding is not None
+
+    def run(
+        self, iteration: int, batch: DeviceMicrobatch, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the part of the model that is here on a microbatch.
+
+        Args:
+            iteration: The step, which with the number of the microbatch seeds dropout.
+            batch: Tokens and labels [b, s].
+            hidden: Output of the layer before the first one here [b, s, h]; None where `begins`.
+
+        Returns:
+            The output of the last layer here [b, s, h], or where the output layer is here the sum
+            of the token losses, an fp32 scalar.
+        """
+        self.streams.at(iteration, batch.index)
+        if hidden is None:
+            hidden = self.embed(batch.tokens, batch.position_ids)
+        hidden = self.transform(hidden, batch.position_ids, batch.document_ids)
+        if self.output_layer is None:
+            return hidden
+        return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask)
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens [b, s] to the input of the first layer [b, s, h], this rank's positions of it

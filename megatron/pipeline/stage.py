@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.model.gpt import GPT
+
+
+class Chunk(Protocol):
+    """Consecutive layers of the model on one rank: an `nn.Module` with the methods below."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        ...
+
+    @property
+    def begins(self) -> bool:
+        """Whether the chunk takes a batch and not the output of another chunk."""
+        ...
+
+    def parameter_infos(self) -> list[ParamInfo]:
+        """Return every logical parameter of the chunk, in the order of the forward pass."""
+        ...
+
+    def run(
+        self, iteration: int, batch: DeviceMicrobatch, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the forward pass of one microbatch.
+
+        Args:
+            iteration: The step, from which random numbers are drawn.
+            batch: The microbatch. Every chunk gets it.
+            hidden: The output of the chunk before; None where the chunk `begins`.
+
+        Returns:
+            The output for the next chunk, or in the last chunk the sum of the losses of the
+            microbatch, an fp32 scalar.
+        """
+        ...
+
+    def train(self, mode: bool) -> object:
+        """Switch between training and evaluation, as `nn.Module.train` does."""
+        ...
 
 
 class _Graph(NamedTuple):
@@ -29,7 +66,7 @@ class Stage:
     same, but not the output's data: once that is sent, it is gone.
     """
 
-    def __init__(self, chunks: Sequence[GPT]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = list(chunks)
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
@@ -58,17 +95,12 @@ class Stage:
         output; of the last the sum of the microbatch's token losses, an fp32 scalar. The result
         has no graph."""
         model = self.chunks[chunk]
-        assert (hidden is None) == (model.embedding is not None), "either tokens or an activation"
-        model.streams.at(iteration, batch.index)
+        assert (hidden is None) == model.begins, "either tokens or an activation"
         keeps = torch.is_grad_enabled()
-        if hidden is None:
-            output = model.embed(batch.tokens, batch.position_ids)
-        else:
-            output = hidden.requires_grad_(keeps)
+        if hidden is not None:
+            hidden.requires_grad_(keeps)
         # Batch step 2: forward.
-        output = model.transform(output, batch.position_ids, batch.document_ids)
-        if model.output_layer is not None:
-            output = model.loss_from_hidden(output, batch.labels, batch.loss_mask)
+        output = model.run(iteration, batch, hidden)
         if keeps:
             gradient: list[torch.Tensor] = []
             end = _Anchor.apply(output, gradient)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.config import Interval, at_least, option, section
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import PathParts, Saved
+from megatron.data_parallel.interface import PathParts, Saved, Shapes
 from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from radius.baselines.plan import powersgd_bytes, powersgd_traffic, topk_bytes, topk_traffic
@@ -64,6 +64,9 @@ class TopKPath:
     def check(self, config: Config) -> None:
         _check_start(config, "topk_start_iter", _options(config, TopKConfig).topk_start_iter)
 
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        """Read no file."""
+
     def build(
         self,
         config: Config,
@@ -113,6 +116,9 @@ class PowerSGDPath:
     def check(self, config: Config) -> None:
         start = _options(config, PowerSGDConfig).powersgd_start_iter
         _check_start(config, "powersgd_start_iter", start)
+
+    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
+        """Read no file."""
 
     def build(
         self,

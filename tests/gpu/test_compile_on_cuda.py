@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.config import resolve
+from megatron.config import parse, resolve
 from megatron.config.compilation import choose_compilation
-from pretrain_gpt import GRADIENT_PATHS, parse
+from pretrain_gpt import GRADIENT_PATHS
 from tests.gpu.test_training_on_cuda import FLAGS, losses, make_trainer
 
 

@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.locate import find_checkpoint
-from megatron.config import resolve
+from megatron.config import parse, resolve
 from megatron.data.loader import BatchReader
 from megatron.data_parallel.interface import StepContext
 from megatron.launch import Launch
 from megatron.origin import Origin
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import build_trainer, open_metrics
 from megatron.runtime import Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer
-from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tests.gpu import sizes
 from tests.gpu.sizes import fitting
 
@@ -48,8 +49,10 @@ def make_trainer(
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     runtime = Runtime(launch=launch, device=device, backend="gloo")
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
-    metrics = open_metrics(config, runtime, run_dir, origin)
-    return build_trainer(config, runtime, groups, run_dir, metrics, origin)
+    metrics = open_metrics(GPT_TASK, config, runtime, run_dir, origin)
+    return build_trainer(
+        GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, origin
+    )
 
 
 def train_reader(trainer: Trainer) -> BatchReader:

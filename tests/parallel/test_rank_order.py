@@ -11,7 +11,8 @@ import torch
 from megatron.config import parse, resolve
 from megatron.launch import Launch
 from megatron.parallel.groups import ProcessGroups
-from pretrain_gpt import GRADIENT_PATHS, build_groups
+from megatron.pretrain import build_groups
+from pretrain_gpt import GRADIENT_PATHS
 from tests.pipeline.grids import masters
 from tests.ranks import Ranks
 from tests.training.harness import make_trainer, metrics_of

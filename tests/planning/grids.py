@@ -13,8 +13,9 @@ from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.planning.layout import Grid
+from megatron.pretrain import bucket_elements
 from megatron.training import Trainer
-from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+from pretrain_gpt import GRADIENT_PATHS
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.bitmap import BitmapIndex

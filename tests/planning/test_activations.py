@@ -12,14 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import parse, resolve
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
-from megatron.launch import Launch
 from megatron.model import attention as attention_module
 from megatron.model.attention import SelfAttention, document_mask
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
+from megatron.pipeline.stage import Stage
 from megatron.planning.activations import Activations
-from megatron.runtime import Runtime
-from pretrain_gpt import GRADIENT_PATHS, build_stage
+from megatron.tasks.gpt import OpenGPT
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tests.planning.grids import planned, run
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
@@ -80,10 +80,9 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
     groups = groups_of(
         groups, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
     )
-    size = groups.world.size
-    launch = Launch(launcher="test", rank=0, world_size=size, local_rank=0, local_world_size=size)
-    runtime = Runtime(launch=launch, device=torch.device("cpu"), backend="gloo")
-    stage = build_stage(config, runtime, groups, Vocabulary(size=vocabulary))
+    opened = OpenGPT(GPT_TASK, config, Vocabulary(size=vocabulary))
+    chunks = opened.chunks(groups, torch.device("cpu"))
+    stage = Stage(chunks)
     batch, length = config.training.micro_batch_size, config.model.seq_length
     ids = torch.zeros(batch, length, dtype=torch.int64)
     microbatch = DeviceMicrobatch(
@@ -96,7 +95,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
         counted_tokens=ids.numel(),
     )
     found: list[tuple[int, int]] = []
-    for number, chunk in enumerate(stage.chunks):
+    for number, chunk in enumerate(chunks):
         known = [*chunk.parameters(), *(chunk._rotary or ()), *vars(microbatch).values()]
         here = length // (groups.tp.size if parallel.sequence_parallel else 1)
         hidden = None

@@ -22,7 +22,8 @@ from megatron.planning.site import Link, Site, read_site, with_efficiency
 from megatron.planning.state import state_bytes
 from megatron.planning.traffic import tensor_traffic
 from megatron.planning.updates import update_seconds
-from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+from megatron.pretrain import bucket_elements
+from pretrain_gpt import GRADIENT_PATHS
 from samo.paper import FIGURE, eq_1, eq_2, eq_4, saved
 from tests.planning.grids import planned
 from tests.test_repo import SITES

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron.config import resolve
+from megatron.config import parse, resolve
 from megatron.launch import Launch
 from megatron.metrics import cut_metrics
 from megatron.origin import Origin, locate_checkpoint
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import build_trainer, open_metrics
 from megatron.runtime import Runtime
 from megatron.training import Trainer
-from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics, parse
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data "
@@ -44,8 +45,10 @@ def make_trainer(
 
     found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
     origin = Origin(Path(found[0]), own=found[1]) if found else None
-    metrics = open_metrics(config, runtime, run_dir, origin)
-    trainer = build_trainer(config, runtime, groups, run_dir, metrics, origin)
+    metrics = open_metrics(GPT_TASK, config, runtime, run_dir, origin)
+    trainer = build_trainer(
+        GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, origin
+    )
     if runtime.is_writer:
         cut_metrics(run_dir, trainer.progress.iteration)
     return trainer

@@ -23,9 +23,10 @@ from megatron.launch import Launch
 from megatron.metrics import Metrics, NullMetrics
 from megatron.model.gpt import GPT
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import build_trainer, open_metrics
 from megatron.runtime import Runtime
 from megatron.training import Trainer
-from pretrain_gpt import GRADIENT_PATHS, build_trainer, open_metrics
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -291,5 +292,5 @@ def _trainer(
     metrics: Metrics = NullMetrics()
     if rank == 0:
         # The console is a file too: a terminal's speed is not ours to measure.
-        metrics = open_metrics(config, runtime, run_dir, None)
-    return build_trainer(config, runtime, groups, run_dir, metrics, None)
+        metrics = open_metrics(GPT_TASK, config, runtime, run_dir, None)
+    return build_trainer(GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, None)

@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
 
+    from megatron.config import parse
     from megatron.guards.causes import Causes
     from megatron.guards.heartbeat import FOLDER, Heartbeat
     from megatron.guards.replicas import compare_replicas
@@ -46,9 +47,10 @@ def main() -> int:
     from megatron.guards.watchdog import Watchdog
     from megatron.launch import detect_launch
     from megatron.metrics import NullMetrics
+    from megatron.pretrain import build_groups, build_trainer
     from megatron.runtime import start, stop
     from megatron.status import Status
-    from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer, parse
+    from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
     launch = detect_launch()
     config = resolve(parse(FLAGS.split(), paths=GRADIENT_PATHS), launch.world_size)
@@ -56,7 +58,9 @@ def main() -> int:
     groups = build_groups(config, launch)
     with tempfile.TemporaryDirectory() as own:
         run_dir = Path(groups.world.gather_text(own)[0])
-        trainer = build_trainer(config, runtime, groups, run_dir, NullMetrics(), None)
+        trainer = build_trainer(
+            GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), None
+        )
         heartbeat = Heartbeat(run_dir / FOLDER, rank=launch.rank, attempt="bench")
         requests = Requests(run_dir if runtime.is_writer else None)
         causes = Causes(

@@ -17,9 +17,10 @@ from megatron.launch import detect_launch
 from megatron.metrics import NullMetrics
 from megatron.optimizer.rules import Hyper
 from megatron.origin import locate_checkpoint
+from megatron.pretrain import build_groups, build_trainer
 from megatron.runtime import start, stop
 from megatron.training import Trainer
-from pretrain_gpt import GRADIENT_PATHS, build_groups, build_trainer
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tools.bench.locality_report import Curve
 
 GRADIENT, UPDATE = "gradient", "update"
@@ -138,7 +139,9 @@ def watch(
     try:
         groups = build_groups(config, launch)
         origin = locate_checkpoint(config, run_dir, say=lambda text: None)
-        trainer = build_trainer(config, runtime, groups, run_dir, NullMetrics(), origin)
+        trainer = build_trainer(
+            GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), origin
+        )
         first = _first_step(trainer, config, steps)
         watching = Watch(trainer, tops=tops, kinds=kinds)
         for _ in range(steps):

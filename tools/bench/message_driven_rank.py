@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.launch import detect_launch  # noqa: E402
+from megatron.model.gpt import GPT
 from megatron.mpi_world import leave_mpi, require_mpi, with_master  # noqa: E402
 
 LAUNCH = detect_launch()
@@ -79,6 +80,7 @@ def _train_both(settings: dict[str, Any], groups: ProcessGroups) -> dict[str, An
             losses = [ours.step() for _ in range(settings["steps"])]
         hashed = hashlib.sha256()
         for chunk in ours.trainer.stage.chunks:
+            assert isinstance(chunk, GPT)
             for value in chunk.logical_values().values():
                 hashed.update(value.contiguous().numpy().tobytes())
         stages_hashed = groups.world.gather_text(hashed.hexdigest())

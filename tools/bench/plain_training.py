@@ -16,11 +16,10 @@ from torch import nn
 
 from megatron.config import Config, parse, resolve
 from megatron.data.loader import BatchReader
-from megatron.data.vocabulary import data_prefixes, find_vocabulary
 from megatron.launch import Launch
 from megatron.model.gpt import GPT
-from megatron.runtime import Runtime
-from pretrain_gpt import GRADIENT_PATHS, build_groups, build_readers
+from megatron.pretrain import build_groups
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tools.bench.contenders import Shape
 from tools.bench.plain_gpt import PlainGPT
 
@@ -135,13 +134,12 @@ def _check(config: Config) -> None:
 
 def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchReader, int]:
     """What to train on, what to validate on, and the size of the vocabulary."""
-    runtime = Runtime(launch=_ALONE, device=torch.device("cpu"), backend="gloo")
-    vocabulary = find_vocabulary(config.data, data_prefixes(config.data))
     config = replace(config, training=replace(config.training, micro_batch_size=micro_batch))
     groups = build_groups(config, _ALONE)
-    readers = build_readers(config, runtime, groups, vocabulary, lambda line: None)
+    opened = GPT_TASK.open(config)
+    readers = opened.readers(groups, torch.device("cpu"), say=lambda line: None)
     assert readers.train is not None and readers.valid is not None
-    return readers.train, readers.valid, vocabulary.size
+    return readers.train, readers.valid, opened.vocabulary.size
 
 
 def _optimizer(

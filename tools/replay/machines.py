@@ -11,7 +11,8 @@ from megatron.planning.course import Links, Setting
 from megatron.planning.plan import Plan
 from megatron.planning.simulation import SimulatedStep, simulate
 from megatron.planning.site import Link, Site, read_site
-from pretrain_gpt import GRADIENT_PATHS, bucket_elements
+from megatron.pretrain import bucket_elements
+from pretrain_gpt import GRADIENT_PATHS
 
 REPO = Path(__file__).resolve().parents[2]
 SITES = REPO / "scripts" / "site"

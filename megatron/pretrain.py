@@ -1,0 +1,536 @@
+"""Pretrain a task's model with one of several gradient paths: parse, build, train.
+
+    pretrain --> parse, check --> run --> build_groups, build_trainer --> Trainer.train
+
+A rank may be started alone, by torchrun, srun or mpiexec. Nothing here loads torch before the
+configuration is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron.config import Config, parse, resolve, to_yaml
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.interface import GradientPath, PathParts
+from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
+from megatron.guards.failures import Failures
+from megatron.guards.heartbeat import FOLDER, Heartbeat
+from megatron.guards.requests import Requests
+from megatron.guards.terminate import before_abort
+from megatron.guards.watchdog import Watchdog
+from megatron.launch import Launch, detect_launch
+from megatron.metrics import check_trackers, cut_metrics
+from megatron.mpi_world import leave_mpi, require_mpi
+from megatron.run_folder import (
+    announce,
+    finish,
+    keep_config,
+    lock_run_dir,
+    name_run_dir,
+    prepare_run_dir,
+    write_pictures,
+)
+from megatron.run_lock import check_free
+from megatron.runtime import (
+    Runtime,
+    fault_request,
+    job_environment,
+    needs_mpi,
+    set_cuda_variables,
+    start,
+    stop,
+    wait_for_all,
+)
+
+if TYPE_CHECKING:
+    from megatron.data_parallel.engine import GradientEngine
+    from megatron.metrics import Metrics
+    from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.origin import Origin
+    from megatron.parallel.groups import ProcessGroups
+    from megatron.pipeline.runner import Pipeline
+    from megatron.pipeline.stage import Stage
+    from megatron.pipeline.transport import Transport
+    from megatron.tasks.task import OpenTask, Task
+    from megatron.timers import Timers
+    from megatron.training import Trainer
+
+Paths = Mapping[str, GradientPath]
+"""Gradient paths by the value of `--grad-path`."""
+
+USAGE = """\
+usage: pretrain_gpt.py --config configs/gpt_tiny.yaml [--FLAG VALUE ...]
+       a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
+       --dry-run checks everything and prints the configuration; --help lists all flags
+       several ranks: RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
+"""
+"""What a start without any argument is told."""
+
+LEAST_BUCKET_ELEMENTS = 40_000_000
+BUCKET_ELEMENTS_PER_RANK = 1_000_000
+"""Megatron's default bucket: the larger of these two, so that each rank's share of a bucket is
+long enough for the network to reach its rate."""
+
+
+def pretrain(task: Task, paths: Paths, argv: Sequence[str]) -> int:
+    """Train a task as `argv` asks.
+
+    A mistake of the user is one line on stderr. Every failure is reported before this returns.
+
+    Args:
+        task: What is trained.
+        paths: The gradient paths that `--grad-path` may name.
+        argv: The command line without the name of the program.
+
+    Returns:
+        The exit code (docs/fault-tolerance.md).
+    """
+    failures = Failures(argv=argv)
+    with ExitStack() as held:
+        return _pretrain(task, paths, argv, failures, held)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, in order with the other ranks where MPI asks for it."""
+    # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others. It
+    # ends the process; without MPI the process goes on below.
+    if code in (EXIT_DONE, EXIT_REQUEUE):
+        leave_mpi(code)
+    # All is written and closed, and torch's own threads sometimes abort an interpreter that takes
+    # itself apart.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _pretrain(
+    task: Task, paths: Paths, argv: Sequence[str], failures: Failures, held: ExitStack
+) -> int:
+    try:
+        failures.launch = launch = detect_launch()
+        if not argv:
+            print(USAGE if launch.rank == 0 else "", end="", file=sys.stderr)
+            return ConfigError.exit_code
+        config = resolve(parse(argv, paths=paths), launch.world_size)
+        check_trackers(config.logging)
+        if config.run.dry_run:
+            if launch.rank == 0 and config.run.check_paths:
+                check_files(task, paths, config)
+            print(to_yaml(config) if launch.rank == 0 else "", end="")
+            return EXIT_DONE
+        set_cuda_variables(config)
+        if needs_mpi(config):
+            require_mpi(launch, seconds=60 * config.parallel.distributed_timeout_minutes)
+        failures.run_dir = run_dir = name_run_dir(config)
+        if launch.world_size == launch.local_world_size:
+            check_free(run_dir)
+        return run(task, paths, config, launch, run_dir, failures, held)
+    except Exception as error:
+        code = failures.report(error)
+        if getattr(error, "shared", False):
+            wait_for_all()
+        return code
+
+
+def check_files(task: Task, paths: Paths, config: Config) -> None:
+    """Look at every file that the run will read; see `megatron.preflight`."""
+    path = paths[config.gradient.grad_path]
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    origin = task.check_files(config, name_run_dir(config), say=say)
+    # A run that goes on has the state of its path in its checkpoint.
+    if origin is None or not origin.own:
+        path.check_files(config, lambda: task.logical_shapes(config, path))
+
+
+def run(
+    task: Task,
+    paths: Paths,
+    config: Config,
+    launch: Launch,
+    run_dir: Path,
+    failures: Failures,
+    held: ExitStack,
+) -> int:
+    """Train with a checked configuration and return the exit code of a run that did not fail.
+
+    The caller closes `held` after it has reported how the run ended.
+    """
+    requests = Requests(run_dir if launch.rank == 0 else None)
+    # A scheduler's warning may come while torch is imported; the others may end a start that waits.
+    requests.install(signal.SIGUSR1)
+    runtime = start(launch, config)
+    groups = build_groups(config, launch)
+    # One name for this start on every rank: what earlier starts left behind is told by it.
+    told = groups.world.gather_text(f"{secrets.token_hex(6)} {socket.gethostname()}")
+    failures.attempt = told[0].split()[0]
+    hosts = [text.partition(" ")[2] for text in told]
+    failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
+    requests.install()
+    notes: list[str] = []
+    if runtime.is_writer:
+        groups.world.agreed(lambda: held.callback(lock_run_dir(run_dir, say=notes.append)))
+    else:
+        groups.world.agreed(lambda: None)
+    origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
+    failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
+    if launch.world_size > 1:
+        groups.listen(heartbeat.called)
+        before_abort(lambda: failures.report(PeerError("a library that joins the ranks gave up")))
+    with ExitStack() as stack:
+        limit = 60 * config.parallel.distributed_timeout_minutes
+        stack.callback(Watchdog(heartbeat, failures.causes(), limit=limit).watch())
+        metrics = open_metrics(task, config, runtime, run_dir, origin)
+        stack.callback(metrics.close)
+        try:
+            announce(metrics, config, runtime, groups)
+            for note in notes:
+                metrics.say(note)
+            groups.connect(runtime.device)
+            trainer = build_trainer(
+                task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
+            )
+            if runtime.is_writer:
+                keep_config(config, run_dir)
+                cut_metrics(run_dir, trainer.progress.iteration)
+            trainer.peer_failure = failures.causes().known
+            outcome = trainer.train()
+            heartbeat.at("start")
+            metrics.flush()
+            means = metrics.throughput(trainer.workload)
+            if runtime.is_writer:
+                finish(outcome, trainer.progress, run_dir, means, attempt=failures.attempt)
+                write_pictures(run_dir, metrics)
+            if outcome.left:
+                step = trainer.progress.iteration
+                metrics.say(f"saved step {step} ({outcome.left}); the same command goes on")
+            # Trackers may take long; once all are through, ranks leave together.
+            metrics.close()
+            groups.world.barrier()
+            trainer.pipeline.transport.close()
+        except BaseException as error:
+            # Told before anything is closed, which may take long.
+            failures.report(error)
+            raise
+    heartbeat.close()
+    stop()
+    return outcome.exit_code
+
+
+def open_run(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    run_dir: Path,
+    attempt: str,
+    say: Callable[[str], None],
+) -> Origin | None:
+    """Rank 0 opens the folder and decides for all where to start from. Collective."""
+    from megatron.guards.sameness import compare_starts
+    from megatron.origin import Origin, locate_checkpoint
+
+    def locate() -> str:
+        if not runtime.is_writer:
+            return ""
+        prepare_run_dir(run_dir, attempt=attempt)
+        origin = locate_checkpoint(config, run_dir, say=say)
+        return json.dumps([str(origin.path), origin.own] if origin else None)
+
+    compare_starts(config, run_dir, groups.world)
+    found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
+    return Origin(Path(found[0]), own=found[1]) if found else None
+
+
+def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
+    """This rank's whereabouts, where its peers can read them if there are any."""
+    if launch.world_size == 1:
+        return Heartbeat(attempt=attempt)
+    return Heartbeat(
+        run_dir / FOLDER,
+        rank=launch.rank,
+        attempt=attempt,
+        across_hosts=launch.local_world_size < launch.world_size,
+    )
+
+
+def build_groups(config: Config, launch: Launch) -> ProcessGroups:
+    """Process groups of the grid. Collective over the world."""
+    from megatron.parallel.dims import ParallelDims
+    from megatron.parallel.groups import ProcessGroups
+
+    dims = ParallelDims.from_world(
+        launch.world_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        order=config.parallel.rank_order,
+    )
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
+
+
+def open_metrics(
+    task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: Origin | None
+) -> Metrics:
+    """Log, metrics files and trackers of the writing rank."""
+    from megatron.checkpoint.verify import read_manifest
+    from megatron.metrics import Metrics, NullMetrics
+
+    if not runtime.is_writer:
+        return NullMetrics()
+    start_iteration = 0
+    if origin is not None and (origin.own or not config.checkpoint.finetune):
+        start_iteration = read_manifest(origin.path).step
+    return Metrics(
+        run_dir,
+        logging=config.logging,
+        train_iters=config.total_iterations(),
+        start_iteration=start_iteration,
+        world_size=runtime.launch.world_size,
+        name=config.name,
+        formula=task.formula,
+        summary=config.values(),
+        progress_dir=config.checkpoint.save,
+        job_id=job_environment().get("SLURM_JOB_ID", ""),
+    )
+
+
+def build_trainer(
+    task: Task,
+    paths: Paths,
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    run_dir: Path,
+    metrics: Metrics,
+    origin: Origin | None,
+    heartbeat: Heartbeat | None = None,
+    requests: Requests | None = None,
+) -> Trainer:
+    """Put a run together, at the state of `origin` if there is one. Collective."""
+    from megatron.guards.sameness import compare_data
+    from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
+    from megatron.pipeline.stage import Stage
+    from megatron.profiling import Profiler
+    from megatron.run_state import RunState
+    from megatron.training import Progress, Trainer
+
+    on_cuda = runtime.device.type == "cuda"
+
+    opened = groups.world.agreed(lambda: task.open(config))
+    readers = opened.readers(groups, runtime.device, say=metrics.say)
+    compare_data(vars(readers), groups.world)
+    heartbeat = heartbeat or Heartbeat()
+    timers = build_timers(config, on_cuda=on_cuda)
+    stage = Stage(opened.chunks(groups, runtime.device))
+    infos = stage.parameter_infos()
+    own_identity = opened.identity()
+    path = paths[config.gradient.grad_path]
+    parts = build_parts(path, config, infos, groups, origin, own_identity)
+    engine = build_engine(config, infos, parts, groups)
+    optimizer, how = build_optimizer(config, engine)
+    scaler = loss_scaler(config)
+    state = RunState(
+        config=config,
+        run_dir=run_dir,
+        groups=groups,
+        engine=engine,
+        optimizer=optimizer,
+        scaler=scaler,
+        metrics=metrics,
+        identity=own_identity,
+        data_files=opened.data_files() if runtime.is_writer else {},
+    )
+    metrics.say(f"model: {opened.summary}")
+    metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
+    for note in (*parts.notes, *how):
+        metrics.say(note)
+    if origin is None:
+        metrics.say("no checkpoint was ever committed here: starting at step 0")
+    progress = state.restore(origin) if origin is not None else Progress()
+    trainer = Trainer(
+        config=config,
+        device=runtime.device,
+        groups=groups,
+        pipeline=build_pipeline(config, runtime, groups, opened, stage, engine, timers, heartbeat),
+        engine=engine,
+        optimizer=optimizer,
+        learning_rate=learning_rate(config),
+        weight_decay=weight_decay(config),
+        scaler=scaler,
+        readers=readers,
+        metrics=metrics,
+        timers=timers,
+        profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
+        flops_per_sample=opened.flops_per_sample,
+        workload=opened.workload,
+        saver=state,
+        progress=progress,
+        heartbeat=heartbeat,
+        requests=requests or Requests(),
+    )
+    if (faults := fault_request()) is not None:
+        from megatron.guards.faults import arm, parse_faults
+
+        arm(trainer, parse_faults(faults))
+    return trainer
+
+
+def build_engine(
+    config: Config, infos: Sequence[ParamInfo], parts: PathParts, groups: ProcessGroups
+) -> GradientEngine:
+    """What takes this rank's gradients to their means. Collective over the world."""
+    import torch
+
+    from megatron.data_parallel.engine import GradientEngine
+
+    return GradientEngine(
+        infos,
+        parts,
+        groups,
+        cap=bucket_elements(config, groups.dp.size),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        overlap=config.parallel.overlap_grad_reduce,
+        stream=config.offload.optimizer_cpu_offload,
+    )
+
+
+def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
+    """What keeps and updates this rank's states, and sentences for the log."""
+    from megatron.optimizer.bucket_optimizer import BucketOptimizer
+    from megatron.optimizer.build import update_rule
+    from megatron.optimizer.offload import OffloadedOptimizer
+
+    rule = update_rule(config)
+    if not config.offload.optimizer_cpu_offload:
+        return BucketOptimizer(engine, rule), []
+    optimizer = OffloadedOptimizer(engine, rule, bucket_size=config.offload.offload_bucket_size)
+    order = "each bucket is updated as soon as its sum is there"
+    if config.optimizer.clip_grad > 0.0:
+        order = "updates wait for the norm of all gradients (--clip-grad 0 overlaps them with sums)"
+    return optimizer, [
+        f"optimizer states: {optimizer.host_bytes / 1e6:.1f} MB in this rank's host memory, "
+        f"{optimizer.device_bytes / 1e6:.1f} MB of buffers on its device; {order}"
+    ]
+
+
+def build_timers(config: Config, *, on_cuda: bool) -> Timers:
+    """Stopwatches of the detail that is asked for."""
+    import torch
+
+    from megatron.timers import Timers
+
+    # Not the device: its other streams may wait for messages that neighbours send later.
+    synchronize = (lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None
+    return Timers(config.logging.timing_log_level, synchronize=synchronize)
+
+
+def build_pipeline(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    opened: OpenTask,
+    stage: Stage,
+    engine: GradientEngine,
+    timers: Timers,
+    heartbeat: Heartbeat,
+) -> Pipeline:
+    """What runs a batch through this rank's stage and those of its pipeline. Collective."""
+    from megatron.pipeline.course import MessageDriven
+    from megatron.pipeline.runner import Pipeline
+    from megatron.pipeline.schedule import Place
+    from megatron.pipeline.transport import ArrivalTransport
+
+    chunks = len(stage.chunks)
+    shape = opened.message_shape(groups)
+    transport = open_stage_transport(config, runtime, groups, shape=shape, chunks=chunks)
+    place = Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
+
+    def at(phase: str) -> None:
+        # Looked up each time: faults on purpose put another in its place.
+        heartbeat.at(phase)
+
+    driven = None
+    if config.parallel.pipeline_schedule == "message-driven":
+        assert isinstance(transport, ArrivalTransport), "it is opened for this schedule"
+        driven = MessageDriven(
+            place,
+            limit=config.parallel.pipeline_limit,
+            transport=transport,
+            tp=groups.tp,
+            device=runtime.device,
+            timers=timers,
+            at=at,
+        )
+    return Pipeline(
+        stage=stage,
+        place=place,
+        transport=transport,
+        engine=engine,
+        timers=timers,
+        at=at,
+        driven=driven,
+    )
+
+
+def open_stage_transport(
+    config: Config,
+    runtime: Runtime,
+    groups: ProcessGroups,
+    *,
+    shape: tuple[int, ...],
+    chunks: int,
+) -> Transport:
+    """What carries messages between this rank's stage and its neighbours. Collective."""
+    import torch
+
+    dtype = getattr(torch, config.precision.param_dtype)
+    if config.parallel.pipeline_schedule == "message-driven":
+        from megatron.pipeline.mpi_transport import open_mpi_transport
+
+        seconds = 60 * config.parallel.distributed_timeout_minutes
+        return open_mpi_transport(
+            groups, shape=shape, dtype=dtype, device=runtime.device, seconds=seconds
+        )
+    from megatron.pipeline.transport import open_transport
+
+    return open_transport(groups, shape=shape, dtype=dtype, device=runtime.device, chunks=chunks)
+
+
+def build_parts(
+    path: GradientPath,
+    config: Config,
+    infos: Sequence[ParamInfo],
+    groups: ProcessGroups,
+    origin: Origin | None,
+    identity: Mapping[str, Any],
+) -> PathParts:
+    """What the gradient path brings to a run that starts from `origin`. Collective: a checkpoint of
+    another model fails on every rank alike."""
+    from megatron.run_state import opened
+
+    with ExitStack() as stack:
+        # By itself: a path may ask other ranks while it is built, and must find them all there.
+        start = groups.world.agreed(lambda: stack.enter_context(opened(origin, config, identity)))
+        return groups.world.agreed(lambda: path.build(config, infos, groups, start))
+
+
+def bucket_elements(config: Config, data_parallel_size: int) -> int:
+    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default; AxoNN's k x bsize
+    where the optimizer is offloaded."""
+    if config.offload.optimizer_cpu_offload:
+        return config.offload.chunk
+    default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
+    return config.parallel.ddp_bucket_size or default

@@ -1,0 +1,186 @@
+"""The GPT task: a decoder-only transformer on `.bin/.idx` data. Loads torch only to build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.data.build import Datasets
+    from megatron.data.loader import BatchReader, Readers
+    from megatron.data.vocabulary import Vocabulary
+    from megatron.data_parallel.interface import GradientPath
+    from megatron.metrics import Workload
+    from megatron.model.gpt import GPT
+    from megatron.origin import Origin
+    from megatron.parallel.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class GPTTask:
+    """GPT pretraining.
+
+    Args:
+        model_provider: Builds one chunk of the model; called as
+            `model_provider(config, vocabulary, groups, device, layers=..., pre_process=...,
+            post_process=...)`.
+        train_valid_test_datasets_provider: Builds the three data sets; called as
+            `train_valid_test_datasets_provider(config, vocabulary, samples, say)`, with the least
+            number of samples of each.
+    """
+
+    model_provider: Callable[..., GPT]
+    train_valid_test_datasets_provider: Callable[..., Datasets]
+    name: str = "gpt"
+
+    @property
+    def formula(self) -> str:
+        from megatron.model.flops import FORMULA
+
+        return FORMULA
+
+    def check_files(
+        self, config: Config, run_dir: Path, *, say: Callable[[str], None]
+    ) -> Origin | None:
+        from megatron.preflight import check_paths
+
+        return check_paths(config, run_dir, say=say)
+
+    def logical_shapes(
+        self, config: Config, path: GradientPath
+    ) -> Mapping[str, tuple[int, ...]] | None:
+        from megatron.planning.layout import logical_shapes
+        from megatron.preflight import vocabulary_size
+
+        size = vocabulary_size(config.data)
+        return None if size is None else logical_shapes(config, path, vocabulary=size)
+
+    def open(self, config: Config) -> OpenGPT:
+        from megatron.config.parallel_rules import check_vocabulary
+        from megatron.data.vocabulary import data_prefixes, find_vocabulary
+
+        hub = "tokenizer_model" in config.from_flags
+        vocabulary = find_vocabulary(config.data, data_prefixes(config.data), hub=hub)
+        check_vocabulary(config, vocabulary.size)
+        return OpenGPT(self, config, vocabulary)
+
+
+@dataclass(frozen=True)
+class OpenGPT:
+    """The GPT task of a run whose vocabulary is known."""
+
+    task: GPTTask
+    config: Config
+    vocabulary: Vocabulary
+
+    @property
+    def summary(self) -> str:
+        from megatron.model.flops import parameter_count
+
+        count = parameter_count(self.config.model, self.vocabulary.size)
+        return f"{count:,} parameters, vocabulary {self.vocabulary.size:,}"
+
+    @property
+    def flops_per_sample(self) -> float:
+        from megatron.model.flops import flops_per_token
+
+        model = self.config.model
+        return flops_per_token(model, self.vocabulary.size) * model.seq_length
+
+    @property
+    def workload(self) -> Workload:
+        from megatron.metrics import Workload
+        from megatron.model.flops import flops_per_token, recomputing_flops_per_token
+
+        model, recompute = self.config.model, self.config.recompute
+        full = recompute.recompute_granularity == "full" and recompute.recompute_method != "block"
+        count = recomputing_flops_per_token if full else flops_per_token
+        return Workload(
+            seq_length=model.seq_length,
+            flops_per_token=count(model, self.vocabulary.size),
+            recomputed=full,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        from megatron.run_identity import identity
+
+        return identity(self.config, self.vocabulary)
+
+    def data_files(self) -> dict[str, Any]:
+        from megatron.run_identity import data_files
+
+        return data_files(self.config)
+
+    def chunks(self, groups: ProcessGroups, device: torch.device) -> list[GPT]:
+        from megatron.config.compilation import choose_compilation
+
+        config = self.config
+        split = config.parallel.layer_split(config.model.num_layers)
+        stage, stages = groups.pp.rank, groups.pp.size
+        chunks = [
+            self.task.model_provider(
+                config,
+                self.vocabulary,
+                groups,
+                device,
+                layers=layers,
+                pre_process=stage == 0 and number == 0,
+                post_process=stage == stages - 1 and number == len(split[stage]) - 1,
+            )
+            for number, layers in enumerate(split[stage])
+        ]
+        if choose_compilation(config, device.type).on:
+            for chunk in chunks:
+                # Dropout draws what it draws without the compiler, so that grids agree.
+                chunk.compile_layers(options={"fallback_random": True})
+        return chunks
+
+    def readers(
+        self, groups: ProcessGroups, device: torch.device, *, say: Callable[[str], None]
+    ) -> Readers:
+        from megatron.data.loader import BatchReader, Readers
+        from megatron.data.sampler import CollateOptions, MicrobatchSampler
+        from megatron.errors import DataError
+
+        config = self.config
+        batch_size = config.training.global_batch_size
+        assert batch_size is not None, "resolve fills it in"
+        evaluated = config.evaluation.eval_iters * batch_size
+        samples = (config.total_samples(), evaluated, evaluated)
+
+        def build() -> Datasets:
+            provider = self.task.train_valid_test_datasets_provider
+            return provider(config, self.vocabulary, samples, say)
+
+        sampler = MicrobatchSampler(
+            config.training.micro_batch_size, groups.dp.rank, groups.dp.size
+        )
+        options = CollateOptions(
+            eod=self.vocabulary.eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+        )
+        # Rank 0 builds first and fills the index cache.
+        mine = groups.world.agreed(lambda: build() if groups.world.rank == 0 else None)
+        sets = groups.world.agreed(lambda: mine or build())
+
+        def reader(dataset: Any) -> BatchReader | None:
+            if dataset is None:
+                return None
+            return BatchReader(dataset=dataset, sampler=sampler, options=options, device=device)
+
+        if sets.train is None and not config.training.skip_train:
+            raise DataError("split: leaves no documents for training; give training a share")
+        return Readers(train=reader(sets.train), valid=reader(sets.valid), test=reader(sets.test))
+
+    def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
+        length = self.config.model.seq_length
+        if self.config.parallel.sequence_parallel:
+            length //= groups.tp.size
+        return (self.config.training.micro_batch_size, length, self.config.model.hidden_size)

@@ -1,0 +1,115 @@
+"""The interface between `megatron.pretrain` and a task. Loads no torch.
+
+Task.check_files --> look at the files of a run that has not started
+Task.open        --> OpenTask: chunks, readers, message shape, FLOPs, identity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.data.loader import Readers
+    from megatron.data_parallel.interface import GradientPath
+    from megatron.metrics import Workload
+    from megatron.origin import Origin
+    from megatron.parallel.groups import ProcessGroups
+    from megatron.pipeline.stage import Chunk
+
+
+class OpenTask(Protocol):
+    """A task whose files were read: everything that does not need the other ranks is known."""
+
+    @property
+    def summary(self) -> str:
+        """The model in a few words, for the log."""
+        ...
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of forward and backward of one sample."""
+        ...
+
+    @property
+    def workload(self) -> Workload:
+        """What a sample is, for the figures at the end of a run."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint and a run that loads the checkpoint must share, by
+        dotted name, as JSON holds them."""
+        ...
+
+    def data_files(self) -> dict[str, Any]:
+        """Return facts by which a resumed run finds that its data changed.
+
+        Raises:
+            DataError: A file is missing or cannot be read.
+        """
+        ...
+
+    def chunks(self, groups: ProcessGroups, device: torch.device) -> Sequence[Chunk]:
+        """Build the chunks of this rank's stage, with their initial weights, in the order in which
+        a microbatch passes them."""
+        ...
+
+    def readers(
+        self, groups: ProcessGroups, device: torch.device, *, say: Callable[[str], None]
+    ) -> Readers:
+        """Open the data sets of training, validation and test. Collective over the world.
+
+        Raises:
+            DataError: Data are missing, damaged, too small or of another tokenizer.
+        """
+        ...
+
+    def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
+        """Return the shape of the tensor that one chunk hands to the next."""
+        ...
+
+
+class Task(Protocol):
+    """What `megatron.pretrain` trains."""
+
+    @property
+    def name(self) -> str:
+        """The name of the task: "gpt"."""
+        ...
+
+    @property
+    def formula(self) -> str:
+        """What `OpenTask.flops_per_sample` counts, for the log and the trackers."""
+        ...
+
+    def check_files(
+        self, config: Config, run_dir: Path, *, say: Callable[[str], None]
+    ) -> Origin | None:
+        """Look at every file that a run would read, without starting the run.
+
+        Returns:
+            Where the run would start from; None for initial weights.
+
+        Raises:
+            ConfigError, DataError, CheckpointError: As the run itself would.
+        """
+        ...
+
+    def logical_shapes(
+        self, config: Config, path: GradientPath
+    ) -> Mapping[str, tuple[int, ...]] | None:
+        """Return the shape of every parameter of the whole model by logical name; None where files
+        that tell the size of the model are not named."""
+        ...
+
+    def open(self, config: Config) -> OpenTask:
+        """Read what the task needs before anything is built. Ranks call it on their own.
+
+        Raises:
+            ConfigError, DataError: The files do not fit the configuration.
+        """
+        ...
