@@ -29,7 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from tools.golden_cases import CASES, FLAGS, Case  # noqa: E402
+from tools.golden_cases import CASES, Case  # noqa: E402
 
 RUNS = Path(__file__).with_name("golden_runs.py")
 LOSSES = REPO / "tests" / "golden" / "losses.json"
@@ -102,7 +102,7 @@ def record(cases: Sequence[Case]) -> int:
 
 def results(tree: Path, cases: Sequence[Case]) -> Iterator[Result]:
     """Run the cases in a tree; yields each result as soon as the case is over."""
-    settings = json.dumps([{**asdict(case), "flags": f"{FLAGS} {case.flags}"} for case in cases])
+    settings = json.dumps([{**asdict(case), "flags": case.command_line} for case in cases])
     with subprocess.Popen(
         [sys.executable, str(RUNS), str(tree), settings],
         stdin=subprocess.DEVNULL,

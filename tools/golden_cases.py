@@ -12,14 +12,15 @@ MODEL = (
 RUN = (
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 1e-3 --min-lr 1e-4 "
     "--lr-warmup-iters 2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
-    "--ddp-bucket-size 6000 --log-interval 20 --device cpu"
+    "--log-interval 20 --device cpu"
 )
-FLAGS = f"{MODEL} {RUN}"
+BUCKETS = "--ddp-bucket-size 6000"
+"""Several buckets; the offloaded optimizer has a flag of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run of `ranks` ranks with the flags of `pretrain_gpt.py`.
+    """A run of `ranks` ranks with these flags beside those of every run.
 
     `mpi` starts the ranks with mpiexec. `leave_at` ends the run by `--exit-interval` after that
     step, `kill_at` ends the ranks by SIGKILL once that step's checkpoint is committed; the same
@@ -32,6 +33,12 @@ class Case:
     mpi: bool = False
     leave_at: int | None = None
     kill_at: int | None = None
+
+    @property
+    def command_line(self) -> str:
+        """The flags of `pretrain_gpt.py`."""
+        buckets = "" if "--optimizer-cpu-offload" in self.flags else BUCKETS
+        return f"{MODEL} {RUN} {buckets} {self.flags}"
 
 
 _RADIUS = "--grad-path radius --radius-interval 4 --radius-start-iter 2"
