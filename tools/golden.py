@@ -111,10 +111,11 @@ def results(tree: Path, cases: Sequence[Case]) -> Iterator[Result]:
         cwd=tree,
     ) as process:
         assert process.stdout is not None
-        count = 0
-        for count, line in enumerate(process.stdout, 1):
+        missing = len(cases)
+        for line in process.stdout:
+            missing -= 1
             yield json.loads(line)
-        assert count == len(cases), f"{RUNS.name} ended with exit code {process.wait()}"
+        assert not missing, f"{RUNS.name} ended with exit code {process.wait()}"
 
 
 @contextmanager
