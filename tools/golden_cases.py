@@ -1,0 +1,104 @@
+"""The runs that `golden.py` compares: every gradient path on every axis of the grid, and every
+other mechanism once. Loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 "
+    "--make-vocab-size-divisible-by 4 --mock-data"
+)
+RUN = (
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-warmup-iters 2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+    "--log-interval 20 --device cpu"
+)
+BUCKETS = "--ddp-bucket-size 6000"
+"""Several buckets; the offloaded optimizer has a flag of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of `ranks` ranks with these flags beside those of every run.
+
+    `mpi` starts the ranks with mpiexec. `leave_at` ends the run by `--exit-interval` after that
+    step, `kill_at` ends the ranks by SIGKILL once that step's checkpoint is committed; the same
+    command then resumes the run.
+    """
+
+    name: str
+    ranks: int = 1
+    flags: str = ""
+    mpi: bool = False
+    leave_at: int | None = None
+    kill_at: int | None = None
+
+    @property
+    def command_line(self) -> str:
+        """The flags of `pretrain_gpt.py`."""
+        buckets = "" if "--optimizer-cpu-offload" in self.flags else BUCKETS
+        return f"{MODEL} {RUN} {buckets} {self.flags}"
+
+
+_RADIUS = "--grad-path radius --radius-interval 4 --radius-start-iter 2"
+_SAMO = "--samo-sparsity 0.5"
+PATHS = {
+    "dense": "",
+    "samo": f"--grad-path samo {_SAMO}",
+    "radius": _RADIUS,
+    "radius rolling": f"{_RADIUS} --radius-schedule rolling",
+    "samo+radius": f"--grad-path samo+radius {_SAMO} --radius-interval 4 --radius-start-iter 2",
+    "topk": "--grad-path topk --topk-density 0.1 --topk-start-iter 2",
+    "powersgd": "--grad-path powersgd --powersgd-rank 2 --powersgd-start-iter 2",
+}
+GRIDS = {
+    "1": (1, ""),
+    "DP 2": (2, ""),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "PP 2": (2, "--pipeline-model-parallel-size 2"),
+}
+_PP = GRIDS["PP 2"][1]
+_OFFLOAD = "--bf16 --optimizer-cpu-offload --offload-bucket-size 3000"
+SINGLE = (
+    Case(name="bf16", ranks=2, flags="--bf16"),
+    Case(name="fp16", ranks=2, flags="--fp16 --initial-loss-scale 65536"),
+    Case(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
+    Case(name="offload", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0"),
+    Case(name="offload, clipped", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0.5"),
+    Case(name="radius seeded", ranks=2, flags=f"{_RADIUS} --radius-select seeded"),
+    Case(name="interleaved", ranks=2, flags=f"{_PP} --num-layers-per-virtual-pipeline-stage 1"),
+    Case(name="sequence-parallel", ranks=2, flags=f"{GRIDS['TP 2'][1]} --sequence-parallel"),
+    Case(name="recompute", flags="--recompute-granularity full --recompute-method uniform"),
+    Case(name="dropout", ranks=2, flags="--attention-dropout 0.1 --hidden-dropout 0.1"),
+    Case(
+        name="early-bird",
+        ranks=2,
+        flags=f"{PATHS['samo']} --samo-pruning early-bird --samo-early-bird-interval 2 "
+        "--samo-early-bird-distance 1",
+    ),
+    Case(name="DSR", ranks=2, flags=f"{PATHS['samo']} --dsr-interval 3"),
+    Case(name="evaluation", flags="--eval-iters 2 --eval-interval 10"),
+    Case(
+        name="llama",
+        flags="--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2",
+    ),
+    Case(name="resumed", ranks=2, flags=_RADIUS, leave_at=10),
+    Case(name="killed", ranks=2, flags=f"{_RADIUS} --save-interval 5", kill_at=10),
+    Case(
+        name="message-driven",
+        ranks=2,
+        flags=f"{_PP} --pipeline-schedule message-driven",
+        mpi=True,
+    ),
+)
+CASES = (
+    *(
+        Case(name=f"{path}, {grid}", ranks=ranks, flags=f"{flags} {axis}".strip())
+        for path, flags in PATHS.items()
+        for grid, (ranks, axis) in GRIDS.items()
+    ),
+    *SINGLE,
+)

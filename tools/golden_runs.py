@@ -1,0 +1,187 @@
+"""Run golden cases in one tree and print what they computed.
+
+Started by `golden.py` as `python golden_runs.py TREE CASES_JSON`; TREE may be another commit, so
+this file uses nothing of the tree but `pretrain_gpt.main`, its flags and its files. Standard output
+is a line of JSON for each case: {"name": ..., "losses": [...], "tensors": {name: sha256}}.
+
+torch is imported once. The ranks of a case are forks of this process, which never computed
+anything itself, so that a run takes a second and not the four that its imports take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SECONDS = 300.0
+"""Longest time that a run may take."""
+PRELOADED = ("torch", "torch.distributed", "safetensors.torch", "yaml", "matplotlib.figure")
+
+
+class Failed(Exception):
+    """A run ended with another exit code than it should, or not at all."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every case; returns the exit code."""
+    tree, cases = Path(arguments[0]).resolve(), json.loads(arguments[1])
+    os.chdir(tree)
+    sys.path[0] = str(tree)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    importlib.import_module("pretrain_gpt")
+    code = 0
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="golden") as folder:
+            try:
+                found = run_case(case, Path(folder))
+            except Failed as error:
+                found, code = {"name": case["name"], "error": str(error)}, 1
+            print(json.dumps(found), file=answers, flush=True)
+    return code
+
+
+def run_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Train one case to its end, in `folder`.
+
+    Raises:
+        Failed: the run failed.
+    """
+    run_dir, log = folder / "run", folder / "log"
+    argv = [*case["flags"].split(), "--run-dir", str(run_dir)]
+    start = _with_mpi if case["mpi"] else _forked
+    if case["leave_at"] is not None:
+        start([*argv, "--exit-interval", str(case["leave_at"])], case["ranks"], log)
+    if case["kill_at"] is not None:
+        committed = run_dir / "checkpoints" / f"step_{case['kill_at']:08d}"
+        _forked(argv, case["ranks"], log, kill_when=committed)
+    start(argv, case["ranks"], log)
+    return {"name": case["name"], "losses": _losses(run_dir), "tensors": _tensors(run_dir)}
+
+
+def _forked(argv: Sequence[str], ranks: int, log: Path, *, kill_when: Path | None = None) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children: dict[int, int] = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            _be_rank(argv, rank, ranks, port, log)
+        children[child] = rank
+    codes: dict[int, int] = {}
+    limit, killed, late = time.monotonic() + SECONDS, False, False
+    while children:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+            continue
+        late = late or time.monotonic() > limit
+        if late or (not killed and kill_when is not None and kill_when.exists()):
+            killed = True
+            for one in children:
+                os.kill(one, signal.SIGKILL)
+        time.sleep(0.01)
+    if late:
+        raise Failed(f"not through after {SECONDS:.0f} s\n{_end(log)}")
+    if kill_when is not None and not killed:
+        raise Failed(f"ended before it was killed\n{_end(log)}")
+    if any(codes.values()) and not killed:
+        raise Failed(f"exit codes by rank: {dict(sorted(codes.items()))}\n{_end(log)}")
+
+
+def _be_rank(argv: Sequence[str], rank: int, ranks: int, port: int, log: Path) -> None:
+    """Train as one rank, then end this process."""
+    code = 1
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if ranks > 1:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+        code = importlib.import_module("pretrain_gpt").main(list(argv))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _with_mpi(argv: Sequence[str], ranks: int, log: Path) -> None:
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpiexec is None:
+        raise Failed("mpiexec is not installed")
+    command = [mpiexec, "-n", str(ranks), sys.executable, "pretrain_gpt.py", *argv]
+    with log.open("a") as file:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            timeout=SECONDS,
+            check=False,
+        )
+    if done.returncode:
+        raise Failed(f"exit code {done.returncode}\n{_end(log)}")
+
+
+def _end(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-3000:] if log.exists() else ""
+
+
+def _losses(run_dir: Path) -> list[float]:
+    """The loss of each step, in order; of a step taken twice the later one."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "lm_loss" in row]
+    by_step = {row["iteration"]: row["lm_loss"] for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _tensors(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of every tensor in the last checkpoint, with its dtype and shape."""
+    from safetensors import safe_open
+
+    folder = max((run_dir / "checkpoints").glob("step_*[0-9]"))
+    found: dict[str, str] = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            for key in held.keys():  # noqa: SIM118, not a mapping
+                tensor = held.get_tensor(key).contiguous()
+                head = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+                octets = tensor.reshape(-1).view(_bytes_of(tensor)).numpy().tobytes()
+                found[f"{file.name} {key}"] = hashlib.sha256(head + octets).hexdigest()
+    return found
+
+
+def _bytes_of(tensor: Any) -> Any:
+    import torch
+
+    return tensor.dtype if tensor.dtype == torch.bool else torch.uint8
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
