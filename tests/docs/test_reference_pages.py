@@ -69,7 +69,7 @@ def keys_of(page: Path, place: int, header: str = "Key") -> list[str]:
     return [name for row in tables(page, header)[place] for name in spans(row[0])]
 
 
-# ---- codes, flags, times and words -----------------------------------------------------------------
+# ---- codes, flags, times and words ---------------------------------------------------------------
 
 
 def test_exit_codes_are_those_of_the_program() -> None:
@@ -93,11 +93,12 @@ def test_a_fault_has_a_known_exit_code_and_a_test() -> None:
 
 @pytest.mark.parametrize("page", [FORMAT, FAULTS], ids=lambda page: page.stem)
 def test_defaults_of_flags_are_those_of_the_configuration(page: Path) -> None:
-    shown = {None: "none", False: "false", True: "true"}
+    shown = {"None": "none", "False": "false", "True": "true"}
     defaults = {spec.flag: spec.default for spec in SPECS.values()}
     (rows,) = tables(page, "Flag")
     for flag, default, _ in rows:
-        assert default == shown.get(value := defaults[flag.strip("`")], str(value)), flag
+        value = str(defaults[flag.strip("`")])
+        assert default == shown.get(value, value), flag
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_messages_that_are_quoted_are_the_program_s() -> None:
     rows = [row for table in tables(FAULTS, "Fault") for row in table]
     quoted = [text for row in rows for text in re.findall(r'"([^"]+)"', row[1])]
     # Between the values, for which a page has capitals, numbers or dots.
-    value = r"\.\.\.|\bstep_N\b|\b[A-Z]\b|\b(?:HOST|KEY|NAME)\b|\(SIGTERM\)|\btrain data\b|\d+"
+    value = r"\.\.\.|: |\bstep_N\b|\b[A-Z]\b|\b(?:HOST|KEY|NAME)\b|\(SIGTERM\)|\btrain data\b|\d+"
     pieces = [piece.strip(" :;,=") for text in quoted for piece in re.split(value, text)]
     pieces = [piece for piece in pieces if len(piece) > 2]
     assert len(pieces) > 40
@@ -162,7 +163,7 @@ def test_headings_that_are_linked_to_are_there(page: Path) -> None:
         assert anchor in slugs, f"{name}#{anchor}"
 
 
-# ---- a run ------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +196,8 @@ def test_status_has_the_keys_of_the_table(run: Path) -> None:
     assert set(spans(meanings["throughput"])) == set(Throughput.__dataclass_fields__)
     assert set(written["throughput"]) == set(Throughput.__dataclass_fields__)
     assert spans(meanings["state"]) == list(get_args(State))
-    assert set(spans(meanings["left"])) == {
-        request.left for request in Request if request.leaves
-    } | {"exit-interval"}
+    reasons = {request.left for request in Request if request.leaves}
+    assert set(spans(meanings["left"])) == reasons | {"exit-interval"}
 
 
 def test_a_manifest_has_the_keys_of_the_tables(step: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_order_and_the_names_of_a_save_are_as_drawn(step: Path, tmp_path: Pa
     assert [path.name for path in listing.drafts] == ["step_00000300.tmp-5f0c9a1e"]
 
 
-# ---- the reader on the page -------------------------------------------------------------------------
+# ---- the reader on the page ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
