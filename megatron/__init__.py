@@ -15,7 +15,7 @@
 5   `guards` (failures found, named and told; requests to leave),
     `preflight` and `origin`: what a start needs is looked for before it;
     `training`, `run_state`, `run_tensors`, `run_identity` and `run_folder` (what outlives a run),
-    `metrics`, `report`, `profiling`; `planning`: what a run will take
+    `metrics`, `report`, `profiling`; `memory_estimate`: bytes that a rank will hold
 6   `tasks`: a model with its data; `pretrain`: puts a run together
 7   `pretrain_gpt.py` and `tools/`, which alone name concrete gradient paths
 ==  ==========================================================================================

@@ -19,7 +19,7 @@ LAYERS = (
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
-    + ("report", "profiling", "planning", "origin", "preflight"),
+    + ("report", "profiling", "memory_estimate", "origin", "preflight"),
     ("pretrain", "tasks"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
@@ -49,8 +49,7 @@ WITHOUT_TORCH = (
     "megatron.model.flops",
     "megatron.pipeline.message_driven",
     "megatron.pipeline.schedule",
-    "megatron.pipeline.timeline",
-    "megatron.planning",
+    "megatron.memory_estimate",
     "megatron.data_parallel.bucket_plan",
     "megatron.low_memory.spans",
     "radius.plan",

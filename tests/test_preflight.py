@@ -10,7 +10,7 @@ import pytest
 import pretrain_gpt
 from megatron.config import Config, parse, resolve
 from megatron.data.sidecar import write_sidecar
-from megatron.planning.layout import logical_shapes
+from megatron.memory_estimate import logical_shapes
 from samo.mask_file import check_mask_file, packed_bytes
 from tests.data.pairs import write_pair
 from tests.training.harness import TINY

@@ -29,13 +29,13 @@ from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import Config, parse  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
-from megatron.planning.fit import Search, Way  # noqa: E402
-from megatron.planning.plan import Plan  # noqa: E402
-from megatron.planning.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
-from megatron.planning.site import GIB, Site, read_site, with_efficiency  # noqa: E402
 from megatron.pretrain import bucket_elements  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from samo.paper import comparison, equations  # noqa: E402
+from tools.planner.fit import Search, Way  # noqa: E402
+from tools.planner.plan import Plan  # noqa: E402
+from tools.planner.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402
+from tools.planner.site import GIB, Site, read_site, with_efficiency  # noqa: E402
 
 GPT2_VOCABULARY = 50257
 DEFAULT_SITE = "local"

@@ -35,15 +35,15 @@ from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import parse  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.pipeline.schedule import Operation  # noqa: E402
-from megatron.pipeline.timeline import Factor, jitter, slow  # noqa: E402
-from megatron.planning.course import Setting, jittered  # noqa: E402
-from megatron.planning.drawing import drawing  # noqa: E402
-from megatron.planning.plan import Plan  # noqa: E402
-from megatron.planning.seconds import Lasts  # noqa: E402
-from megatron.planning.simulation import SimulatedStep, mean_seconds, simulate  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.plan import Planner, assumed_site, ranks, site_of, vocabulary_of  # noqa: E402
-from tools.replay import page  # noqa: E402
+from tools.planner.course import Setting, jittered  # noqa: E402
+from tools.planner.drawing import drawing  # noqa: E402
+from tools.planner.plan import Plan  # noqa: E402
+from tools.planner.replay import page  # noqa: E402
+from tools.planner.seconds import Lasts  # noqa: E402
+from tools.planner.simulation import SimulatedStep, mean_seconds, simulate  # noqa: E402
+from tools.planner.timeline import Factor, jitter, slow  # noqa: E402
 
 WIDTH = 88
 WIDEST = 100_000

@@ -54,7 +54,7 @@ class GPTTask:
     def logical_shapes(
         self, config: Config, path: GradientPath
     ) -> Mapping[str, tuple[int, ...]] | None:
-        from megatron.planning.layout import logical_shapes
+        from megatron.memory_estimate import logical_shapes
         from megatron.preflight import vocabulary_size
 
         size = vocabulary_size(config.data)

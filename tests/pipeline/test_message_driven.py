@@ -25,7 +25,6 @@ from megatron.pipeline.message_driven import BatchProgress
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import Kind, Message, Operation, Place, one_f_one_b
 from megatron.pipeline.stage import Stage
-from megatron.pipeline.timeline import driven, even, jitter, slow, timeline
 from megatron.timers import Timers
 from tests.pipeline.loopback import (
     ArrivalLoopback,
@@ -37,6 +36,7 @@ from tests.pipeline.loopback import (
 )
 from tests.pipeline.test_stage import MODEL, SCALE, gradients, microbatches, model
 from tests.ranks import Ranks
+from tools.planner.timeline import driven, even, jitter, slow, timeline
 
 CPU = torch.device("cpu")
 DRAWN = {

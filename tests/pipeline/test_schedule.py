@@ -17,7 +17,7 @@ from megatron.pipeline.schedule import (
     one_f_one_b,
     warm_up,
 )
-from megatron.pipeline.timeline import Deadlock, timeline
+from tools.planner.timeline import Deadlock, timeline
 
 DRAWN = {
     (1, 1, 3): """

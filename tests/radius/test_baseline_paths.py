@@ -16,7 +16,7 @@ from radius.baselines.powersgd import WARM_START, PowerSGDReducer
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import PathCase, copies
 from tests.contract.test_contracts import on_rank_resume
-from tests.planning.shapes import rank_of
+from tests.planner.shapes import rank_of
 from tests.radius.by_hand import bucket_of, infos_of
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train

@@ -16,7 +16,7 @@ from megatron.sparse.shard import Shard
 from pretrain_gpt import GRADIENT_PATHS
 from radius.index import Part, quota
 from radius.path import RadiusConfig, RadiusPath
-from tests.planning.shapes import rank_of
+from tests.planner.shapes import rank_of
 from tests.radius.toys import alone
 
 BASE = (

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from megatron.pipeline.schedule import Kind, Operation
-from megatron.pipeline.timeline import Factor
 from tools.bench.netlab import NO_LIMIT, Network
 from tools.bench.uneven_stage import (
     CONTENDERS,
@@ -18,6 +17,7 @@ from tools.bench.uneven_stage import (
     Contender,
     factor_of,
 )
+from tools.planner.timeline import Factor
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 FP32_BYTES = 4

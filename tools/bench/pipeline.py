@@ -28,8 +28,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.pipeline.schedule import interleaved  # noqa: E402
-from megatron.pipeline.timeline import timeline  # noqa: E402
 from tools.bench.netlab import Network, run  # noqa: E402
+from tools.planner.timeline import timeline  # noqa: E402
 
 RANK = Path(__file__).with_name("pipeline_rank.py")
 FORWARD, BACKWARD = 0.020, 0.040

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.pipeline.schedule import Kind, Operation, Place
-from megatron.pipeline.timeline import Factor, Timeline, driven, even, jitter, slow, timeline
 from tools.bench.pipeline_rank import SleepingStage
+from tools.planner.timeline import Factor, Timeline, driven, even, jitter, slow, timeline
 
 SLOW_STAGE, SLOW_FACTOR = 1, 1.5
 SIGMA = 0.3

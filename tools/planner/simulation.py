@@ -1,5 +1,5 @@
 """Plays a step event by event: passes, messages, collectives, optimizer, each for as long as the
-cost model of `planning.seconds` says.
+cost model of `seconds` says.
 
     stage 0   F F F . . B B B     norm    norm | optimizer
     network                    bucket bucket               gather      first in, first out
@@ -19,10 +19,10 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import Sent
-from megatron.planning.activations import microbatches_of
-from megatron.planning.course import Course, Setting, course_of
-from megatron.planning.seconds import collective_seconds
-from megatron.planning.updates import (
+from megatron.memory_estimate import microbatches_of
+from tools.planner.course import Course, Setting, course_of
+from tools.planner.seconds import collective_seconds
+from tools.planner.updates import (
     Job,
     Sums,
     embedding_seconds,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config import parse, resolve
-from megatron.planning.course import Links, Setting
-from megatron.planning.plan import Plan
-from megatron.planning.simulation import SimulatedStep, simulate
-from megatron.planning.site import Link, Site, read_site
 from megatron.pretrain import bucket_elements
 from pretrain_gpt import GRADIENT_PATHS
+from tools.planner.course import Links, Setting
+from tools.planner.plan import Plan
+from tools.planner.simulation import SimulatedStep, simulate
+from tools.planner.site import Link, Site, read_site
 
 REPO = Path(__file__).resolve().parents[2]
 SITES = REPO / "scripts" / "site"

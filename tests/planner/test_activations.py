@@ -12,15 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import parse, resolve
 from megatron.data.loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
+from megatron.memory_estimate import Activations
 from megatron.model import attention as attention_module
 from megatron.model.attention import SelfAttention, document_mask
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.stage import Stage
-from megatron.planning.activations import Activations
 from megatron.tasks.gpt import OpenGPT
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
-from tests.planning.grids import planned, run
+from tests.planner.grids import planned, run
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
 

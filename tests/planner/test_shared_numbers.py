@@ -14,9 +14,9 @@ from megatron.data_parallel.path import BYTES
 from megatron.errors import ConfigError
 from megatron.optimizer.build import update_rule
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
-from megatron.planning.traffic import state_width
 from pretrain_gpt import GRADIENT_PATHS
-from tests.planning.shapes import rank_of
+from tests.planner.shapes import rank_of
+from tools.planner.traffic import state_width
 
 RUN = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data "

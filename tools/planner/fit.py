@@ -13,7 +13,7 @@ from megatron.config.config import SPECS
 from megatron.config.refused_pairs import check_pairs
 from megatron.data_parallel.interface import GradientPath
 from megatron.errors import ConfigError
-from megatron.planning.plan import Plan
+from tools.planner.plan import Plan
 
 Changes = Mapping[str, Any]
 """Values by the name of the field."""

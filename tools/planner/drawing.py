@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.pipeline.schedule import Kind
-from megatron.pipeline.timeline import Passed
-from megatron.planning.simulation import SimulatedStep
+from tools.planner.simulation import SimulatedStep
+from tools.planner.timeline import Passed
 
 MARKS = {"reduce": "=", "norm": "~", "optimizer": "#", "gather": "+"}
 IDLE = "."

@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import RankShapes, Sent, StepTraffic
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
+from megatron.memory_estimate import Activations, Grid, microbatches_of
 from megatron.model.flops import flops_per_token
 from megatron.pipeline.schedule import Kind, Operation, interleaved
-from megatron.pipeline.timeline import Player, Timeline, driven, timeline
-from megatron.planning.activations import Activations, microbatches_of
-from megatron.planning.layout import Grid
-from megatron.planning.site import Link, Site
-from megatron.planning.traffic import tensor_traffic
-from megatron.planning.updates import (
+from tools.planner.site import Link, Site
+from tools.planner.timeline import Player, Timeline, driven, timeline
+from tools.planner.traffic import tensor_traffic
+from tools.planner.updates import (
     embedding_seconds,
     in_turns,
     jobs_of,

@@ -8,9 +8,9 @@ from typing import Any
 from megatron.config.layer_split import describe_split
 from megatron.config.notices import describe_recomputation
 from megatron.metrics.units import byte_size, duration, memory_size, scaled
-from megatron.planning.fit import Way
-from megatron.planning.plan import RESERVE, Plan, group_bytes
-from megatron.planning.traffic import step_bytes
+from tools.planner.fit import Way
+from tools.planner.plan import RESERVE, Plan, group_bytes
+from tools.planner.traffic import step_bytes
 
 SECONDS = (
     ("compute", "computation"),

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron.config import Config, parse, resolve
+from megatron.memory_estimate import Grid
 from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.planning.layout import Grid
 from megatron.pretrain import bucket_elements
 from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS

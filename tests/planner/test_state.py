@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from megatron.data_parallel.bucket_plan import RankShapes
-from megatron.planning.layout import Grid
-from megatron.planning.plan import Plan
-from megatron.planning.site import read_site
-from megatron.planning.state import state_bytes
-from megatron.planning.traffic import step_bytes
-from tests.planning.grids import MODEL, on_rank, planned, run, saved_by
+from megatron.memory_estimate import Grid, state_bytes
+from tests.planner.grids import MODEL, on_rank, planned, run, saved_by
 from tests.ranks import Ranks
+from tools.planner.plan import Plan
+from tools.planner.site import read_site
+from tools.planner.traffic import step_bytes
 
 SAMO = "--grad-path samo --samo-sparsity 0.7 --samo-pruning random"
 RADIUS = "--radius-density 0.3 --radius-interval 2 --radius-start-iter 1"

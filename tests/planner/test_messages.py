@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from megatron.config import parse, resolve
+from megatron.memory_estimate import (
+    Activations,
+    Grid,
+    MessageCounts,
+    message_bytes,
+    message_counts,
+    microbatches_of,
+)
 from megatron.parallel.groups import ProcessGroups
-from megatron.planning.activations import Activations, microbatches_of
-from megatron.planning.layout import Grid
-from megatron.planning.messages import MessageCounts, message_bytes, message_counts
 from pretrain_gpt import GRADIENT_PATHS
-from tests.planning.grids import MODEL, planned
+from tests.planner.grids import MODEL, planned
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
 from tests.training.harness import make_trainer

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic
+from megatron.memory_estimate import Activations, Grid, microbatches_of
 from megatron.pipeline.schedule import Kind, Operation, Place
-from megatron.pipeline.timeline import Passed, Timeline
-from megatron.planning.activations import Activations, microbatches_of
-from megatron.planning.layout import Grid
-from megatron.planning.seconds import Lasts, PassSeconds, pass_seconds, play, unchanged
-from megatron.planning.site import Link, Site
+from tools.planner.seconds import Lasts, PassSeconds, pass_seconds, play, unchanged
+from tools.planner.site import Link, Site
+from tools.planner.timeline import Passed, Timeline
 
 ROUNDS = 4
 """Of as many microbatches as there are stages, that are played of a pipeline at least. All others
@@ -44,7 +43,7 @@ class Setting:
 
     @classmethod
     def of(cls, grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
-        """As `planning.seconds` would have it."""
+        """As `seconds` would have it."""
         passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
         return cls(
             grid, site, ranks, passes, Links(site.link(grid.dims, "dp"), site.message(grid.dims))

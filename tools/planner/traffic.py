@@ -9,8 +9,7 @@ from megatron.config import Config
 from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic, ring_all_reduce_bytes
 from megatron.data_parallel.path import BYTES
 from megatron.low_memory.spans import recompute_spans
-from megatron.planning.activations import Activations, microbatches_of
-from megatron.planning.layout import Grid
+from megatron.memory_estimate import Activations, Grid, microbatches_of
 
 NUMBER = 8
 """Bytes of the fp64 numbers that a copy of the model adds up in each step."""

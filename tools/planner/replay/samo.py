@@ -15,13 +15,13 @@ from math import exp, log
 from megatron.config import ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.model.flops import parameter_count, recomputing_flops_per_token
-from megatron.planning.course import Setting
-from megatron.planning.seconds import PassSeconds, pass_seconds
-from megatron.planning.simulation import Phases
 from samo.paper import PAPER_SIZES
-from tools.replay.axonn import PEAK, SUMMIT, told
-from tools.replay.machines import GPT2_VOCABULARY, Machine, single
-from tools.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.course import Setting
+from tools.planner.replay.axonn import PEAK, SUMMIT, told
+from tools.planner.replay.machines import GPT2_VOCABULARY, Machine, single
+from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.seconds import PassSeconds, pass_seconds
+from tools.planner.simulation import Phases
 
 GPU = 16e9
 KEPT = 0.1

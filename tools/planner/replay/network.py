@@ -16,15 +16,15 @@ from typing import Any
 
 from megatron.config import parse, resolve
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
+from megatron.memory_estimate import Grid
 from megatron.parallel.dims import ParallelDims
-from megatron.planning.course import Links, Setting
-from megatron.planning.layout import Grid
-from megatron.planning.seconds import PassSeconds
-from megatron.planning.simulation import SimulatedStep, simulate
-from megatron.planning.site import Link, read_site
 from pretrain_gpt import GRADIENT_PATHS
-from tools.replay.machines import REPO, SITES
-from tools.replay.rows import Row, Table
+from tools.planner.course import Links, Setting
+from tools.planner.replay.machines import REPO, SITES
+from tools.planner.replay.rows import Row, Table
+from tools.planner.seconds import PassSeconds
+from tools.planner.simulation import SimulatedStep, simulate
+from tools.planner.site import Link, read_site
 
 BENCHMARKS = REPO / "docs" / "benchmarks"
 NO_LIMIT, CORES = "none", 2

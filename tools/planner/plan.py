@@ -12,14 +12,19 @@ from megatron.config.parallel_rules import check_vocabulary
 from megatron.data_parallel.bucket_plan import RankShapes
 from megatron.data_parallel.interface import GradientPath
 from megatron.data_parallel.path import BYTES
+from megatron.memory_estimate import (
+    ActivationBytes,
+    Activations,
+    Grid,
+    StateBytes,
+    microbatches_of,
+    state_bytes,
+)
 from megatron.model.flops import parameter_count
 from megatron.parallel.dims import ParallelDims
-from megatron.planning.activations import ActivationBytes, Activations, microbatches_of
-from megatron.planning.layout import Grid
-from megatron.planning.seconds import StepSeconds, evaluation_seconds, step_seconds
-from megatron.planning.site import GIB, Site
-from megatron.planning.state import StateBytes, state_bytes
-from megatron.planning.traffic import StepBytes, step_bytes
+from tools.planner.seconds import StepSeconds, evaluation_seconds, step_seconds
+from tools.planner.site import GIB, Site
+from tools.planner.traffic import StepBytes, step_bytes
 
 RESERVE = {"cuda": 1.0 * GIB, "cpu": 0.4 * GIB}
 """Of a device, or of a process's memory: context, libraries and communicators. Assumed."""

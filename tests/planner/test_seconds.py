@@ -10,23 +10,23 @@ import pytest
 
 from megatron.config import parse, resolve
 from megatron.errors import ConfigError
+from megatron.memory_estimate import state_bytes
 from megatron.parallel.dims import ParallelDims
-from megatron.planning.plan import Plan
-from megatron.planning.seconds import (
+from megatron.pretrain import bucket_elements
+from pretrain_gpt import GRADIENT_PATHS
+from samo.paper import FIGURE, eq_1, eq_2, eq_4, saved
+from tests.planner.grids import planned
+from tests.test_repo import SITES
+from tools.planner.plan import Plan
+from tools.planner.seconds import (
     PassSeconds,
     evaluation_seconds,
     pass_seconds,
     pipeline_seconds,
 )
-from megatron.planning.site import Link, Site, read_site, with_efficiency
-from megatron.planning.state import state_bytes
-from megatron.planning.traffic import tensor_traffic
-from megatron.planning.updates import update_seconds
-from megatron.pretrain import bucket_elements
-from pretrain_gpt import GRADIENT_PATHS
-from samo.paper import FIGURE, eq_1, eq_2, eq_4, saved
-from tests.planning.grids import planned
-from tests.test_repo import SITES
+from tools.planner.site import Link, Site, read_site, with_efficiency
+from tools.planner.traffic import tensor_traffic
+from tools.planner.updates import update_seconds
 
 SITE = SITES[0].parent
 MODEL = (

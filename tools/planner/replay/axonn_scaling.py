@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.model.flops import recomputing_flops_per_token
-from megatron.planning.course import Links, Setting, with_links
-from megatron.planning.plan import Plan
-from megatron.planning.seconds import pass_seconds
-from megatron.planning.site import Link
-from tools.replay.axonn import PEAK, PIPELINE, SUMMIT, Ablation, fitted
-from tools.replay.machines import GPT2_VOCABULARY, REPO, Machine, single
-from tools.replay.rows import Row, Table
+from tools.planner.course import Links, Setting, with_links
+from tools.planner.plan import Plan
+from tools.planner.replay.axonn import PEAK, PIPELINE, SUMMIT, Ablation, fitted
+from tools.planner.replay.machines import GPT2_VOCABULARY, REPO, Machine, single
+from tools.planner.replay.rows import Row, Table
+from tools.planner.seconds import pass_seconds
+from tools.planner.site import Link
 
 PERCENT = (49.4, 54.78)
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.data_parallel.bucket_plan import RankShapes, plan_buckets
-from megatron.planning.simulation import SimulatedStep, simulate
-from tools.replay.machines import REPO, Machine, root
-from tools.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.replay.machines import REPO, Machine, root
+from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.simulation import SimulatedStep, simulate
 
 PERLMUTTER = Machine("perlmutter", "A100-80GB", efficiency=0.38, reached=0.171)
 BATCH, MICRO, INTERVAL, SWITCH, STEPS = 512, 8, 200, 60_000, 300_000

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.replay import axonn, network, radius, samo
-from tools.replay.axonn_scaling import scaling
-from tools.replay.rows import FAR, Table
+from tools.planner.replay import axonn, network, radius, samo
+from tools.planner.replay.axonn_scaling import scaling
+from tools.planner.replay.rows import FAR, Table
 
 SOURCES = ("network", "radius", "axonn", "samo")
 INTRODUCTION = """\
@@ -17,7 +17,7 @@ INTRODUCTION = """\
     python tools/simulate.py --paper all --out docs/benchmarks
 
 plays the runs of the papers, and of our own benchmarks on limited links, with the cost model of
-`tools/plan.py` (`megatron/planning`): passes are FLOPs at a share of peak, messages and collectives
+`tools/plan.py` (`tools/planner`): passes are FLOPs at a share of peak, messages and collectives
 alpha-beta links, schedules are played event by event.
 
 A row is `fitted` if a constant was made from it, else `predicted`. A machine has at most two fitted

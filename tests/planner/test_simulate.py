@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import Kind, Operation
-from megatron.planning import course
-from megatron.planning.course import Links, Setting, course_of, jittered, with_links
-from megatron.planning.seconds import PassSeconds, step_seconds
-from megatron.planning.simulation import SimulatedStep, mean_seconds, simulate
-from megatron.planning.site import Link, read_site
-from tests.planning.grids import planned
+from tests.planner.grids import planned
 from tests.test_repo import SITES
-from tools.replay import axonn, network, page, radius, samo
-from tools.replay.machines import Machine
-from tools.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner import course
+from tools.planner.course import Links, Setting, course_of, jittered, with_links
+from tools.planner.replay import axonn, network, page, radius, samo
+from tools.planner.replay.machines import Machine
+from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.seconds import PassSeconds, step_seconds
+from tools.planner.simulation import SimulatedStep, mean_seconds, simulate
+from tools.planner.site import Link, read_site
 from tools.simulate import main
 
 FREE = Link(0.0, 1e30)

@@ -6,11 +6,11 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.planning.course import Setting, with_links
-from megatron.planning.simulation import SimulatedStep
-from megatron.planning.updates import update_seconds
-from tools.replay.machines import REPO, Machine, root, single
-from tools.replay.rows import FITTED, Row, Table
+from tools.planner.course import Setting, with_links
+from tools.planner.replay.machines import REPO, Machine, root, single
+from tools.planner.replay.rows import FITTED, Row, Table
+from tools.planner.simulation import SimulatedStep
+from tools.planner.updates import update_seconds
 
 SUMMIT = Machine("summit", None, efficiency=0.5, reached=0.39)
 PEAK = 125e12

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.data_parallel.bucket_plan import RankShapes, Sent
 from megatron.data_parallel.path import BYTES
-from megatron.planning.layout import Grid
-from megatron.planning.site import Link, Site
-from megatron.planning.traffic import state_width
+from megatron.memory_estimate import Grid
+from tools.planner.site import Link, Site
+from tools.planner.traffic import state_width
 
 
 class Summed(NamedTuple):
