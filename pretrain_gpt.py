@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.data_parallel.interface import GradientPath
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.data_parallel.path import DensePath, ProductPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
-from radius.baselines.paths import PowerSGDPath, TopKPath
+from radius.baselines.powersgd_path import PowerSGDPath
+from radius.baselines.topk import TopKPath
 from radius.path import RadiusPath
 from samo.path import SamoPath
 

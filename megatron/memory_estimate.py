@@ -12,9 +12,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.config import Config, ModelConfig
-from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets, shard_length
-from megatron.data_parallel.interface import GradientPath
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    ParamShape,
+    RankShapes,
+    plan_buckets,
+    shard_length,
+)
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
 from megatron.model.flops import is_of_heads
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece

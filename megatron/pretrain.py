@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import GradientPath, PathParts
+from megatron.data_parallel.gradient_path import GradientPath, PathParts
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
 from megatron.guards.failures import Failures
 from megatron.guards.heartbeat import FOLDER, Heartbeat

@@ -18,7 +18,7 @@ from megatron.checkpoint.logical import FileMask, Held
 from megatron.checkpoint.store import Checkpoint, Shard, of_rank, owner, whole
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Entries
+from megatron.data_parallel.reducer import Entries
 from megatron.errors import CheckpointError
 from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
 from megatron.optimizer.shards import fill, pieces

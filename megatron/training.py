@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.loader import BatchReader, DeviceMicrobatch, Readers
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Step, StepContext
+from megatron.data_parallel.reducer import Step, StepContext
 from megatron.data_parallel.sharded import sums_gradients
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, NumericsError, PeerError
 from megatron.guards.heartbeat import Heartbeat

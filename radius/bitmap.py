@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import Run
+from megatron.data_parallel.reducer import Run
 from megatron.sparse.reference import BLOCK, GROUP, WORDS, Bits, aligned_pieces, put, unpack
 from megatron.sparse.selection import Given, Largest, Selection
 from megatron.transfer import to_device

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.interface import Entries, SparseIndex
+from megatron.data_parallel.reducer import Entries, SparseIndex
 from megatron.sparse.selection import CHUNK, Given, Selection
 from radius.index import BucketIndex, Part, new_index
 from radius.residual import Residual, squares

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megatron.data_parallel.interface import Run
+from megatron.data_parallel.reducer import Run
 from megatron.sparse.selection import CHUNK, Given, Selection
 from radius.pieces import Piece, Pieces
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.data_parallel.interface import SparseIndex
+from megatron.data_parallel.reducer import SparseIndex
 from megatron.sparse.sizes import bitmap_bytes
 from radius.native_library import instruction_sets
 

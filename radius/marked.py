@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.data_parallel.interface import Reduced, Run
+from megatron.data_parallel.reducer import Reduced, Run
 from megatron.sparse.reference import BLOCK, CHUNK, Bits, pack
 from radius import reference
 from radius.native_library import native_library

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.options import Interval, at_least, between, option, section
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import PathParts, Saved, Shapes
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from radius.plan import planned_bytes, planned_traffic
 from radius.refused_pairs import RADIUS_PAIRS
@@ -19,7 +18,9 @@ from radius.schedule import fitting_interval
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.data_parallel.exchange import Exchange
     from megatron.parallel.groups import ProcessGroups
+    from radius.reducer import RadiusReducer
 
 START_FRACTION = 0.2
 """Of the run: from there on the paper finds that large gradients keep their places."""
@@ -82,11 +83,11 @@ class RadiusConfig:
         return math.ceil(Fraction(str(START_FRACTION if fraction is None else fraction)) * total)
 
 
-class RadiusPath:
+class RadiusPath(GradientPath):
     """A fixed set of entries of each matrix, chosen anew every T steps, with error feedback."""
 
     name = "radius"
-    sections: Mapping[str, type] = {"radius": RadiusConfig}
+    sections = {"radius": RadiusConfig}
     refused_pairs = RADIUS_PAIRS
 
     def check(self, config: Config) -> None:
@@ -95,17 +96,13 @@ class RadiusPath:
         if not training.skip_train and (training.train_iters or training.global_batch_size):
             _check_length(options, config.total_iterations())
 
-    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
-        """Read no file."""
-
-    def build(
+    def reducer(
         self,
         config: Config,
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
-        saved: Saved | None = None,
-    ) -> PathParts:
-        from megatron.data_parallel.buckets import DenseLayout
+        exchange: Exchange,
+    ) -> RadiusReducer:
         from radius.reducer import RadiusReducer, RadiusSettings
         from radius.share import ModelShare
 
@@ -123,12 +120,7 @@ class RadiusPath:
             seed=config.training.seed,
         )
         matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
-        share = ModelShare.of(groups, infos)
-        reducer = RadiusReducer(groups.dp, matrices, settings, share)
-        return PathParts(layout=DenseLayout(), reducer=reducer)
-
-    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
-        return {}
+        return RadiusReducer(exchange, matrices, settings, ModelShare.of(groups, infos))
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""

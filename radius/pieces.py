@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.data_parallel.interface import Reduced, Run
+from megatron.data_parallel.reducer import Reduced, Run
 from megatron.sparse.selection import CHUNK
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ import torch
 
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import (
-    BucketLayout,
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import (
     BucketUpdate,
     Entries,
+    GradientReducer,
     Reduced,
     ReducerStats,
     StepContext,
@@ -50,7 +51,7 @@ from radius.telling import Telling
 from radius.work import RadiusWork
 
 if TYPE_CHECKING:
-    from megatron.parallel.groups import Group
+    from megatron.data_parallel.exchange import Exchange
 
 STEPS = "radius/steps"
 """What a checkpoint calls the start, the first resample and the latest one, in t."""
@@ -58,8 +59,8 @@ CHOOSING = (Phase.RESAMPLE, Phase.ROLLING)
 """Steps that choose entries anew."""
 
 
-class RadiusReducer:
-    """Means over `group`, of whole buckets at resamples and of chosen entries between them.
+class RadiusReducer(GradientReducer):
+    """Means of whole buckets at resamples and of chosen entries between them.
 
     `entries`: for each parameter that may be sent in part the number of its logical entries on this
     rank, which come first in its slice; buckets of others are always sent whole. With density 1
@@ -70,15 +71,16 @@ class RadiusReducer:
 
     def __init__(
         self,
-        group: Group,
+        exchange: Exchange,
         entries: Mapping[str, int],
         settings: RadiusSettings,
         share: ModelShare | None = None,
     ) -> None:
+        super().__init__(exchange)
         self.settings = settings
         self.share = share or ModelShare()
         self._entries = entries if settings.density < 1 else {}
-        self._group, self._whole = group, AllReduceReducer(group)
+        self._group, self._whole = exchange.group, AllReduceReducer(exchange)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
-from megatron.data_parallel.interface import BucketLayout
+from megatron.data_parallel.layout import BucketLayout
 from megatron.errors import ConfigError
 from megatron.sparse.selection import SumBins
 from megatron.sparse.shard import Shard

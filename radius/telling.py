@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.interface import ReducerStats
+from megatron.data_parallel.reducer import ReducerStats
 from radius.bucket import RadiusBucket
 from radius.memory import memory_note, radius_bytes
 from radius.schedule import RadiusSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data_parallel.interface import Reduced, Work
+from megatron.data_parallel.reducer import Reduced, Work
 
 
 @dataclass

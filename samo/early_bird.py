@@ -14,7 +14,9 @@ from functools import partial
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import BucketLayout, Entries, Masks, Rewiring
+from megatron.data_parallel.gradient_path import Rewirer, Rewiring
+from megatron.data_parallel.layout import BucketLayout, Masks
+from megatron.data_parallel.reducer import Entries
 from samo.layout import CompressedLayout
 from samo.mask import PackedMasks, flat_parts
 from samo.parts import Parts
@@ -26,7 +28,7 @@ _STATE = "early-bird/"
 _COUNTS = f"{_STATE}counts"
 
 
-class EarlyBird:
+class EarlyBird(Rewirer):
     """A `Rewirer` that prunes once, after `DRAWS` draws of which the largest distance between the
     newest and another is below `limit`.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from megatron.data_parallel.buckets import DenseLayout
+from megatron.data_parallel.layout import DenseLayout
 from megatron.errors import ConfigError
 from megatron.sparse.reference import BLOCK, CHUNK, GROUP, WORDS, Bits
 from megatron.transfer import to_device
@@ -26,7 +26,7 @@ from samo import reference
 
 if TYPE_CHECKING:
     from megatron.data_parallel.bucket import ParamInfo
-    from megatron.data_parallel.interface import Masks
+    from megatron.data_parallel.layout import Masks
 
 MOST_ENTRIES = 2**31 - 1
 """Of a parameter on a CPU, whose positions are of 32 bits."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import Saved
+from megatron.data_parallel.gradient_path import Saved
 from megatron.sparse.selection import SumBins
 from megatron.sparse.shard import Shard
 

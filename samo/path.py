@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
-from megatron.data_parallel.interface import Masks, PathParts, Rewirer, Saved, Shapes
-from megatron.data_parallel.path import BYTES, plan_means
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    ParamShape,
+    PathBytes,
+    RankShapes,
+)
+from megatron.data_parallel.gradient_path import GradientPath, PathParts, Rewirer, Saved, Shapes
+from megatron.data_parallel.layout import Masks
 from megatron.errors import ConfigError
 from samo.memory import index_bytes, memory_note, state_bytes
 from samo.options import SamoConfig
@@ -35,11 +40,11 @@ if TYPE_CHECKING:
     from samo.parts import Parts
 
 
-class SamoPath:
+class SamoPath(GradientPath):
     """Of a pruned network only the stored entries have gradients, master weights and moments."""
 
     name = "samo"
-    sections: Mapping[str, type] = {"samo": SamoConfig}
+    sections = {"samo": SamoConfig}
     refused_pairs = SAMO_PAIRS
 
     def check(self, config: Config) -> None:
@@ -61,6 +66,7 @@ class SamoPath:
         groups: ProcessGroups,
         saved: Saved | None = None,
     ) -> PathParts:
+        from megatron.data_parallel.exchange import Exchange
         from megatron.data_parallel.sharded import mean_reducer
         from samo.layout import CompressedLayout
         from samo.parts import Parts
@@ -77,13 +83,12 @@ class SamoPath:
         def draw() -> CompressedLayout:
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
-        layout, reducer = parts.agreed(draw), mean_reducer(config, groups)
+        layout, reducer = parts.agreed(draw), mean_reducer(config, Exchange(groups.dp))
         return PathParts(
             layout=layout,
             reducer=reducer,
             rewirer=_rewirer(config, infos, layout, parts, make_layout),
             notes=tuple(_notes(config, infos, layout, parts)),
-            growth=reducer.growth,
         )
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
@@ -107,9 +112,6 @@ class SamoPath:
         # A checkpoint has the mask, a bit for each entry.
         masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
         return PathBytes(index, shared=masks)
-
-    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        return plan_means(config, rank)
 
 
 def _options(config: Config) -> SamoConfig:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import BucketLayout
+from megatron.data_parallel.layout import BucketLayout
 from samo.parts import Parts
 
 RUNG_SHIFT, RUNGS = 16, 1 << 15

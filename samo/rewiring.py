@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import BucketLayout, Masks, Rewiring
+from megatron.data_parallel.gradient_path import Rewirer, Rewiring
+from megatron.data_parallel.layout import BucketLayout, Masks
 from samo.mask import PackedMasks
 from samo.parts import Parts
 from samo.pruning import WHOLE
@@ -58,7 +59,7 @@ class RewiringSettings:
     seed: int
 
 
-class DsrRewirer:
+class DsrRewirer(Rewirer):
     """A `Rewirer` of the parameters `names`, those of this rank, of which it holds `parts`: as many
     entries of them are stored in the end as in the beginning, to the last one. `make_layout` makes
     a layout of masks."""

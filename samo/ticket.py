@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import Masks, Saved
+from megatron.data_parallel.gradient_path import Saved
+from megatron.data_parallel.layout import Masks
 from samo.mask import PackedMasks, flat_masks, flat_parts, load_masks, masks_for, padded
 from samo.parts import Parts, read_part
 from samo.pruning import Weights, magnitude, prunable, random, refuse_zeros

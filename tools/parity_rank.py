@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from megatron.config import parse  # noqa: E402
 from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
-from megatron.data_parallel.interface import Step  # noqa: E402
+from megatron.data_parallel.reducer import Step  # noqa: E402
 from megatron.launch import detect_launch  # noqa: E402
 from megatron.metrics import NullMetrics  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402

@@ -17,7 +17,7 @@ from megatron.checkpoint.regions import Box, volume, within
 from megatron.checkpoint.shards import Shard
 from megatron.checkpoint.store import Checkpoint
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import BucketLayout
+from megatron.data_parallel.layout import BucketLayout
 
 
 @dataclass(frozen=True)

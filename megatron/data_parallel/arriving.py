@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron.data_parallel.bucket import Slice
-from megatron.data_parallel.interface import Reduced, Work
+from megatron.data_parallel.reducer import Reduced, Work
 
 
 class Arrival:

@@ -7,14 +7,25 @@ that plan alike send alike.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, Slice
 from megatron.parallel.cut import Cut
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.data_parallel.bucket import ParamInfo
+    from megatron.data_parallel.layout import BucketLayout
+
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an entry, by the name of its dtype."""
 
 
 class BucketClass(NamedTuple):
@@ -73,6 +84,35 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     closed += [(last_arrival[kind], bucket) for kind, bucket in open_buckets.items()]
     closed.sort(key=lambda item: (item[1][0].kind.tied, item[1][0].kind.partial, item[0]))
     return [_lay_out(bucket) for _, bucket in closed]
+
+
+def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
+    """What to plan for, in the order in which backward makes the gradients: last layer first."""
+    return [
+        Entry(
+            info.name,
+            layout.numel(info.name, info.param),
+            info.param.numel(),
+            BucketClass(
+                matrix=info.param.dim() > 1,
+                tp_sharded=info.cut is not None,
+                partial=info.partial,
+                tied=info.tied,
+                weight_decay=info.weight_decay,
+                dtype=info.param.dtype,
+            ),
+        )
+        for info in reversed(infos)
+    ]
+
+
+def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
+    """Hex digest of bucketing and layout, compared over each data-parallel group at start."""
+    text = [
+        [str(plan.kind), {name: [s.start, s.numel] for name, s in plan.slices.items()}]
+        for plan in plans
+    ]
+    return hashlib.sha256(json.dumps([text, layout.fingerprint()]).encode()).hexdigest()
 
 
 def shard_length(numel: int, ranks: int) -> int:
@@ -242,3 +282,15 @@ def mean_traffic(
                 entries = min(longest, bucket.numel - start)
                 sent.append(Sent("all-reduce", grad_bytes * entries, number, piece))
     return [StepTraffic("every step", steps, sent)]
+
+
+def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
+    """Traffic of a path whose reducer is `sharded.mean_reducer`'s."""
+    return mean_traffic(
+        rank,
+        steps=config.total_iterations(),
+        grad_bytes=BYTES[config.precision.grad_dtype],
+        param_bytes=BYTES[config.precision.param_dtype],
+        sharded=config.parallel.use_distributed_optimizer,
+        most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
+    )

@@ -29,14 +29,14 @@ import torch.distributed as dist
 
 from megatron.data_parallel.arriving import Arrival, ArrivingMeans
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
-from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
-from megatron.data_parallel.buckets import entries_of, fingerprint
+from megatron.data_parallel.bucket_plan import BucketPlan, entries_of, fingerprint, plan_buckets
+from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.held_gradients import HeldGradients, Slot
-from megatron.data_parallel.interface import (
-    BucketLayout,
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
+from megatron.data_parallel.reducer import (
     BucketUpdate,
     Entries,
-    PathParts,
     PiecewiseWork,
     Reduced,
     ReducerStats,
@@ -44,7 +44,6 @@ from megatron.data_parallel.interface import (
     StepContext,
     Work,
 )
-from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
 from megatron.errors import ConfigError, NumericsError, PeerError
 from megatron.parallel.groups import Calls, Group, ProcessGroups
 from megatron.transfer import to_device
@@ -97,7 +96,7 @@ class GradientEngine:
         self.infos = {info.name: info for info in infos}
         self.reducer, self.rewirer, self.groups = parts.reducer, parts.rewirer, groups
         self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
-        self._growth = parts.growth if stream else None
+        self._growth = parts.reducer.growth if stream else None
         self._voters = _apart(groups.world) if self.streams else groups.world
         self._handles = [
             leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))

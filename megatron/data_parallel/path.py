@@ -1,5 +1,4 @@
-"""`--grad-path dense`, and the product of two paths, as the composition root sees them. Imports
-torch only to build."""
+"""`--grad-path dense`, and the product of two paths. Loads torch only to build."""
 
 from __future__ import annotations
 
@@ -7,73 +6,36 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.bucket_plan import (
-    ParamShape,
-    PathBytes,
-    RankShapes,
-    StepTraffic,
-    mean_traffic,
-)
-from megatron.data_parallel.interface import GradientPath, PathParts, Saved, Shapes
+from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
+from megatron.data_parallel.gradient_path import GradientPath, PathParts, Saved, Shapes
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.data_parallel.bucket import ParamInfo
+    from megatron.data_parallel.exchange import Exchange
+    from megatron.data_parallel.reducer import GradientReducer
     from megatron.parallel.groups import ProcessGroups
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-
-class DensePath:
+class DensePath(GradientPath):
     """Bucketed, overlapped all-reduce of every gradient."""
 
     name = "dense"
-    sections: Mapping[str, type] = {}
-    refused_pairs = ()
 
-    def check(self, config: Config) -> None:
-        """Runs with every setting."""
-
-    def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
-        """Read no file."""
-
-    def build(
+    def reducer(
         self,
         config: Config,
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
-        saved: Saved | None = None,
-    ) -> PathParts:
-        from megatron.data_parallel.buckets import DenseLayout
+        exchange: Exchange,
+    ) -> GradientReducer:
         from megatron.data_parallel.sharded import mean_reducer
 
-        reducer = mean_reducer(config, groups)
-        return PathParts(layout=DenseLayout(), reducer=reducer, growth=reducer.growth)
-
-    def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
-        return {}
-
-    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        return PathBytes()
-
-    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        return plan_means(config, rank)
+        return mean_reducer(config, exchange)
 
 
-def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
-    """Traffic of a path whose reducer is `sharded.mean_reducer`'s."""
-    return mean_traffic(
-        rank,
-        steps=config.total_iterations(),
-        grad_bytes=BYTES[config.precision.grad_dtype],
-        param_bytes=BYTES[config.precision.param_dtype],
-        sharded=config.parallel.use_distributed_optimizer,
-        most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
-    )
-
-
-class ProductPath:
-    """The coordinates of one path, reduced by another: `samo+radius`. Both sections are options."""
+class ProductPath(GradientPath):
+    """The entries of one path, reduced by another: `samo+radius`. Both sections are options."""
 
     def __init__(self, layout: GradientPath, reducer: GradientPath) -> None:
         self._layout, self._reducer = layout, reducer
@@ -102,7 +64,6 @@ class ProductPath:
             parts,
             reducer=other.reducer,
             notes=(*parts.notes, *other.notes),
-            growth=other.growth,
         )
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron.data_parallel.bucket import BucketShard, GradBucket, Slice
-from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes, shard_length
+from megatron.data_parallel.bucket_plan import shard_length
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import BucketLayout, Reduced, StepContext, Work
-from megatron.parallel.groups import ProcessGroups
+from megatron.data_parallel.exchange import Exchange, Transfer
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import Reduced, StepContext, Work
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -38,44 +38,31 @@ def sums_gradients(config: Config) -> bool:
     return precision.predivide_loss or config.gradient.grad_path in SUMMABLE
 
 
-def mean_reducer(config: Config, groups: ProcessGroups) -> AllReduceReducer:
+def mean_reducer(config: Config, exchange: Exchange) -> AllReduceReducer:
     """The reducer of a path that takes plain means of whole buckets."""
     divides = not sums_gradients(config)
-    if config.parallel.use_distributed_optimizer and groups.dp.size > 1:
-        return ReduceScatterReducer(groups.dp, divides)
+    if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
+        return ReduceScatterReducer(exchange, divides)
     most = config.offload.chunk if config.offload.optimizer_cpu_offload else None
-    return AllReduceReducer(groups.dp, divides, most)
+    return AllReduceReducer(exchange, divides, most)
 
 
 @dataclass
 class _PartWork:
-    values: torch.Tensor
     part: Slice
-    pending: dist.Work | None
-    reducer: ReduceScatterReducer
+    values: torch.Tensor
+    transfer: Transfer
 
     def wait(self) -> Reduced:
-        self.reducer.block_on(self.pending, self.values.device)
+        self.transfer.wait()
         return Reduced(values=self.values, part=self.part)
 
     def drop(self) -> None:
         self.wait()
 
 
-@dataclass
-class _Gathering:
-    pending: list[dist.Work | None]
-    device: torch.device
-    reducer: ReduceScatterReducer
-
-    def wait(self) -> None:
-        for work in self.pending:
-            self.reducer.block_on(work, self.device)
-
-
-@dataclass
 class ReduceScatterReducer(AllReduceReducer):
-    """Mean of buckets over `group` of which each rank keeps its shard; also the `ShardExchange` of
+    """Mean of buckets of which each rank keeps its shard; also the `ShardExchange` of
     those shards. In place, one asynchronous collective each, in bucket order.
 
     `scatter`: whether a rank gets no more than its part. None: on a GPU it does; on a CPU the whole
@@ -89,15 +76,19 @@ class ReduceScatterReducer(AllReduceReducer):
     place. Their norm, the sum of norms of parts, is equal to rounding.
     """
 
-    scatter: bool | None = None
+    def __init__(
+        self, exchange: Exchange, divides: bool = True, scatter: bool | None = None
+    ) -> None:
+        super().__init__(exchange, divides)
+        self.scatter = scatter
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
-        ranks = self.group.size
+        ranks = self.exchange.ranks
         if ranks == 1:
             return
         for bucket in buckets:
             length = shard_length(bucket.numel, ranks)
-            own = Slice(self.group.rank * length, length)
+            own = Slice(self.exchange.rank * length, length)
             bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
             bucket.room = bucket.grad.new_zeros(ranks * length)
             # Its length stays: by it a ring orders its sums.
@@ -107,31 +98,15 @@ class ReduceScatterReducer(AllReduceReducer):
         scatter = self.scatter if self.scatter is not None else bucket.grad.is_cuda
         if bucket.shard is None or bucket.room is None or not scatter:
             return super().reduce(bucket, step)
-        own, ranks = bucket.shard.where, self.group.size
-        op = self.prepare(bucket.grad)
-        mine = own.of(bucket.room)
-        pending = self.group.reduce_scatter(mine, bucket.room, op, async_op=True)
-        self.bytes_sent += (ranks - 1) * mine.nbytes
-        return _PartWork(own.of(bucket.grad), own, pending, self)
+        own = bucket.shard.where
+        transfer = self.exchange.mean_of_part(
+            own.of(bucket.room), bucket.room, used=bucket.grad, divides=self.divides
+        )
+        return _PartWork(own, own.of(bucket.grad), transfer)
 
-    def gather(self, parts: torch.Tensor) -> _Gathering:
-        by_rank = parts.chunk(self.group.size)
-        own = by_rank[self.group.rank]
-        self.bytes_sent += (self.group.size - 1) * own.nbytes
-        if parts.is_cuda:
-            sent = [self.group.all_gather(parts, own, async_op=True)]
-            return _Gathering(sent, parts.device, self)
-        # gloo's all-gather copies what comes and goes and takes four times as long (64 MB, 2 and 4
-        # ranks: 227 against 56 ms, 343 against 78 ms); on average the ranks send the same.
-        sent = [
-            self.group.broadcast(part, rank, async_op=True) for rank, part in enumerate(by_rank)
-        ]
-        return _Gathering(sent, parts.device, self)
+    def gather(self, parts: torch.Tensor) -> Transfer:
+        return self.exchange.gather_in_place(parts)
 
     def fill(self, flat: torch.Tensor) -> None:
         # As integers: a sum of numbers would lose the sign of a zero.
-        pending = self.group.all_reduce(
-            flat.view(torch.int32), dist.ReduceOp.SUM, async_op=True, about="collect"
-        )
-        self.bytes_sent += ring_all_reduce_bytes(flat.nbytes, self.group.size)
-        self.block_on(pending, flat.device)
+        self.exchange.sum(flat.view(torch.int32), about="collect").wait()

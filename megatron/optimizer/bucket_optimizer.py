@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Reduced, Rewiring, SparseIndex, Step
+from megatron.data_parallel.gradient_path import Rewiring
+from megatron.data_parallel.reducer import Reduced, SparseIndex, Step
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
 from megatron.optimizer.host import beside
 from megatron.optimizer.rules import Hyper, UpdateRule

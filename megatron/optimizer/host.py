@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from megatron.data_parallel.interface import BucketLayout
+from megatron.data_parallel.layout import BucketLayout
 
 
 class Places(Protocol):

@@ -24,7 +24,7 @@ import torch
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Reduced, Step
+from megatron.data_parallel.reducer import Reduced, Step
 from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
 from megatron.optimizer.chunks import SETS, offload_piece
 from megatron.optimizer.pinned import pinned_zeros

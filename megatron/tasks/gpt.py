@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.data.build import Datasets
     from megatron.data.loader import BatchReader, Readers
     from megatron.data.vocabulary import Vocabulary
-    from megatron.data_parallel.interface import GradientPath
+    from megatron.data_parallel.gradient_path import GradientPath
     from megatron.metrics import Workload
     from megatron.model.gpt import GPT
     from megatron.origin import Origin

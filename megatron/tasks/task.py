@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from megatron.config import Config
     from megatron.data.loader import Readers
-    from megatron.data_parallel.interface import GradientPath
+    from megatron.data_parallel.gradient_path import GradientPath
     from megatron.metrics import Workload
     from megatron.origin import Origin
     from megatron.parallel.groups import ProcessGroups

@@ -13,28 +13,30 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import (
-    BucketLayout,
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import (
     BucketUpdate,
     Entries,
+    GradientReducer,
     Reduced,
     ReducerStats,
     StepContext,
     Work,
 )
-from megatron.data_parallel.waits import Waits
-from radius.share import ModelShare
+from megatron.errors import ConfigError
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from megatron.parallel.groups import Group
+    import torch
+
+    from megatron.config import Config
+    from megatron.data_parallel.exchange import Exchange
+    from radius.share import ModelShare
 
 
 class CompressedWork(ABC):
@@ -56,7 +58,7 @@ class CompressedWork(ABC):
         """Keep what the method itself learned in this step."""
 
 
-class FeedbackReducer(ABC):
+class FeedbackReducer(GradientReducer, ABC):
     """Compresses residual + gradient of matrices; what is not sent is in the next residual.
 
     Steps before `start_iter` and buckets of which `plan` compresses nothing, those of 1-D
@@ -68,25 +70,26 @@ class FeedbackReducer(ABC):
 
     name: str
     """Its value of `--grad-path`."""
-    carries = False
 
     def __init__(
         self,
         infos: Sequence[ParamInfo],
-        group: Group,
+        exchange: Exchange,
         *,
         start_iter: int,
         share: ModelShare | None = None,
     ) -> None:
-        self.group = group
+        from megatron.data_parallel.dense import AllReduceReducer
+        from radius.share import ModelShare
+
+        super().__init__(exchange)
         self.share = share or ModelShare()
         self.start_iter = start_iter
         self.infos = {info.name: info for info in infos}
         self.offered: dict[str, torch.Tensor] = {}
-        self.bytes_sent = self.entries_sent = self.entries_stored = 0
-        self._waits = Waits()
+        self.entries_sent = self.entries_stored = 0
         self._residual: dict[str, torch.Tensor] = {}
-        self._dense = AllReduceReducer(group)
+        self._dense = AllReduceReducer(exchange)
         self._names: dict[int, tuple[str, ...]] = {}
         self._work: dict[int, CompressedWork] = {}
         self.began = self._told = False
@@ -107,6 +110,8 @@ class FeedbackReducer(ABC):
     def offer(self, bucket: GradBucket, name: str, step: StepContext) -> torch.Tensor:
         """residual + gradient of the logical entries, fp32, unscaled; what is left of it when the
         step is committed is the next residual."""
+        import torch
+
         residual, offered = self._residual[name], self.offered[name]
         gradient = bucket.slices[name].of(bucket.grad)[: residual.numel()]
         return torch.add(residual, gradient, alpha=1.0 / step.loss_scale, out=offered)
@@ -115,6 +120,8 @@ class FeedbackReducer(ABC):
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         """Allocate the residuals."""
+        import torch
+
         self._counted = [bucket.index for bucket in buckets if self.share.counts(bucket)]
         for bucket in buckets:
             matrices = all(self.infos[name].param.dim() > 1 for name in bucket.slices)
@@ -137,9 +144,6 @@ class FeedbackReducer(ABC):
         self._work[bucket.index] = work = self.compress(bucket, step)
         self.entries_sent += work.entries * counted
         return work
-
-    def wants_update(self, step: StepContext) -> bool:
-        return False
 
     def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
         work = self._work.pop(bucket.index, None)
@@ -166,13 +170,13 @@ class FeedbackReducer(ABC):
         mine = [self.entries_sent, self.entries_stored, squares]
         sent, stored, squares = self.share.total(mine)
         stats = ReducerStats(
-            bytes_sent=dense.bytes_sent + self.bytes_sent,
+            bytes_sent=dense.bytes_sent,
             density=sent / stored if stored else 1.0,
-            wait_seconds=dense.wait_seconds + self._waits.take(),
+            wait_seconds=dense.wait_seconds,
             extra={"residual_norm": math.sqrt(squares)} if full else {},
             notes=tuple(self._notes),
         )
-        self.bytes_sent = self.entries_sent = self.entries_stored = 0
+        self.entries_sent = self.entries_stored = 0
         self._notes.clear()
         return stats
 
@@ -180,9 +184,6 @@ class FeedbackReducer(ABC):
         # Before the first compressed step every residual is 0.
         for name in self._residual if self.began else ():
             yield name, Entries(param=name, values=partial(self._residual.__getitem__, name))
-
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
-        return iter(())
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
@@ -195,14 +196,29 @@ class FeedbackReducer(ABC):
                 # On this grid its parts are so small that factors would not pay.
                 self._notes.append(f"{self.name}: sends {name} whole, what waited is dropped")
 
-    # ---- for the methods -----------------------------------------------------------------------
-
-    def waiting(self, device: torch.device) -> AbstractContextManager[None]:
-        """Count the time inside as blocked, by a collective on tensors of `device`."""
-        return self._waits.on(device)
-
     def _squared_residual(self) -> float:
         """Of the residuals that this rank counts."""
+        import torch
+
         names = [name for index in self._counted for name in self._names[index]]
         norms = [torch.linalg.vector_norm(self._residual[name]).double() for name in names]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def options_of(config: Config, kind: type[T]) -> T:
+    """Return the section of a path's options."""
+    (found,) = (options for options in config.extensions.values() if isinstance(options, kind))
+    return found
+
+
+def check_start(config: Config, name: str, start: int) -> None:
+    """Raise `ConfigError` where the first compressed step is past the end of the run."""
+    training = config.training
+    counted = training.train_iters is not None or training.global_batch_size is not None
+    if training.skip_train or not counted:
+        return
+    if start > (last := config.total_iterations()):
+        raise ConfigError(
+            f"{name}: {start} is past the last step, {last}, and nothing would be compressed; "
+            f"start at {last} or before, or give --grad-path dense"
+        )

@@ -12,45 +12,18 @@ from megatron.data_parallel.bucket_plan import (
     Sent,
     StepTraffic,
 )
-from radius.baselines.sizes import count, is_smaller
+from radius.baselines.sizes import is_smaller
 
 RESIDUAL_BYTES = 8
 """Of an entry: fp32, and its successor while a step is under way."""
-POSITION_BYTES = 4
 FACTOR_BYTES = 4
-
-
-def topk_bytes(rank: RankShapes, *, density: float, value_bytes: int) -> PathBytes:
-    """`messages`: this rank's, and those that come from all ranks, until they are added up."""
-    residual = messages = 0
-    for bucket in _matrices(rank) if density < 1 else ():
-        residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
-        message = _message(rank, bucket, density, value_bytes)
-        messages += message * (1 + rank.ranks * (rank.ranks > 1))
-    own = residual * 4 // RESIDUAL_BYTES
-    return PathBytes({"residual": residual}, {"messages": messages}, own=own)
-
-
-def topk_traffic(
-    rank: RankShapes, *, density: float, start: int, steps: int, value_bytes: int
-) -> list[StepTraffic]:
-    """Dense before step `start`; then a message to every rank for each bucket of matrices."""
-    sparse = dense = _dense(rank, value_bytes)
-    if density < 1:
-        sparse = [
-            Sent("all-gather", _message(rank, bucket, density, value_bytes), number)
-            if bucket.kind.matrix
-            else dense[number]
-            for number, bucket in enumerate(rank.buckets)
-        ]
-    return _from(start, steps, dense, sparse)
 
 
 def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
     """`warm start`: the Q that the last step ended with. `factors`: P, its basis and Q, and what is
     sent whole beside the first."""
     residual = warm = passing = 0
-    for bucket in _matrices(rank):
+    for bucket in matrices(rank):
         first, second, compressed = _factors(rank, bucket, rank_of_factors)
         if not compressed:
             continue
@@ -67,7 +40,7 @@ def powersgd_traffic(
     rank: RankShapes, *, rank_of_factors: int, start: int, steps: int, value_bytes: int
 ) -> list[StepTraffic]:
     """Dense before step `start`; then two sums of factors for each bucket that has any."""
-    dense, sparse = _dense(rank, value_bytes), list[Sent]()
+    dense, sparse = all_reduces(rank, value_bytes), list[Sent]()
     for number, bucket in enumerate(rank.buckets):
         first, second, compressed = _factors(rank, bucket, rank_of_factors)
         if bucket.kind.matrix and compressed:
@@ -75,16 +48,12 @@ def powersgd_traffic(
             sparse.append(Sent("all-reduce", FACTOR_BYTES * second, number))
         else:
             sparse.append(dense[number])
-    return _from(start, steps, dense, sparse)
+    return from_start(start, steps, dense, sparse)
 
 
-def _matrices(rank: RankShapes) -> list[BucketPlan]:
+def matrices(rank: RankShapes) -> list[BucketPlan]:
+    """Return the buckets of matrices."""
     return [bucket for bucket in rank.buckets if bucket.kind.matrix]
-
-
-def _message(rank: RankShapes, bucket: BucketPlan, density: float, value_bytes: int) -> int:
-    entries = sum(count(density, rank.params[name].local_entries) for name in bucket.slices)
-    return -(-entries * (POSITION_BYTES + value_bytes) // POSITION_BYTES) * POSITION_BYTES
 
 
 def _factors(
@@ -113,14 +82,16 @@ def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> b
     return is_smaller(least[0], math.prod(least[1:]), rank_of_factors)
 
 
-def _dense(rank: RankShapes, value_bytes: int) -> list[Sent]:
+def all_reduces(rank: RankShapes, value_bytes: int) -> list[Sent]:
+    """Return one all-reduce for each bucket."""
     return [
         Sent("all-reduce", value_bytes * bucket.numel, number)
         for number, bucket in enumerate(rank.buckets)
     ]
 
 
-def _from(start: int, steps: int, dense: list[Sent], sparse: list[Sent]) -> list[StepTraffic]:
+def from_start(start: int, steps: int, dense: list[Sent], sparse: list[Sent]) -> list[StepTraffic]:
+    """Return `steps` steps, dense ones before step `start` and compressed ones from it on."""
     before = min(max(start - 1, 0), steps)
     found = [StepTraffic("dense, at the start", before, dense)] if before else []
     return [*found, StepTraffic("compressed", steps - before, sparse)]

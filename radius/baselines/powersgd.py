@@ -20,19 +20,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
-from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.data_parallel.interface import Entries, Reduced, StepContext
 from megatron.data_parallel.norm import PIECE
+from megatron.data_parallel.reducer import Entries, Reduced, StepContext
 from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import is_smaller
 from radius.share import ModelShare
 
 if TYPE_CHECKING:
-    from megatron.parallel.groups import Group
+    from megatron.data_parallel.exchange import Exchange
 
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
 """Entries of a matrix that are decompressed at a time, by the type of its device."""
@@ -95,7 +93,7 @@ class _PowerSGDWork(CompressedWork):
             gradient = bucket.slices[name].of(bucket.grad)
             self._first[place].copy_(gradient).mul_(1.0 / self._scale)
         self.entries = plan.first_round + plan.second_round
-        self._pending = reducer.mean(self._first)  # (2)
+        self._pending = reducer.exchange.mean(self._first)  # (2)
 
     def start_second_round(self) -> None:
         """Wait for P and send Q. Every rank calls it for its buckets in index order."""
@@ -104,7 +102,7 @@ class _PowerSGDWork(CompressedWork):
             basis = orthonormal(self._p(matrix))
             torch.mm(self._offered(matrix).T, basis, out=self._q(matrix))
             self._bases.append(basis)
-        self._pending = self._reducer.mean(self._second)  # (4)
+        self._pending = self._reducer.exchange.mean(self._second)  # (4)
 
     def wait(self) -> Reduced:
         self._reducer.start_second_rounds()
@@ -136,10 +134,7 @@ class _PowerSGDWork(CompressedWork):
             offered[rows].sub_(mean[rows], alpha=1.0 / self._scale)
 
     def _end_round(self) -> None:
-        if self._pending is not None:
-            with self._reducer.waiting(self._bucket.grad.device):
-                self._pending.wait()
-            self._pending = None
+        self._pending.wait()
 
     def _offered(self, matrix: _Matrix) -> torch.Tensor:
         return self._reducer.offered[matrix.name].view(matrix.rows, matrix.columns)
@@ -165,14 +160,14 @@ class PowerSGDReducer(FeedbackReducer):
     def __init__(
         self,
         infos: Sequence[ParamInfo],
-        group: Group,
+        exchange: Exchange,
         *,
         rank: int,
         seed: int,
         start_iter: int = 0,
         share: ModelShare | None = None,
     ) -> None:
-        super().__init__(infos, group, start_iter=start_iter, share=share)
+        super().__init__(infos, exchange, start_iter=start_iter, share=share)
         self.rank, self.seed = rank, seed
         self.q: dict[str, torch.Tensor] = {}
         self.first_rounds: list[_PowerSGDWork] = []
@@ -216,11 +211,6 @@ class PowerSGDReducer(FeedbackReducer):
         """Of every bucket whose first is under way: all at a step's first call, then none."""
         while self.first_rounds:
             self.first_rounds.pop(0).start_second_round()
-
-    def mean(self, factors: torch.Tensor) -> dist.Work | None:
-        """Start replacing a buffer by its mean over the group; None where there is no wait."""
-        self.bytes_sent += ring_all_reduce_bytes(factors.nbytes, self.group.size)
-        return self.group.all_reduce(factors, dist.ReduceOp.AVG, async_op=True)
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
         if self.began:

@@ -1,121 +1,161 @@
 """`--grad-path topk`: naive top-k with all-gather and error feedback (Radius paper, section 6.5).
 
 Every rank selects for itself, so ranks hold different positions and values cannot be added on the
-way: each rank's message goes to every other, which is why traffic grows with their number.
+way: each rank's message goes to every other rank, and traffic grows with the number of ranks.
 
     one bucket's message, K entries of all its parameters:   [ K positions | K values | padding ]
+
+This file is the whole path: its settings, its reducer and what the planner asks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from megatron.data_parallel.bucket import GradBucket, ParamInfo
-from megatron.data_parallel.interface import Reduced, StepContext
+from megatron.config import Interval, at_least, option, section
+from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, Sent, StepTraffic
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
-from radius.baselines.feedback import CompressedWork, FeedbackReducer
+from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
+from radius.baselines.plan import RESIDUAL_BYTES, all_reduces, from_start, matrices
 from radius.baselines.sizes import count
-from radius.share import ModelShare
 
 if TYPE_CHECKING:
-    from megatron.parallel.groups import Group
+    import torch
 
-POSITION = torch.int32
-MOST_ENTRIES = torch.iinfo(POSITION).max
-SAMPLED = 61
-"""One of so many entries is looked at first: a prime, so that no row length is a multiple."""
+    from megatron.config import Config
+    from megatron.data_parallel.bucket import GradBucket, ParamInfo
+    from megatron.data_parallel.exchange import Exchange, Transfer
+    from megatron.data_parallel.reducer import Reduced, StepContext
+    from megatron.parallel.groups import ProcessGroups
+    from radius.share import ModelShare
 
-
-def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions (int64, ascending) of the `k` entries of largest magnitude of a 1-D tensor; of
-    equal magnitudes the lower position goes first."""
-    magnitude = values.abs()
-    if magnitude.device.type == "cpu":
-        # There `topk` takes one thread 30 ns an entry at d = 0.01, and finding candidates 5.
-        likely = _candidates(magnitude, k)
-        if likely.numel() >= k:
-            return likely[_largest(magnitude[likely], k)]
-    return _largest(magnitude, k)
+POSITION_BYTES = 4
+"""A position is an int32."""
+MOST_ENTRIES = 2**31 - 1
 
 
-def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """Ascending positions of all entries above a bound that a sample suggests. If they are `k` or
-    more, the k largest are among them; else the sample was a bad one, or too small to take."""
-    sample = magnitude[::SAMPLED]
-    share = k / SAMPLED
-    enough = math.ceil(share + 4 * math.sqrt(share) + 4)  # four standard deviations
-    if enough > sample.numel():
-        return torch.empty(0, dtype=torch.int64)
-    bound = sample.topk(enough, sorted=False).values.min()
-    return (magnitude >= bound).nonzero().view(-1)
+@section
+class TopKConfig:
+    """Options of naive top-k."""
+
+    topk_density: float = option(
+        default=0.01,
+        help="Share of each matrix's entries that every rank sends (1 = all, as the dense path). "
+        "Tensor-parallel ranks each choose from their own part.",
+        within=Interval(low=0, high=1, low_open=True),
+    )
+    topk_start_iter: int = option(
+        default=0,
+        help="First step that is compressed; earlier ones are dense (0 = from the first step).",
+        within=at_least(0),
+    )
 
 
-def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """As `largest`, without waiting for the device. `topk` alone leaves ties open."""
-    top, where = magnitude.topk(k)  # in descending order: those above the k-th come first
-    tied = torch.nonzero_static(magnitude == top[-1], size=k).view(-1)  # the first k of them
-    place = torch.arange(k, device=magnitude.device) - (top > top[-1]).sum()  # among the tied
-    return torch.where(place < 0, where, tied[place.clamp_(min=0)]).sort().values
+class TopKPath(GradientPath):
+    """Naive top-k: every rank's largest entries go to every other rank."""
+
+    name = "topk"
+    sections = {"topk": TopKConfig}
+
+    def check(self, config: Config) -> None:
+        check_start(config, "topk_start_iter", options_of(config, TopKConfig).topk_start_iter)
+
+    def reducer(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        exchange: Exchange,
+    ) -> TopKReducer:
+        from radius.share import ModelShare
+
+        options = options_of(config, TopKConfig)
+        return TopKReducer(
+            infos,
+            exchange,
+            density=options.topk_density,
+            start_iter=options.topk_start_iter,
+            share=ModelShare.of(groups, infos),
+        )
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        """`messages`: this rank's message and those of all ranks, until the values are added."""
+        residual = messages = 0
+        for bucket in matrices(rank) if options_of(config, TopKConfig).topk_density < 1 else ():
+            residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
+            message = self._message_bytes(config, rank, bucket.slices)
+            messages += message * (1 + rank.ranks * (rank.ranks > 1))
+        own = residual * 4 // RESIDUAL_BYTES
+        return PathBytes({"residual": residual}, {"messages": messages}, own=own)
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        """Dense steps before the start, then a message to every rank for each matrix bucket."""
+        options = options_of(config, TopKConfig)
+        sparse = dense = all_reduces(rank, BYTES[config.precision.grad_dtype])
+        if options.topk_density < 1:
+            sparse = [
+                Sent("all-gather", self._message_bytes(config, rank, bucket.slices), number)
+                if bucket.kind.matrix
+                else dense[number]
+                for number, bucket in enumerate(rank.buckets)
+            ]
+        return from_start(options.topk_start_iter, config.total_iterations(), dense, sparse)
+
+    def _message_bytes(self, config: Config, rank: RankShapes, names: Iterable[str]) -> int:
+        density = options_of(config, TopKConfig).topk_density
+        entries = sum(count(density, rank.params[name].local_entries) for name in names)
+        return message_bytes(entries, BYTES[config.precision.grad_dtype])
 
 
-@dataclass
-class _Message:
-    """A rank's bytes of a bucket, and the views that make sense of them."""
+def message_bytes(entries: int, value_bytes: int) -> int:
+    """Return the length of a message, such that the next rank's begins where a position may."""
+    used = entries * (POSITION_BYTES + value_bytes)
+    return -(-used // POSITION_BYTES) * POSITION_BYTES
 
-    raw: torch.Tensor
-    positions: torch.Tensor
-    values: torch.Tensor
 
-    @classmethod
-    def within(cls, raw: torch.Tensor, entries: int, dtype: torch.dtype) -> _Message:
-        head = entries * POSITION.itemsize
-        tail = head + entries * dtype.itemsize
-        return cls(raw, raw[:head].view(POSITION), raw[head:tail].view(dtype))
+def split_message(
+    raw: torch.Tensor, entries: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the positions (int32) and of the values of a message (uint8)."""
+    import torch
 
-    @staticmethod
-    def length(entries: int, dtype: torch.dtype) -> int:
-        """Bytes, such that the next rank's message begins where a position may."""
-        used = entries * (POSITION.itemsize + dtype.itemsize)
-        return -(-used // POSITION.itemsize) * POSITION.itemsize
+    head = entries * POSITION_BYTES
+    tail = head + entries * dtype.itemsize
+    return raw[:head].view(torch.int32), raw[head:tail].view(dtype)
 
 
 @dataclass
 class _TopKWork(CompressedWork):
     bucket: GradBucket
-    message: torch.Tensor  # held until the collective has read it
-    received: torch.Tensor  # [ranks, bytes]
+    message: torch.Tensor  # unchanged until the collective has read it
+    received: Transfer  # [ranks, bytes]
     entries: int
-    pending: dist.Work | None
-    reducer: TopKReducer
 
     def wait(self) -> Reduced:
-        self.drop()
+        from megatron.data_parallel.reducer import Reduced
+
+        received = self.received.wait()
         mean = self.bucket.grad.zero_()
         # Rank after rank, on every rank alike. Within one message no position occurs twice, so
         # each addition is the same whatever the order of its entries.
-        for raw in self.received:
-            theirs = _Message.within(raw, self.entries, mean.dtype)
-            mean.index_add_(0, theirs.positions, theirs.values.div_(len(self.received)))
+        for raw in received:
+            positions, values = split_message(raw, self.entries, mean.dtype)
+            mean.index_add_(0, positions, values.div_(len(received)))
         return Reduced(values=mean)
 
     def drop(self) -> None:
-        if self.pending is not None:
-            with self.reducer.waiting(self.bucket.grad.device):
-                self.pending.wait()
+        self.received.wait()
 
 
 class TopKReducer(FeedbackReducer):
     """Sends, of each matrix, the `density` share of entries of largest |residual + gradient|.
 
-    The sharded parts of a tensor-parallel parameter are selected from one by one. Values travel in
-    the gradient's type; what that rounds off stays in the residual. At density 1 positions tell
-    nothing, so everything goes as on the dense path.
+    The shards of a tensor-parallel parameter are selected from separately. Values are sent in the
+    gradient's dtype; the rounding error stays in the residual. At density 1 positions carry no
+    information, so everything is sent as on the dense path.
     """
 
     name = "topk"
@@ -123,13 +163,13 @@ class TopKReducer(FeedbackReducer):
     def __init__(
         self,
         infos: Sequence[ParamInfo],
-        group: Group,
+        exchange: Exchange,
         *,
         density: float,
         start_iter: int = 0,
         share: ModelShare | None = None,
     ) -> None:
-        super().__init__(infos, group, start_iter=start_iter, share=share)
+        super().__init__(infos, exchange, start_iter=start_iter, share=share)
         self.density = density
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:
@@ -142,30 +182,24 @@ class TopKReducer(FeedbackReducer):
         return bucket.names if self.density < 1.0 else ()
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
+        import torch
+
+        from megatron.sparse.largest import largest
+
         counts = {
             name: count(self.density, self.infos[name].local_entries) for name in bucket.slices
         }
         entries, grad = sum(counts.values()), bucket.grad
-        length = _Message.length(entries, grad.dtype)
+        length = message_bytes(entries, grad.element_size())
         raw = torch.zeros(length, dtype=torch.uint8, device=grad.device)
-        message = _Message.within(raw, entries, grad.dtype)
+        positions, values = split_message(raw, entries, grad.dtype)
         at = 0
         for name, k in counts.items():
             offered = self.offer(bucket, name, step)
             chosen = largest(offered, k)
             picked = offered[chosen]
-            sent = message.values[at : at + k].copy_(picked * step.loss_scale)
+            sent = values[at : at + k].copy_(picked * step.loss_scale)
             offered[chosen] = picked - sent.float() / step.loss_scale
-            message.positions[at : at + k] = chosen + bucket.slices[name].start
+            positions[at : at + k] = chosen + bucket.slices[name].start
             at += k
-        return self._gather(bucket, raw, entries)
-
-    def _gather(self, bucket: GradBucket, raw: torch.Tensor, entries: int) -> CompressedWork:
-        ranks, pending = self.group.size, None
-        received = raw.unsqueeze(0)
-        if ranks > 1:
-            received = raw.new_empty(ranks, raw.numel())
-            self.group.calls.note("gather", raw)
-            pending = dist.all_gather(list(received), raw, group=self.group.handle, async_op=True)
-            self.bytes_sent += (ranks - 1) * raw.nbytes
-        return _TopKWork(bucket, raw, received, entries, pending, self)
+        return _TopKWork(bucket, raw, self.exchange.gather(raw), entries)

@@ -17,7 +17,8 @@ import torch
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts, StepContext
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.cut import Cut, even_share

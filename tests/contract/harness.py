@@ -17,7 +17,8 @@ import torch
 from megatron.config import OffloadConfig, OptimizerConfig
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Entries, Step, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reducer import Entries, Step, StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.offload import OffloadedOptimizer
@@ -137,7 +138,9 @@ class Toy:
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
         if case.sharded:
-            parts = replace(parts, reducer=ReduceScatterReducer(groups.dp, scatter=scatter))
+            parts = replace(
+                parts, reducer=ReduceScatterReducer(Exchange(groups.dp), scatter=scatter)
+            )
         self.engine = GradientEngine(
             self.infos,
             parts,

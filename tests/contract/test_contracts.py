@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError, PeerError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import SGD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reducer import StepContext
 from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import RANDOM, PathCase, Toy, gradients, same
@@ -81,8 +84,17 @@ def on_rank_fp16(groups: ProcessGroups) -> list[Any]:
     for kind in (AllReduceReducer, ReduceScatterReducer):
         for divides in (True, False):
             grad = torch.tensor([1.0, 3.0, 60000.0], dtype=torch.float16)
-            before, operation = grad.clone(), kind(groups.dp, divides).prepare(grad)
-            kept.append((torch.equal(grad, before), operation == dist.ReduceOp.SUM))
+            seen: list[tuple[torch.Tensor, object]] = []
+
+            def all_reduce(values: torch.Tensor, op: object, **_: object) -> None:
+                seen.append((values.clone(), op))  # noqa: B023
+
+            group: Any = SimpleNamespace(size=groups.dp.size, rank=0, all_reduce=all_reduce)
+            bucket: Any = SimpleNamespace(grad=grad, numel=3, shard=None, room=None)
+            before = grad.clone()
+            kind(Exchange(group), divides).reduce(bucket, StepContext(t=1))
+            ((sent_values, operation),) = seen
+            kept.append((torch.equal(sent_values, before), operation == dist.ReduceOp.SUM))
     return [sent[0] == sent[1], *kept]
 
 

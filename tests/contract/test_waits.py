@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.exchange import Exchange, Transfer
 from megatron.data_parallel.waits import Waits
 from megatron.parallel.groups import Group
 
@@ -79,12 +82,14 @@ class LateWork:
 
 def test_the_dense_path_tells_of_the_stream_a_step_later() -> None:
     stream = Stream()
-    reducer = AllReduceReducer(Group((0, 1), 0))
-    reducer.waits = Waits(stream.event)
+    reducer = AllReduceReducer(exchange := Exchange(Group((0, 1), 0)))
+    exchange.waits = Waits(stream.event)
+    values: Any = SimpleNamespace(device=GPU)
 
     def steps() -> Iterator[float]:
         while True:
-            reducer.block_on(LateWork(stream), GPU)  # pyright: ignore[reportArgumentType]
+            late: Any = LateWork(stream)
+            Transfer(values, [late], exchange).wait()
             yield reducer.stats().wait_seconds
             stream.reached = stream.given
 

@@ -13,10 +13,11 @@ import torch
 from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import shard_length
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.layout import DenseLayout
 from megatron.data_parallel.sharded import ReduceScatterReducer, mean_reducer
 from megatron.errors import NumericsError
 from megatron.guards.replicas import compare_replicas
@@ -66,7 +67,7 @@ def test_slices_of_all_ranks_are_all_of_a_parameter() -> None:
             tp_sharded=False,
         )
         group = SimpleNamespace(size=4, rank=rank)
-        ReduceScatterReducer(group).attach([bucket], DenseLayout())  # type: ignore[arg-type]
+        ReduceScatterReducer(Exchange(group)).attach([bucket], DenseLayout())  # type: ignore[arg-type]
         assert bucket.kept == Slice(128 * rank, 128) and bucket.numel == 512
         for name in slices:
             found[name].append(bucket.kept_of(name))
@@ -80,7 +81,7 @@ def on_rank_choice(groups: ProcessGroups) -> list[str]:
     infos = Toy(groups, DENSE).infos
     asked = config_of(sharded(DENSE))
     found = [GRADIENT_PATHS["dense"].build(asked, infos, groups).reducer]
-    return [type(r).__name__ for r in (*found, mean_reducer(config_of(DENSE), groups))]
+    return [type(r).__name__ for r in (*found, mean_reducer(config_of(DENSE), Exchange(groups.dp)))]
 
 
 def test_the_flag_chooses_the_reducer(ranks: Ranks) -> None:
@@ -346,7 +347,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
         infos.append(ParamInfo(name=name, leaves=(leaf,), logical_shape=whole.shape, cut=cut))
     parts = PathParts(
         layout=CompressedLayout(local_masks) if pruned else DenseLayout(),
-        reducer=ReduceScatterReducer(on_grid.dp),
+        reducer=ReduceScatterReducer(Exchange(on_grid.dp)),
     )
     engine = GradientEngine(infos, parts, on_grid, cap=1 << 20, grad_dtype=torch.float32)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))

@@ -73,6 +73,11 @@ def spoken_commands(page: Path) -> list[Command]:
     return list(found.values())
 
 
+def python_fences(page: Path) -> list[str]:
+    """The Python code of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
 def _is_command(span: str) -> bool:
     words = span.split()
     assigned = [word for word in words if re.match(r"[A-Z_]+=", word)]

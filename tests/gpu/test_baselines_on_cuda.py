@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group
+from megatron.sparse.largest import largest
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
-from radius.baselines.topk import TopKReducer, largest
+from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, infos_of, mean_of, random
 
@@ -25,18 +27,18 @@ def test_ties_are_broken_alike(device: torch.device) -> None:
 def test_topk_is_the_same_to_the_bit(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         infos = infos_of(SHAPES)
-        there = _states(TopKReducer(infos, ALONE, density=0.1), device, dtype)
-        here = _states(TopKReducer(infos, ALONE, density=0.1), torch.device("cpu"), dtype)
+        there = _states(TopKReducer(infos, Exchange(ALONE), density=0.1), device, dtype)
+        here = _states(TopKReducer(infos, Exchange(ALONE), density=0.1), torch.device("cpu"), dtype)
         assert all(torch.equal(there[name], here[name]) for name in here)
 
 
 def test_powersgd_is_the_same_but_for_rounding(device: torch.device) -> None:
     infos = infos_of(SHAPES)
-    there = _states(PowerSGDReducer(infos, ALONE, rank=4, seed=1), device, torch.float32)
+    there = _states(PowerSGDReducer(infos, Exchange(ALONE), rank=4, seed=1), device, torch.float32)
     here = _states(
-        PowerSGDReducer(infos, ALONE, rank=4, seed=1), torch.device("cpu"), torch.float32
+        PowerSGDReducer(infos, Exchange(ALONE), rank=4, seed=1), torch.device("cpu"), torch.float32
     )
-    again = _states(PowerSGDReducer(infos, ALONE, rank=4, seed=1), device, torch.float32)
+    again = _states(PowerSGDReducer(infos, Exchange(ALONE), rank=4, seed=1), device, torch.float32)
     for name in here:
         torch.testing.assert_close(there[name], here[name], rtol=1e-2, atol=1e-2)
         assert torch.equal(there[name], again[name])

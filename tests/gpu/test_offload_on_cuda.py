@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import BucketLayout, PathParts, Rewiring
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts, Rewiring
+from megatron.data_parallel.layout import BucketLayout, DenseLayout
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.optimizer.rules import AdamW
@@ -42,7 +43,7 @@ class Net:
             for number in range(COUNT)
         ]
         parts = PathParts(
-            layout=self.layout(share, 1), reducer=AllReduceReducer(ALONE.dp), growth=1.0
+            layout=self.layout(share, 1), reducer=AllReduceReducer(Exchange(ALONE.dp))
         )
         self.engine = GradientEngine(
             self.infos,

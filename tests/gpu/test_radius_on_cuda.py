@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.locate import find_checkpoint
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.reducer import StepContext
 from tests.contract.harness import copies
 from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.checkpoint.locate import find_checkpoint
 from megatron.config import parse, resolve
 from megatron.data.loader import BatchReader
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.reducer import StepContext
 from megatron.launch import Launch
 from megatron.origin import Origin
 from megatron.parallel.dims import ParallelDims

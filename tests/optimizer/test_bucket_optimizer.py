@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.optimizer import bucket_optimizer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer

@@ -13,7 +13,9 @@ import torch
 from megatron.data_parallel.bucket import ParamInfo, Slice
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts, Reduced
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.reducer import Reduced
 from megatron.errors import NumericsError
 from megatron.guards.replicas import compare_replicas
 from megatron.optimizer import bucket_optimizer, shards
@@ -332,7 +334,7 @@ def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
     masks = {info.name: torch.rand(512 * 64) < shared for info in infos if shared < 1}
     layout = CompressedLayout(masks, device=torch.device("cpu"))
     del masks
-    parts = PathParts(layout=layout, reducer=AllReduceReducer(ALONE.dp), growth=1.0)
+    parts = PathParts(layout=layout, reducer=AllReduceReducer(Exchange(ALONE.dp)))
     engine = GradientEngine(
         infos, parts, ALONE, cap=4 * bucket_size, grad_dtype=torch.bfloat16, stream=True
     )

@@ -9,8 +9,7 @@ import torch
 from megatron.config import parse
 from megatron.config.running import OffloadConfig
 from megatron.data_parallel.bucket import ALIGNMENT
-from megatron.data_parallel.bucket_plan import mean_traffic
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import BYTES, mean_traffic
 from megatron.errors import ConfigError
 from megatron.optimizer.build import update_rule
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
-from megatron.data_parallel.interface import Reduced, StepContext
+from megatron.data_parallel.reducer import Reduced, StepContext
 from radius.baselines.feedback import FeedbackReducer
 
 Tensors = Mapping[str, torch.Tensor]

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron.data_parallel.interface import Reduced
+from megatron.data_parallel.reducer import Reduced
 from megatron.optimizer.rules import AdamW, Hyper
 from megatron.sparse.reference import BLOCK, GROUP, Bits
 from megatron.sparse.selection import draw_seeded, select_largest

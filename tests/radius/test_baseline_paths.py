@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron.config import Config, parse
+from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
-from radius.baselines.paths import PowerSGDConfig, TopKConfig
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer
-from radius.baselines.topk import TopKReducer
+from radius.baselines.powersgd_path import PowerSGDConfig
+from radius.baselines.topk import TopKConfig, TopKReducer
 from tests.contract.harness import PathCase, copies
 from tests.contract.test_contracts import on_rank_resume
 from tests.planner.shapes import rank_of
@@ -101,9 +102,9 @@ def test_planned_bytes_are_those_allocated(precision: str) -> None:
     infos = infos_of(SHAPES)
     alone = Group((0,), 0)
     for flags, reducer in (
-        ("topk --topk-density 0.1", TopKReducer(infos, alone, density=0.1)),
-        ("topk --topk-density 1", TopKReducer(infos, alone, density=1.0)),
-        ("powersgd --powersgd-rank 2", PowerSGDReducer(infos, alone, rank=2, seed=0)),
+        ("topk --topk-density 0.1", TopKReducer(infos, Exchange(alone), density=0.1)),
+        ("topk --topk-density 1", TopKReducer(infos, Exchange(alone), density=1.0)),
+        ("powersgd --powersgd-rank 2", PowerSGDReducer(infos, Exchange(alone), rank=2, seed=0)),
     ):
         config = read(f"--grad-path {flags} {precision}")
         bucket = bucket_of(infos, dtype=getattr(torch, config.precision.grad_dtype))

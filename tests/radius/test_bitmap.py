@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data_parallel.interface import Reduced, Run
+from megatron.data_parallel.reducer import Reduced, Run
 from megatron.optimizer.rules import SGD, AdamW, Hyper
 from megatron.sparse.reference import BLOCK, CHUNK
 from megatron.sparse.selection import Given, draw_seeded, select_largest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data_parallel.interface import Reduced
+from megatron.data_parallel.reducer import Reduced
 from megatron.optimizer.rules import SGD, AdamW, Hyper, UpdateRule
 from megatron.sparse.selection import CHUNK
 from radius.chunk_index import ChunkIndex

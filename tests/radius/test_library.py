@@ -16,9 +16,11 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.layout import DenseLayout
+from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.groups import ProcessGroups
@@ -115,7 +117,9 @@ def on_rank_engine_gpt(groups: ProcessGroups) -> tuple[list[float], dict[str, to
     infos = model.parameter_infos()
     matrices = {i.name: i.param.numel() for i in infos if i.param.dim() > 1}
     settings = RadiusSettings(density=Fraction(str(DENSITY)), interval=INTERVAL, start=START)
-    parts = PathParts(layout=DenseLayout(), reducer=RadiusReducer(groups.dp, matrices, settings))
+    parts = PathParts(
+        layout=DenseLayout(), reducer=RadiusReducer(Exchange(groups.dp), matrices, settings)
+    )
     engine = GradientEngine(infos, parts, groups, cap=4096, grad_dtype=torch.float32)
     optimizer = BucketOptimizer(engine, AdamW(beta1=BETA1, beta2=BETA2, eps=EPSILON))
     losses = []

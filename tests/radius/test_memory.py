@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.data_parallel.arriving import ArrivingMeans
 from megatron.data_parallel.bucket import GradBucket, Slice
-from megatron.data_parallel.interface import BucketUpdate, Step, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reducer import BucketUpdate, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW, Hyper
 from megatron.parallel.groups import Group
@@ -49,7 +50,7 @@ class Bench:
         self.moments = [torch.zeros(ENTRIES), torch.zeros(ENTRIES)]
         settings = RadiusSettings(density=Fraction(density), interval=4, start=1, **options)
         self.before = storages()
-        self.reducer = RadiusReducer(Group((0,), 0), {"w": ENTRIES}, settings)
+        self.reducer = RadiusReducer(Exchange(Group((0,), 0)), {"w": ENTRIES}, settings)
         self.reducer.attach([self.bucket])
 
     def step(self, t: int) -> None:

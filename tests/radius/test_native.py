@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.reference import BLOCK, GROUP, Bits, count_blocks
 from megatron.sparse.selection import Given
@@ -345,6 +346,6 @@ def test_so_do_those_that_share_a_model(others: bool) -> None:
 
     share = ModelShare(sum_over_model=sum_over_model)
     settings = RadiusSettings(density=Fraction("0.4"), interval=4, start=1)
-    reducer = RadiusReducer(Group((0,), 0), {}, settings, share)
+    reducer = RadiusReducer(Exchange(Group((0,), 0)), {}, settings, share)
     with index_of(bits=True):
         assert reducer._all_keep_bits(CPU) is others

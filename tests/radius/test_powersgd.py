@@ -10,7 +10,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reducer import StepContext
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer, first_q
 from tests.contract.harness import copies
@@ -25,7 +26,7 @@ ALONE = Group((0,), 0)
 
 def reducer_of(infos: list, group: Group, **options: Any) -> PowerSGDReducer:
     settings: dict[str, Any] = {"rank": RANK, "seed": SEED}
-    return PowerSGDReducer(infos, group, **(settings | options))
+    return PowerSGDReducer(infos, Exchange(group), **(settings | options))
 
 
 def on_rank_steps(groups: ProcessGroups, dtype: torch.dtype, scale: float) -> list[dict]:
@@ -281,7 +282,7 @@ def test_a_dropped_step_sends_no_second_round_and_changes_nothing() -> None:
 def on_rank_limit(groups: ProcessGroups, rank: int, start_iter: int) -> list[bool]:
     infos = infos_of(SHAPES)
     reducer = reducer_of(infos, groups.dp, rank=rank, start_iter=start_iter)
-    dense, bucket, other = AllReduceReducer(groups.dp), bucket_of(infos), bucket_of(infos)
+    dense, bucket, other = AllReduceReducer(Exchange(groups.dp)), bucket_of(infos), bucket_of(infos)
     reducer.attach([bucket])
     same = []
     for t in range(1, 5):

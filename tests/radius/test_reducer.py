@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import PeerError
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import SHAPES, PathCase, Toy, gradients, same

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.interface import StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
-from radius.baselines.topk import SAMPLED, TopKReducer, largest
+from megatron.sparse.largest import SAMPLED, largest
+from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
@@ -58,7 +60,10 @@ def on_rank_steps(
     groups: ProcessGroups, density: float, dtype: torch.dtype, scale: float
 ) -> list[dict]:
     infos = infos_of(SHAPES)
-    reducer, bucket = TopKReducer(infos, groups.dp, density=density), bucket_of(infos, dtype=dtype)
+    reducer, bucket = (
+        TopKReducer(infos, Exchange(groups.dp), density=density),
+        bucket_of(infos, dtype=dtype),
+    )
     reducer.attach([bucket])
     found = []
     for step in range(5):
@@ -115,7 +120,10 @@ def test_steps_follow_the_formulas(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nothing_is_lost_not_a_bit(dtype: torch.dtype) -> None:
     infos = infos_of(SHAPES)
-    reducer, bucket = TopKReducer(infos, ALONE, density=0.2), bucket_of(infos, dtype=dtype)
+    reducer, bucket = (
+        TopKReducer(infos, Exchange(ALONE), density=0.2),
+        bucket_of(infos, dtype=dtype),
+    )
     reducer.attach([bucket])
     before = {name: torch.zeros(math.prod(shape)) for name, shape in SHAPES.items()}
     for step in range(4):
@@ -133,7 +141,8 @@ def test_nothing_is_lost_not_a_bit(dtype: torch.dtype) -> None:
 
 def test_vocabulary_padding_is_neither_selected_nor_saved() -> None:
     infos = infos_of({"embedding": (5, 4)}, padded={"embedding": (8, 4)})
-    reducer, bucket = TopKReducer(infos, ALONE, density=0.5), bucket_of(infos)
+    reducer = TopKReducer(infos, Exchange(ALONE), density=0.5)
+    bucket = bucket_of(infos)
     reducer.attach([bucket])
     mean = mean_of(reducer, bucket, {"embedding": torch.zeros(8, 4)}, t=1)
     assert reducer.stats().density == 10 / 32
@@ -145,8 +154,8 @@ def test_vocabulary_padding_is_neither_selected_nor_saved() -> None:
 
 def on_rank_limit(groups: ProcessGroups, density: float, start_iter: int) -> list[bool]:
     infos = infos_of(SHAPES)
-    reducer = TopKReducer(infos, groups.dp, density=density, start_iter=start_iter)
-    dense, bucket, other = AllReduceReducer(groups.dp), bucket_of(infos), bucket_of(infos)
+    reducer = TopKReducer(infos, Exchange(groups.dp), density=density, start_iter=start_iter)
+    dense, bucket, other = AllReduceReducer(Exchange(groups.dp)), bucket_of(infos), bucket_of(infos)
     reducer.attach([bucket])
     same = []
     for t in range(1, 5):
@@ -171,7 +180,10 @@ def test_density_one_and_steps_before_the_first_are_the_dense_path(
 
 def test_the_log_tells_once_when_compression_begins() -> None:
     infos = infos_of(SHAPES)
-    reducer, bucket = TopKReducer(infos, ALONE, density=0.2, start_iter=2), bucket_of(infos)
+    reducer, bucket = (
+        TopKReducer(infos, Exchange(ALONE), density=0.2, start_iter=2),
+        bucket_of(infos),
+    )
     reducer.attach([bucket])
     told = []
     for t in range(1, 5):
@@ -192,4 +204,4 @@ def test_a_bucket_that_positions_cannot_reach_is_refused() -> None:
         tp_sharded=False,
     )
     with pytest.raises(ConfigError, match="--ddp-bucket-size"):
-        TopKReducer([info], ALONE, density=0.01).attach([bucket])
+        TopKReducer([info], Exchange(ALONE), density=0.01).attach([bucket])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.interface import Rewirer
+from megatron.data_parallel.gradient_path import Rewirer
 from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import grid_of

@@ -10,10 +10,12 @@ import torch
 from torch.nn.functional import conv2d, cross_entropy, relu
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import BucketLayout, PathParts, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.layout import BucketLayout, DenseLayout
+from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims
@@ -56,7 +58,7 @@ class Net:
             for n, p in self.params.items()
         ]
         self.layout = CompressedLayout(self.masks)
-        parts = PathParts(layout=self.layout, reducer=AllReduceReducer(ALONE.dp))
+        parts = PathParts(layout=self.layout, reducer=AllReduceReducer(Exchange(ALONE.dp)))
         self.engine = GradientEngine(infos, parts, ALONE, cap=900, grad_dtype=torch.float32)
         self.before = {name: param.detach().clone() for name, param in self.params.items()}
         self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
@@ -150,7 +152,7 @@ def train_normed(layout: BucketLayout | None, sparsity: Fraction) -> tuple[list[
         weights = {info.name: info.param.detach() for info in prunable(infos, keep_embeddings=True)}
         masks = magnitude(weights, sparsity)
         layout = CompressedLayout({name: mask.view(-1) for name, mask in masks.items()})
-    parts = PathParts(layout=layout, reducer=AllReduceReducer(ALONE.dp))
+    parts = PathParts(layout=layout, reducer=AllReduceReducer(Exchange(ALONE.dp)))
     engine = GradientEngine(infos, parts, ALONE, cap=2000, grad_dtype=torch.float32)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
     losses: list[float] = []

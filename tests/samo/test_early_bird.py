@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.layout import DenseLayout
+from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims
@@ -262,7 +264,9 @@ def test_a_run_is_dense_and_then_compressed(dtype: torch.dtype) -> None:
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
     def parts(bird: EarlyBird | None) -> PathParts:
-        return PathParts(layout=DenseLayout(), reducer=AllReduceReducer(groups.dp), rewirer=bird)
+        return PathParts(
+            layout=DenseLayout(), reducer=AllReduceReducer(Exchange(groups.dp)), rewirer=bird
+        )
 
     bird, ticket = early_bird(limit=0.1), first_ticket(INTERVAL)
     sparse = steps_of(parts(bird), dtype, until=ticket + 3)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron.config import OffloadConfig, OptimizerConfig
-from megatron.data_parallel.buckets import DenseLayout
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import Masks, PathParts, Rewiring, Saved, StepContext
+from megatron.data_parallel.gradient_path import PathParts, Rewiring, Saved
+from megatron.data_parallel.layout import DenseLayout, Masks
+from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW

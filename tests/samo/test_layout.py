@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.buckets import DenseLayout
+from megatron.data_parallel.layout import DenseLayout
 from megatron.errors import ConfigError
 from megatron.sparse.reference import CHUNK
 from samo.layout import MOST_ENTRIES, Bitmap, CompressedLayout, Count, Positions

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.buckets import DenseLayout
-from megatron.data_parallel.interface import Masks, Rewiring
+from megatron.data_parallel.gradient_path import Rewiring
+from megatron.data_parallel.layout import DenseLayout, Masks
 from samo.regrowth import choose, share_out
 from samo.rewiring import DsrRewirer, RewiringSettings
 from samo.schedule import Schedule

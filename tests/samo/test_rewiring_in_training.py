@@ -11,7 +11,9 @@ import torch
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import PathParts, StepContext
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
 from megatron.parallel.dims import ParallelDims
@@ -61,7 +63,7 @@ class Net:
         )
         parts = PathParts(
             layout=CompressedLayout(saved.masks if saved else draws),
-            reducer=AllReduceReducer(groups.dp),
+            reducer=AllReduceReducer(Exchange(groups.dp)),
             rewirer=DsrRewirer(PRUNED, settings, CompressedLayout),
         )
         self.rank = groups.dp.rank

@@ -19,7 +19,7 @@ import torch
 from megatron.config import parse, resolve
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.interface import ReducerStats, StepContext
+from megatron.data_parallel.reducer import ReducerStats, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.build import update_rule
 from megatron.parallel.groups import ProcessGroups

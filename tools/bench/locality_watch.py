@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.config import Config, parse, resolve
-from megatron.data_parallel.interface import Step
+from megatron.data_parallel.reducer import Step
 from megatron.errors import ConfigError
 from megatron.launch import detect_launch
 from megatron.metrics import NullMetrics

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from megatron.data_parallel.interface import Reduced  # noqa: E402
+from megatron.data_parallel.reducer import Reduced  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.optimizer.rules import Hyper  # noqa: E402
 from megatron.processor import processor_model  # noqa: E402

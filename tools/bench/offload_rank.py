@@ -17,10 +17,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
-from megatron.data_parallel.buckets import DenseLayout  # noqa: E402
 from megatron.data_parallel.dense import AllReduceReducer  # noqa: E402
 from megatron.data_parallel.engine import GradientEngine  # noqa: E402
-from megatron.data_parallel.interface import PathParts, StepContext  # noqa: E402
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.gradient_path import PathParts  # noqa: E402
+from megatron.data_parallel.layout import DenseLayout  # noqa: E402
+from megatron.data_parallel.reducer import StepContext  # noqa: E402
 from megatron.optimizer.offload import OffloadedOptimizer  # noqa: E402
 from megatron.optimizer.rules import AdamW  # noqa: E402
 from megatron.parallel.dims import ParallelDims  # noqa: E402
@@ -73,7 +75,7 @@ class Updates:
             )
             for number in range(settings["matrices"])
         ]
-        parts = PathParts(layout=DenseLayout(), reducer=AllReduceReducer(groups.dp), growth=1.0)
+        parts = PathParts(layout=DenseLayout(), reducer=AllReduceReducer(Exchange(groups.dp)))
         self._engine = GradientEngine(
             self._infos,
             parts,

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from megatron.data_parallel.interface import Reduced  # noqa: E402
+from megatron.data_parallel.reducer import Reduced  # noqa: E402
 from megatron.optimizer.rules import AdamW, Hyper  # noqa: E402
 from megatron.sparse.selection import select_largest  # noqa: E402
 from radius.bitmap import BitmapIndex  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import Config, check, resolve
 from megatron.config.config import SPECS
 from megatron.config.refused_pairs import check_pairs
-from megatron.data_parallel.interface import GradientPath
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from tools.planner.plan import Plan
 

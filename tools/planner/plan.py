@@ -9,9 +9,8 @@ from functools import cached_property
 from megatron.config import Config
 from megatron.config.compilation import choose_compilation
 from megatron.config.parallel_rules import check_vocabulary
-from megatron.data_parallel.bucket_plan import RankShapes
-from megatron.data_parallel.interface import GradientPath
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import BYTES, RankShapes
+from megatron.data_parallel.gradient_path import GradientPath
 from megatron.memory_estimate import (
     ActivationBytes,
     Activations,

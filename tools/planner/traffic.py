@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config import Config
-from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic, ring_all_reduce_bytes
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import BYTES, RankShapes, StepTraffic, ring_all_reduce_bytes
 from megatron.low_memory.spans import recompute_spans
 from megatron.memory_estimate import Activations, Grid, microbatches_of
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.data_parallel.bucket_plan import RankShapes, Sent
-from megatron.data_parallel.path import BYTES
+from megatron.data_parallel.bucket_plan import BYTES, RankShapes, Sent
 from megatron.memory_estimate import Grid
 from tools.planner.site import Link, Site
 from tools.planner.traffic import state_width

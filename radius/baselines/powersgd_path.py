@@ -1,0 +1,81 @@
+"""`--grad-path powersgd`: its settings, and what the planner asks. Loads torch only to build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.config import at_least, option, section
+from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
+from megatron.data_parallel.gradient_path import GradientPath
+from radius.baselines.feedback import check_start, options_of
+from radius.baselines.plan import powersgd_bytes, powersgd_traffic
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.data_parallel.bucket import ParamInfo
+    from megatron.data_parallel.exchange import Exchange
+    from megatron.parallel.groups import ProcessGroups
+    from radius.baselines.powersgd import PowerSGDReducer
+
+
+@section
+class PowerSGDConfig:
+    """Options of PowerSGD."""
+
+    powersgd_rank: int = option(
+        default=4,
+        help="Rank of the matrices that gradients are approximated by; those too small to gain "
+        "from it are sent whole. Parts on tensor-parallel ranks are matrices of their own.",
+        within=at_least(1),
+    )
+    powersgd_start_iter: int = option(
+        default=0,
+        help="First step that is compressed; earlier ones are dense (0 = from the first step).",
+        within=at_least(0),
+    )
+
+
+class PowerSGDPath(GradientPath):
+    """PowerSGD: gradients of matrices as products of two thin ones."""
+
+    name = "powersgd"
+    sections = {"powersgd": PowerSGDConfig}
+
+    def check(self, config: Config) -> None:
+        start = options_of(config, PowerSGDConfig).powersgd_start_iter
+        check_start(config, "powersgd_start_iter", start)
+
+    def reducer(
+        self,
+        config: Config,
+        infos: Sequence[ParamInfo],
+        groups: ProcessGroups,
+        exchange: Exchange,
+    ) -> PowerSGDReducer:
+        from radius.baselines.powersgd import PowerSGDReducer
+        from radius.share import ModelShare
+
+        options = options_of(config, PowerSGDConfig)
+        return PowerSGDReducer(
+            infos,
+            exchange,
+            rank=options.powersgd_rank,
+            seed=config.training.seed,
+            start_iter=options.powersgd_start_iter,
+            share=ModelShare.of(groups, infos),
+        )
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        options = options_of(config, PowerSGDConfig)
+        return powersgd_bytes(rank, rank_of_factors=options.powersgd_rank)
+
+    def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
+        options = options_of(config, PowerSGDConfig)
+        return powersgd_traffic(
+            rank,
+            rank_of_factors=options.powersgd_rank,
+            start=options.powersgd_start_iter,
+            steps=config.total_iterations(),
+            value_bytes=BYTES[config.precision.grad_dtype],
+        )
