@@ -7,6 +7,7 @@ with the present code.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -83,6 +84,19 @@ def test_training_goes_on(ranks: Ranks, tmp_path: Path, name: str, world: int) -
     flags = f"--config {run_dir / 'config.yaml'} --device cpu"
     losses = ranks.run(world, on_rank, flags, run_dir)[0]
     assert list(losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    loose = world != WORLD and name in BASELINES
-    expected = pytest.approx(EXPECTED[name]["losses"], rel=0.05 if loose else 1e-4)
-    assert list(losses.values()) == expected
+    tolerance = 1e-4
+    if name == "offload":
+        # Kinds of CPUs differ in whether they round the products of bf16 numbers to bf16.
+        tolerance = 1e-3
+    if world != WORLD and name in BASELINES:
+        tolerance = 0.05
+    assert list(losses.values()) == pytest.approx(EXPECTED[name]["losses"], rel=tolerance)
+
+
+def test_the_files_name_no_path_and_stay_small() -> None:
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    kept = {path: path.read_bytes() for path in files if path.suffix not in (".py", ".pyc")}
+    assert sum(map(len, kept.values())) < 3 << 19
+    texts = {path: text for path, text in kept.items() if path.suffix in (".json", ".yaml")}
+    assert texts
+    assert not [path for path, text in texts.items() if re.search(rb"[\"' ]/[A-Za-z]", text)]
