@@ -108,8 +108,17 @@ CASES: dict[str, Case] = {
     "python pretrain_gpt.py --config configs/gpt_tiny.yaml": Case(typed=f"{{}} {BRIEF}"),
     "touch RUN/SAVE": Case(instead={"RUN": "runs/gpt_tiny"}),
     "pretrain_gpt.py --help": Case(typed="python {}"),
+    # ---- contributing: the first clone again ---------------------------------------------------
+    "pip install -e '.[data,log,mpi,dev]'": Case(
+        typed="deactivate; cd $READER/clone && . .venv/bin/activate && {}"
+    ),
+    # The clone of the tests was copied, not cloned.
+    "python tools/golden.py compare": Case(
+        typed="git init -q -b main && git add -A && "
+        "git -c user.name=reader -c user.email=reader@here commit -qm all && {} --cases 'dense, 1'"
+    ),
 }
 """By the beginning of the command."""
 
-NOT_RUN: dict[str, str] = {}
+NOT_RUN: dict[str, str] = {"scripts/test.sh --all": "runs every test, the one that types it too"}
 """Commands that are not run, by their beginning, and why."""
