@@ -9,6 +9,7 @@
 #   STEPS    iterations of each     (350 to 1200, as many as fit; those of the runs that are there)
 #   RANKS    processes: gloo on CPU, one GPU each with NCCL      (2; 1 where there is one GPU)
 #   DATA     folder of the data set                              (data/stdlib)
+#   CORPUS_BYTES  of text at most that the data set is made of   (16000000)
 #   PROMPT   what the sample begins with                         ("def main(")
 #   PYTHON, VENV: see setup_env.sh
 set -euo pipefail
@@ -30,6 +31,9 @@ cd "$repo"
 RUN_DIR=${RUN_DIR:-runs/quickstart}
 DATA=${DATA:-data/stdlib}
 PROMPT=${PROMPT:-def main(}
+CORPUS_BYTES=${CORPUS_BYTES:-16000000}
+[[ $CORPUS_BYTES =~ ^[1-9][0-9]{0,11}$ ]] ||
+  refuse "CORPUS_BYTES=$CORPUS_BYTES: must be a whole number, 1 or more"
 
 make_environment quickstart
 python=$venv/bin/python
@@ -37,7 +41,7 @@ python=$venv/bin/python
 prefix=$DATA/corpus_text_document
 if [[ ! -f $DATA/corpus.jsonl || ! -f $DATA/tokenizer.json ]]; then
   say "collecting text and training a tokenizer in $DATA"
-  "$python" tools/stdlib_corpus.py --output "$DATA"
+  "$python" tools/stdlib_corpus.py --output "$DATA" --max-bytes "$CORPUS_BYTES"
 fi
 if [[ ! -f $prefix.bin || ! -f $prefix.idx || ! -f $prefix.json ]]; then
   say "writing $prefix.bin and .idx"

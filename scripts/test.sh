@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Every check there is, in an environment of its own: ruff, pyright, shellcheck, then pytest.
-#   scripts/test.sh [PYTEST ARGUMENTS]     e.g. scripts/test.sh tests/data -k blended
+# Check the repository in an environment of its own: ruff, pyright, shellcheck, then pytest.
+#   scripts/test.sh                      the fast tier: units, laws on two ranks, a sample of runs
+#   scripts/test.sh --all                every test
+#   scripts/test.sh PYTEST ARGUMENTS     some tests, e.g. scripts/test.sh tests/data -k blended
 # LINT=0 leaves out all but pytest; WORKERS (2): files of tests at a time, 0 for one in order.
 # VENV, PYTHON: see setup_env.sh.
 set -euo pipefail
@@ -27,12 +29,18 @@ if [[ ${LINT:-1} != 0 ]]; then
   check pyright --pythonpath "$venv/bin/python"
   check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
 fi
-# Two files at a time: many tests wait for a process, or use one core. What is told by the clock, and
-# jobs on a Slurm of the tests' own, many ranks at a time, have the machine to themselves.
-tests=("$@") alone=(tests/bench tests/faults tests/slurm)
-(($#)) || tests=("${alone[@]/#/--ignore=}")
-check python -m pytest -n "${WORKERS:-2}" --dist loadfile "${tests[@]}"
-(($#)) || check python -m pytest "${alone[@]}"
+# Two files at a time: many tests wait for a process, or use one core. Files start in the order of
+# tests/tiers.py, which puts the longest first; xdist would start the files with most tests first.
+workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
+if [[ $* == --all ]]; then
+  check python -m pytest "${workers[@]}" -m "not quiet and not matrix"
+  # What is judged by a clock or starts many ranks has the machine to itself.
+  check python -m pytest -m "quiet and not matrix" tests/bench tests/faults tests/slurm
+elif (($#)); then
+  check python -m pytest "${workers[@]}" "$@"
+else
+  check python -m pytest "${workers[@]}" -m "fast and not matrix"
+fi
 if ((${#failed[@]})); then
   say "failed: ${failed[*]}"
   exit 1

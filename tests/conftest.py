@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.mpi_ranks import MPIJob
 from tests.ranks import Ranks
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    tiers.mark(items, config)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -32,6 +41,32 @@ def seeded() -> None:
     """Random tensors are the same whatever ran before; tests without torch stay without it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def kind_is_right(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Fail a test that is marked `unit` and starts a process of Python."""
+    if request.node.get_closest_marker("unit") is None:
+        yield
+        return
+    started = []
+    popen, start = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start
+
+    def noted(self: Any, args: Any, *rest: Any, **more: Any) -> None:
+        words = [args] if isinstance(args, str | os.PathLike) else args
+        started.extend(str(word) for word in words if "python" in Path(word).name)
+        popen(self, args, *rest, **more)
+
+    def noted_start(self: Any) -> None:
+        started.append(str(self))
+        start(self)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", noted)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", noted_start)
+    yield
+    assert not started, f"starts {started[0]}: name the test in BY_THE_PROGRAM of tests/tiers.py"
 
 
 @pytest.fixture(scope="session")

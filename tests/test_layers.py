@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 REPO = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "config", "launch", "runtime", "status", "timers", "run_lock", "mpi_world")
@@ -101,7 +99,8 @@ def _imports(module: str, *, at_load: bool = False) -> frozenset[str]:
     return frozenset(_walk(ast.parse(MODULES[module].read_text(encoding="utf-8")), at_load))
 
 
-def _reached(module: str, *, packages: bool) -> set[str]:
+@cache
+def _reached(module: str, *, packages: bool = False) -> frozenset[str]:
     """All that loading `module` loads, as far as our own files tell; `packages`: parents too."""
     seen, todo = {module}, [module]
     while todo:
@@ -110,7 +109,7 @@ def _reached(module: str, *, packages: bool) -> set[str]:
         for name in (parent | _imports(current, at_load=True)) - seen:
             seen.add(name)
             todo += [name] if name in MODULES else []
-    return seen
+    return frozenset(seen)
 
 
 def _layer(module: str) -> int:
@@ -121,33 +120,45 @@ def _layer(module: str) -> int:
     return LAYER[module]
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_go_downward(module: str) -> None:
+def _upward(module: str) -> Iterator[str]:
+    """Describe the imports of a module that do not go downward."""
     top = module.split(".")[0]
     for name in _imports(module):
         if name.split(".")[0] not in OURS or top == "pretrain_gpt" or name == "megatron":
             continue
         if top == "megatron":
-            assert name.startswith("megatron."), f"{module} imports {name}"
-            assert _layer(name) <= _layer(module), f"{module} imports {name}, which is above it"
-        else:
-            own = name.split(".")[0] == top
-            assert own or name.startswith(FOR_EXTENSIONS), f"{module} imports {name}"
+            if not name.startswith("megatron."):
+                yield f"{module} imports {name}"
+            elif _layer(name) > _layer(module):
+                yield f"{module} imports {name}, which is above it"
+        elif name.split(".")[0] != top and not name.startswith(FOR_EXTENSIONS):
+            yield f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_import_comes_back(module: str) -> None:
-    for name in _imports(module, at_load=True) & MODULES.keys():
-        if not module.startswith(f"{name}."):
-            assert module not in _reached(name, packages=False), f"{module} -> {name} -> {module}"
+# One test for each rule, whatever the number of files: a failure lists every file that breaks it.
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_light_modules_do_not_load_torch(module: str) -> None:
-    names = [name for name in MODULES if f"{name}.".startswith(f"{module}.")]
-    if not names:
-        pytest.skip(f"{module} is not part of this version")
-    heavy = {"torch", "numpy"} if module in WITHOUT_NUMPY else {"torch"}
-    for name in names:
-        found = {other.split(".")[0] for other in _reached(name, packages=True)}
-        assert not found & heavy, f"{name} loads {found & heavy}"
+def test_imports_go_downward() -> None:
+    assert [line for module in sorted(MODULES) for line in _upward(module)] == []
+
+
+def test_no_import_comes_back() -> None:
+    circles = [
+        f"{module} -> {name} -> {module}"
+        for module in sorted(MODULES)
+        for name in sorted(_imports(module, at_load=True) & MODULES.keys())
+        if not module.startswith(f"{name}.") and module in _reached(name)
+    ]
+    assert circles == []
+
+
+def test_light_modules_do_not_load_torch() -> None:
+    found = []
+    for light in WITHOUT_TORCH:
+        names = [name for name in MODULES if f"{name}.".startswith(f"{light}.")]
+        assert names, f"{light} is no module any more"
+        heavy = {"torch", "numpy"} if light in WITHOUT_NUMPY else {"torch"}
+        for name in names:
+            loaded = {other.split(".")[0] for other in _reached(name, packages=True)}
+            found += [f"{name} loads {package}" for package in sorted(loaded & heavy)]
+    assert found == []

@@ -18,7 +18,7 @@ from megatron.config.options import (
     option,
     section,
 )
-from megatron.config.parsing import parse
+from megatron.config.parsing import fields_by_section, parse
 from megatron.config.refused_pairs import REFUSED_PAIRS, RefusedPair
 from megatron.config.resolve import resolve
 from megatron.config.rules import check
@@ -59,6 +59,7 @@ __all__ = [
     "between",
     "brief_settings",
     "check",
+    "fields_by_section",
     "option",
     "parse",
     "resolve",

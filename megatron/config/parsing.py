@@ -57,6 +57,12 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     )
 
 
+def fields_by_section(paths: Mapping[str, GradientPath]) -> Mapping[str, Sequence[Spec]]:
+    """Return every setting by section, in the order of `--help`: the fixed sections, then those
+    that the gradient paths bring."""
+    return _Fields(paths).by_section
+
+
 class _Fields:
     """Every field there is: the fixed ones, and the options of each gradient path."""
 

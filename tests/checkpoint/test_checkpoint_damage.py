@@ -280,13 +280,13 @@ def mutated(value: Any, draw: random.Random) -> Any:
     return copy.deepcopy(draw.choice(odd))
 
 
-def test_1000_forged_manifests_are_refused_or_read(folder: Path) -> None:
+def test_forged_manifests_are_refused_or_read(folder: Path) -> None:
     path = folder / MANIFEST_NAME
     good = json.loads(path.read_bytes())
     del good["sha256"]
     draw = random.Random(23)
     read = 0
-    for _ in range(1000):
+    for _ in range(100):
         document = copy.deepcopy(good)
         for _ in range(draw.randint(1, 3)):
             document = mutated(document, draw)
@@ -300,15 +300,15 @@ def test_1000_forged_manifests_are_refused_or_read(folder: Path) -> None:
             read += 1
         except CheckpointError as error:
             assert "\n" not in str(error) and len(str(error)) < 900
-    assert 0 < read < 500
+    assert 0 < read < 50
 
 
-def test_300_forged_headers_are_refused_or_read(folder: Path) -> None:
+def test_forged_headers_are_refused_or_read(folder: Path) -> None:
     path = folder / FILE
     good = path.read_bytes()
     end = 8 + int.from_bytes(good[:8], "little")
     draw = random.Random(29)
-    for _ in range(300):
+    for _ in range(100):
         bad = bytearray(good)
         for _ in range(draw.randint(1, 3)):
             bad[draw.randrange(end)] = draw.choice(b'0123456789"{}[],:\x00\xff-e')

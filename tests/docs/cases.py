@@ -46,7 +46,8 @@ says() { grep -F -- "$2" "$1" || { cat "$1"; return 1; }; }
 
 CASES: dict[str, Case] = {
     # ---- two commands ------------------------------------------------------------------------
-    "scripts/quickstart.sh": Case(typed=f"STEPS=4 {{}} {TOY} --eval-iters 1"),
+    # The vocabulary that 0.4 MB of text give is as large as that of all 8 MB.
+    "scripts/quickstart.sh": Case(typed=f"STEPS=4 CORPUS_BYTES=400000 {{}} {TOY} --eval-iters 1"),
     "STEPS=2000 scripts/quickstart.sh": Case(
         typed=f"RANKS=1 {{}} {TOY} --eval-iters 1", instead={"STEPS=2000": "STEPS=6"}
     ),
@@ -108,8 +109,17 @@ CASES: dict[str, Case] = {
     "python pretrain_gpt.py --config configs/gpt_tiny.yaml": Case(typed=f"{{}} {BRIEF}"),
     "touch RUN/SAVE": Case(instead={"RUN": "runs/gpt_tiny"}),
     "pretrain_gpt.py --help": Case(typed="python {}"),
+    # ---- contributing: the first clone again ---------------------------------------------------
+    "pip install -e '.[data,log,mpi,dev]'": Case(
+        typed="deactivate; cd $READER/clone && . .venv/bin/activate && {}"
+    ),
+    # The clone of the tests was copied, not cloned.
+    "python tools/golden.py compare": Case(
+        typed="git init -q -b main && git add -A && "
+        "git -c user.name=reader -c user.email=reader@here commit -qm all && {} --cases 'dense, 1'"
+    ),
 }
 """By the beginning of the command."""
 
-NOT_RUN: dict[str, str] = {}
+NOT_RUN: dict[str, str] = {"scripts/test.sh --all": "runs every test, the one that types it too"}
 """Commands that are not run, by their beginning, and why."""

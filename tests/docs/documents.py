@@ -26,6 +26,8 @@ PROGRAMS = (
 _FENCE = re.compile(r"^ *```(\w*) *$")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SCRIPT = re.compile(r"(scripts|tools|docs)/[\w./-]+\.(sh|py)")
+CONTRIBUTING, CHANGELOG = REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"
+"""Read by those who change the program, after the documents; the changelog has no commands."""
 
 
 @dataclass(frozen=True)

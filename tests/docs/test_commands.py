@@ -1,4 +1,5 @@
-"""Every command of README.md and docs/ works: each is typed, in order, into a reader's shell."""
+"""Every command of README.md, docs/ and CONTRIBUTING.md works: each is typed, in order, into a
+reader's shell."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ import re
 import pytest
 
 from tests.docs.cases import CASES, LIMIT, NOT_RUN, PRELUDE, Case
-from tests.docs.documents import DOCUMENTS, REPO, Command, fenced_commands, spoken_commands
+from tests.docs.documents import (
+    CONTRIBUTING,
+    DOCUMENTS,
+    REPO,
+    Command,
+    fenced_commands,
+    spoken_commands,
+)
 from tests.docs.shell import Shell
 from tests.slurm.harness import Cluster
 
@@ -15,7 +23,7 @@ from tests.slurm.harness import Cluster
 def commands() -> list[Command]:
     """Those of all documents, in order; what a sentence repeats is left out."""
     found: dict[str, Command] = {}
-    for page in DOCUMENTS:
+    for page in (*DOCUMENTS, CONTRIBUTING):
         both = [*fenced_commands(page), *spoken_commands(page)]
         for command in sorted(both, key=lambda each: int(each.place.rpartition(":")[2])):
             found.setdefault(command.text, command)

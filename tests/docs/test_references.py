@@ -1,4 +1,4 @@
-"""Files, links and flags that README.md and the pages under docs/ name are there."""
+"""Files, links and flags that README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ name are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.cases import LIMIT
-from tests.docs.documents import DOCUMENTS, REPO
+from tests.docs.documents import CHANGELOG, CONTRIBUTING, DOCUMENTS, REPO
 
 OF_OTHERS = {
     "--mpi": "srun",
@@ -21,6 +21,7 @@ OF_OTHERS = {
     "--account": "sbatch",
     "--qos": "sbatch",
 }
+PAGES = [*DOCUMENTS, CONTRIBUTING, CHANGELOG]
 TOPS = "configs docs megatron radius samo scripts tests tools".split()
 
 
@@ -32,7 +33,7 @@ def named_paths(page: Path) -> set[str]:
     return linked | {str(REPO / s) for s in spans if "/" in s and s.split("/")[0] in TOPS}
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPO)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_files_that_are_named_are_there(page: Path) -> None:
     paths = named_paths(page)
     assert paths
@@ -42,7 +43,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 
 def test_flags_that_are_named_are_known() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     # Not beginnings of several, such as --dsr-*.
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![a-z0-9*-]|\.\.\.)", text))
     help_ = [sys.executable, REPO / "pretrain_gpt.py", "--help"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Literal
 
 import pytest
 
@@ -19,24 +20,22 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
-def test_rank_and_coordinates_are_inverse(dims: ParallelDims) -> None:
-    seen = {dims.coordinates(rank) for rank in range(dims.world_size)}
-    assert len(seen) == dims.world_size
-    assert [dims.rank(dims.coordinates(r)) for r in range(dims.world_size)] == list(
-        range(dims.world_size)
-    )
+def test_rank_and_coordinates_are_inverse() -> None:
+    for dims in GRIDS:
+        everyone = list(range(dims.world_size))
+        assert len({dims.coordinates(rank) for rank in everyone}) == dims.world_size, dims
+        assert [dims.rank(dims.coordinates(rank)) for rank in everyone] == everyone, dims
 
 
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
-def test_lines_partition_the_world(dims: ParallelDims, axis: str) -> None:
-    lines = dims.lines(axis)  # type: ignore[arg-type]
-    assert sorted(rank for line in lines for rank in line) == list(range(dims.world_size))
-    assert {len(line) for line in lines} == {getattr(dims, axis)}
-    for line in lines:
-        others = [dims.coordinates(r)._replace(**{axis: 0}) for r in line]
-        assert len(set(others)) == 1 and list(line) == sorted(line)
+def test_lines_partition_the_world(axis: Literal["tp", "dp", "pp"]) -> None:
+    for dims in GRIDS:
+        lines = dims.lines(axis)
+        assert sorted(rank for line in lines for rank in line) == list(range(dims.world_size)), dims
+        assert {len(line) for line in lines} == {getattr(dims, axis)}, dims
+        for line in lines:
+            others = [dims.coordinates(r)._replace(**{axis: 0}) for r in line]
+            assert len(set(others)) == 1 and list(line) == sorted(line), dims
 
 
 def test_rank_order_is_tp_then_dp_then_pp() -> None:
@@ -59,29 +58,28 @@ def test_rank_order_is_tp_then_pp_then_dp_where_pipelines_come_first() -> None:
     ]
 
 
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
-def test_groups_of_the_first_axes_are_blocks_of_consecutive_ranks(dims: ParallelDims) -> None:
-    second = "dp" if dims.order == "tp-dp-pp" else "pp"
-    size = dims.tp * dims.sizes[second]
-    for line in dims.lines("tp"):
-        assert list(line) == list(range(line[0], line[0] + dims.tp))
-    for line in dims.lines(second):
-        assert len({rank // size for rank in line}) == 1
-        assert [b - a for a, b in pairwise(line)] == [dims.tp] * (len(line) - 1)
+def test_groups_of_the_first_axes_are_blocks_of_consecutive_ranks() -> None:
+    for dims in GRIDS:
+        second = "dp" if dims.order == "tp-dp-pp" else "pp"
+        size = dims.tp * dims.sizes[second]
+        for line in dims.lines("tp"):
+            assert list(line) == list(range(line[0], line[0] + dims.tp)), dims
+        for line in dims.lines(second):
+            assert len({rank // size for rank in line}) == 1, dims
+            assert [b - a for a, b in pairwise(line)] == [dims.tp] * (len(line) - 1), dims
 
 
-@pytest.mark.parametrize("dims", GRIDS, ids=str)
-def test_the_order_moves_ranks_and_keeps_the_places(dims: ParallelDims) -> None:
-    other = replace(dims, order="tp-dp-pp" if dims.order == "tp-pp-dp" else "tp-pp-dp")
-    places = {other.coordinates(rank) for rank in range(other.world_size)}
-    assert places == {dims.coordinates(rank) for rank in range(dims.world_size)}
-    # The first rank writes, and the last one has the loss, in either order.
-    for rank in (0, dims.world_size - 1):
-        assert other.coordinates(rank) == dims.coordinates(rank)
-    if dims.dp == 1 or dims.pp == 1:
-        assert [other.coordinates(r) for r in range(dims.world_size)] == [
-            dims.coordinates(r) for r in range(dims.world_size)
-        ]
+def test_the_order_moves_ranks_and_keeps_the_places() -> None:
+    for dims in GRIDS:
+        other = replace(dims, order="tp-dp-pp" if dims.order == "tp-pp-dp" else "tp-pp-dp")
+        mine, theirs = (
+            [each.coordinates(rank) for rank in range(dims.world_size)] for each in (dims, other)
+        )
+        assert set(theirs) == set(mine), dims
+        # The first rank writes, and the last one has the loss, in either order.
+        assert (theirs[0], theirs[-1]) == (mine[0], mine[-1]), dims
+        if dims.dp == 1 or dims.pp == 1:
+            assert theirs == mine, dims
 
 
 @pytest.mark.parametrize(("world", "expected"), [(6, "start 4 or 8 ranks"), (3, "start 4 ranks")])

@@ -1,0 +1,201 @@
+"""The kind of each test, given as a mark when tests are collected, and the tests of the fast tier.
+
+    unit     runs in the process of pytest
+    ranks    runs on the rank processes of `tests.ranks`, which many tests share
+    process  starts processes of its own: a launcher, a tool, a compiler, a shell
+    slurm    submits jobs to a Slurm that the tests start
+    docs     types the commands of README.md and docs/ into a shell
+
+The kind follows from the code of a test and its fixtures, so that no test has to name its kind.
+`fast` marks the tests that `scripts/test.sh` runs without arguments; `quiet` marks the tests that
+need the machine to themselves, because a clock judges them or they start many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+RANKS = {"ranks", "mpi_ranks", "device_ranks", "mpi_device_ranks"}
+"""Fixtures that hand out rank processes."""
+STARTERS = {"subprocess", "multiprocessing"}
+BY_THE_PROGRAM = {
+    "tests/bench/test_axonn_validation.py::"
+    "test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch",
+    "tests/bench/test_gradient_path.py::test_the_cost_of_a_sparse_step_is_measured",
+    "tests/bench/test_gradient_path.py::test_the_tool_measures_prints_and_writes",
+    "tests/bench/test_offload.py::test_smoke_writes_both_tables",
+    "tests/bench/test_pipeline.py::test_smoke_writes_what_each_schedule_takes",
+    "tests/bench/test_samo_path.py::test_model_state_and_peaks_are_told",
+    "tests/bench/test_samo_path.py::test_pruned_rows_are_measured",
+    "tests/bench/test_samo_path.py::test_the_cost_of_a_pruned_step_is_measured",
+    "tests/bench/test_time_to_loss.py::test_the_tool_measures_and_writes",
+    "tests/data/test_preprocess.py::test_any_number_of_workers_gives_the_same_bytes",
+    "tests/data/test_workers.py",
+}
+"""Files, or tests of them, for which the program itself starts processes. `kind_is_right` of
+tests/conftest.py fails a test that starts one and is not listed."""
+SAMPLE = {
+    # A start by torchrun and one by mpiexec; a rank that is killed, and the run that goes on.
+    "tests/test_pretrain_gpt.py::test_torchrun_and_mpiexec_and_alone_give_one_curve",
+    "tests/faults/test_grid_ranks.py::"
+    "test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again",
+    # The scripts, and each main tool as a program.
+    "tests/test_repo.py",
+    "tests/test_pretrain_gpt.py::test_help_is_complete_and_needs_nothing",
+    "tests/checkpoint/test_verify_checkpoint_tool.py",
+    "tests/data/test_check_data.py",
+    "tests/data/test_preprocess.py::test_imports_no_torch_and_runs_from_anywhere",
+    "tests/planning/test_plan_tool.py",
+    "tests/report/test_compare.py",
+    "tests/samo/test_prune_checkpoint.py",
+    "tests/tools/test_closed_pipe.py",
+    "tests/tools/test_status_tool.py",
+}
+"""Files, or tests of them, of the kind process that the fast tier runs."""
+WHOLE_RUNS = {
+    "tests/checkpoint/test_resharding_models.py",
+    "tests/parallel/test_rank_order.py",
+    "tests/parity/test_parity.py::test_a_grid_computes_what_one_rank_computes",
+    "tests/training/test_fp16_grids.py",
+    "tests/training/test_offload.py::test_a_run_makes_the_same_bits_and_goes_on_either_way",
+    "tests/training/test_resume_grids.py",
+    "tests/training/test_zero.py",
+}
+"""Whole runs on grids of four ranks, each of which takes seconds: the fast tier leaves them out."""
+LONGEST = (
+    "tests/docs/test_commands.py",
+    "tests/pipeline/test_message_driven_runs.py",
+    "tests/contract/test_contracts.py",
+    "tests/test_pretrain_gpt.py",
+    "tests/rehearsal/test_grids.py",
+    "tests/rehearsal/test_training.py",
+    "tests/parity/test_parity.py",
+    "tests/test_kernel_compilation.py",
+    "tests/contract/test_masks.py",
+    "tests/training/test_resume_grids.py",
+    "tests/training/test_offload.py",
+    "tests/checkpoint/test_resharding_models.py",
+    "tests/planning/test_messages.py",
+    "tests/training/test_samo.py",
+    "tests/sweep/test_wrong_inputs.py",
+    "tests/tools/test_doctor.py",
+    "tests/parallel/test_rank_order.py",
+    "tests/rehearsal/test_gpu_tests.py",
+    "tests/training/test_training.py",
+    "tests/pipeline/test_mpi_transport.py",
+    "tests/training/test_radius.py",
+    "tests/planning/test_simulate.py",
+)
+"""Files that start first, as they take longest: a worker that begins one last keeps all waiting."""
+
+
+def mark(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Mark every test; workers of xdist take the longest files first."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            kind = kind_of(item)
+            item.add_marker(kind)
+            if is_fast(item, kind):
+                item.add_marker("fast")
+            if kind != "unit" and file_of(item).split("/")[1] in ("bench", "faults", "slurm"):
+                item.add_marker("quiet")
+    if hasattr(config, "workerinput"):
+        order = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(file_of(item), len(order)))
+
+
+def file_of(item: pytest.Item) -> str:
+    """Return the path of a test's file below the repository."""
+    return item.path.relative_to(REPO).as_posix()
+
+
+def kind_of(item: pytest.Function) -> str:
+    """Return the mark of the kind that a test is of."""
+    file = file_of(item)
+    if file == "tests/docs/test_commands.py":
+        return "docs"
+    if is_listed(item, BY_THE_PROGRAM):
+        return "process"
+    fixtures = set(_fixtures(item))
+    if any(name == "cluster" for name, _ in fixtures):
+        return "slurm"
+    functions = [item.function, *(function for _, function in fixtures)]
+    if any(starts_processes(function) for function in functions):
+        return "process"
+    return "ranks" if RANKS & {name for name, _ in fixtures} else "unit"
+
+
+def is_fast(item: pytest.Function, kind: str) -> bool:
+    """Return whether a test belongs to the fast tier."""
+    if kind == "process":
+        return is_listed(item, SAMPLE)
+    if item.get_closest_marker("slow") or is_listed(item, WHOLE_RUNS):
+        return False
+    if kind == "ranks":
+        # A law that is tested on one, two and four ranks is tested on two. Ranks of mpiexec and
+        # ranks with a device take seconds to start.
+        world = item.callspec.params.get("world", 2) if hasattr(item, "callspec") else 2
+        return world == 2 and "ranks" in item.fixturenames
+    return kind == "unit"
+
+
+def is_listed(item: pytest.Function, listed: set[str]) -> bool:
+    """Return whether a test or its file is among those listed."""
+    return not listed.isdisjoint({file_of(item), f"{file_of(item)}::{item.originalname}"})
+
+
+def _fixtures(item: pytest.Function) -> Iterator[tuple[str, Any]]:
+    """Yield the fixtures that a test asks for, directly or through others, and their functions."""
+    todo, seen = list(item._fixtureinfo.argnames), set[str]()
+    while todo:
+        name = todo.pop()
+        for definition in item._fixtureinfo.name2fixturedefs.get(name, ())[-1:]:
+            if name not in seen:
+                seen.add(name)
+                todo += definition.argnames
+                yield name, definition.func
+
+
+@cache
+def starts_processes(function: Any) -> bool:
+    """Return whether the code of a test, or the code of tests/ that it calls, starts processes.
+
+    The rank processes of `tests.ranks` and `tests.mpi_ranks` do not count.
+    """
+    todo, seen = [function], set[Any]()
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if isinstance(current, type):
+            todo += [f for f in vars(current).values() if isinstance(f, FunctionType)]
+        elif isinstance(current, FunctionType):
+            names = set(_names(current.__code__))
+            if names & STARTERS:
+                return True
+            found = [current.__globals__.get(name) for name in names]
+            for module in [value for value in found if isinstance(value, ModuleType)]:
+                found += [vars(module).get(name) for name in names]
+            todo += [value for value in found if _is_of_tests(value)]
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_of_tests(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    of_ranks = module in ("tests.ranks", "tests.mpi_ranks")
+    return isinstance(value, type | FunctionType) and not of_ranks and module.startswith("tests")
