@@ -12,8 +12,7 @@ LAYERS = (
     ("errors", "config", "launch", "runtime", "status", "timers", "run_lock", "mpi_world")
     + ("closed_pipe", "low_memory.checkpoint_interval", "processor", "transfer"),
     ("parallel",),
-    ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket")
-    + ("data_parallel.interface",),
+    ("tensor_parallel", "pipeline.schedule", "pipeline.transport", "data_parallel.bucket"),
     ("model", "data", "optimizer", "data_parallel", "low_memory", "sparse"),
     ("pipeline", "checkpoint"),
     ("training", "guards", "run_state", "run_tensors", "run_identity", "run_folder", "metrics")
@@ -40,7 +39,9 @@ WITHOUT_TORCH = (
     "megatron.mpi_world",
     "megatron.parallel.dims",
     "megatron.data_parallel.bucket",
-    "megatron.data_parallel.interface",
+    "megatron.data_parallel.gradient_path",
+    "megatron.data_parallel.layout",
+    "megatron.data_parallel.reducer",
     "megatron.guards.failures",
     "megatron.guards.watchdog",
     "megatron.guards.requests",

@@ -38,6 +38,8 @@ BY_THE_PROGRAM = {
     "tests/bench/test_time_to_loss.py::test_the_tool_measures_and_writes",
     "tests/data/test_preprocess.py::test_any_number_of_workers_gives_the_same_bytes",
     "tests/data/test_workers.py",
+    "tests/golden/test_golden.py",
+    "tests/snapshots/test_snapshots.py",
 }
 """Files, or tests of them, for which the program itself starts processes. `kind_is_right` of
 tests/conftest.py fails a test that starts one and is not listed."""
@@ -52,7 +54,7 @@ SAMPLE = {
     "tests/checkpoint/test_verify_checkpoint_tool.py",
     "tests/data/test_check_data.py",
     "tests/data/test_preprocess.py::test_imports_no_torch_and_runs_from_anywhere",
-    "tests/planning/test_plan_tool.py",
+    "tests/planner/test_plan_tool.py",
     "tests/report/test_compare.py",
     "tests/samo/test_prune_checkpoint.py",
     "tests/tools/test_closed_pipe.py",
@@ -82,7 +84,7 @@ LONGEST = (
     "tests/training/test_resume_grids.py",
     "tests/training/test_offload.py",
     "tests/checkpoint/test_resharding_models.py",
-    "tests/planning/test_messages.py",
+    "tests/planner/test_messages.py",
     "tests/training/test_samo.py",
     "tests/sweep/test_wrong_inputs.py",
     "tests/tools/test_doctor.py",
@@ -91,7 +93,7 @@ LONGEST = (
     "tests/training/test_training.py",
     "tests/pipeline/test_mpi_transport.py",
     "tests/training/test_radius.py",
-    "tests/planning/test_simulate.py",
+    "tests/planner/test_simulate.py",
 )
 """Files that start first, as they take longest: a worker that begins one last keeps all waiting."""
 

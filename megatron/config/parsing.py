@@ -57,7 +57,7 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     )
 
 
-def fields_by_section(paths: Mapping[str, GradientPath]) -> Mapping[str, Sequence[Spec]]:
+def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence[Spec]]:
     """Return every setting by section, in the order of `--help`: the fixed sections, then those
     that the gradient paths bring."""
     return _Fields(paths).by_section

@@ -78,8 +78,7 @@ class Exchange:
         if self.ranks == 1:
             return self._started(mine.unsqueeze(0), [], 0)
         received = mine.new_empty(self.ranks, mine.numel())
-        self.group.calls.note("gather", mine)
-        pending = dist.all_gather(list(received), mine, group=self.group.handle, async_op=True)
+        pending = self.group.all_gather(received.view(-1), mine, async_op=True)
         return self._started(received, [pending], (self.ranks - 1) * mine.nbytes)
 
     def mean_of_part(

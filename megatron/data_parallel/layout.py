@@ -69,8 +69,9 @@ class DenseLayout:
             out.add_(flat)
             return
         # torch would widen all of it first, in memory of its own.
-        for sums, piece in zip(out.split(PIECE), flat.split(PIECE), strict=True):
-            sums.add_(piece.to(out.dtype))
+        for start in range(0, flat.numel(), PIECE):
+            piece = flat[start : start + PIECE]
+            out[start : start + PIECE].add_(piece.to(out.dtype))
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
         if param.data_ptr() != flat.data_ptr():

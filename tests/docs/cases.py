@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     ),
     # ---- configuration, stopping ---------------------------------------------------------------
     "python pretrain_gpt.py --config configs/gpt_tiny.yaml": Case(typed=f"{{}} {BRIEF}"),
-    "touch RUN/SAVE": Case(instead={"RUN": "runs/gpt_tiny"}),
+    "touch RUN/SAVE": Case(instead={"RUN": "$READER/clone/runs/gpt_tiny"}),
     "pretrain_gpt.py --help": Case(typed="python {}"),
     # ---- contributing: the first clone again ---------------------------------------------------
     "pip install -e '.[data,log,mpi,dev]'": Case(

@@ -3,15 +3,12 @@ reader's shell."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.docs.cases import CASES, LIMIT, NOT_RUN, PRELUDE, Case
 from tests.docs.documents import (
     CONTRIBUTING,
     DOCUMENTS,
-    REPO,
     Command,
     fenced_commands,
     spoken_commands,
@@ -68,15 +65,3 @@ def test_a_command_works_as_it_stands(
 def test_every_entry_is_of_a_command(table: dict[str, Case] | dict[str, str]) -> None:
     meant = {listed(table, command)[-1] for command in COMMANDS if listed(table, command)}
     assert set(table) == meant
-
-
-def test_a_run_folder_holds_what_the_table_says(ready: Shell) -> None:
-    section = (REPO / "README.md").read_text(encoding="utf-8").partition("## A run folder\n")[2]
-    table = section.partition("| `run.lock`")[0]  # only while somebody trains in it
-    cells = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
-    names = [name for cell in cells for name in re.findall(r"`(.+?)`", cell)]
-    assert {"config.yaml", "metrics.jsonl", "report.html"} <= set(names)
-    for name in names:
-        file = {".csv": "metrics.csv"}.get(name, name.replace("%08d", "*"))
-        answer = ready.run(f"ls -d $READER/clone/runs/dense/{file}", limit=LIMIT)
-        assert answer.code == 0, answer.output

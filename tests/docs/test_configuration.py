@@ -98,8 +98,10 @@ def test_the_file_that_is_shown_is_read(tmp_path: Path) -> None:
 
 
 def test_every_variable_that_the_program_reads_has_a_row() -> None:
-    tree = ast.parse((REPO / "megatron" / "runtime.py").read_text(encoding="utf-8"))
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    files = [REPO / "megatron" / name for name in ("launch.py", "runtime.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     read = {text for text in texts if re.fullmatch(r"RANK|CC|[A-Z]+(_[A-Z]+)+", str(text))}
     assert {"RANK", "CC", "MASTER_ADDR", "OMP_NUM_THREADS"} <= read
     assert read - set(re.findall(r"`([A-Z_]+)`", INTRODUCTION)) == set()

@@ -17,6 +17,7 @@ OF_OTHERS = {
     "--no-index": "pip",
     "--find-links": "pip",
     "--nproc-per-node": "torchrun",
+    "--randomk-density": "the path that docs/extending.md writes",
     "--name": "stands for a flag of sbatch",
     "--account": "sbatch",
     "--qos": "sbatch",

@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.verify import verify_folder
-from megatron.config import parse
+from megatron.config import parse, resolve
 from pretrain_gpt import GRADIENT_PATHS
 from tests.frozen.cases import (
     FLAGS,
@@ -60,7 +60,7 @@ def test_its_configuration_is_that_of_the_same_flags(name: str) -> None:
     file = ["--config", str(FOLDER / name / "config.yaml"), "--device", "cpu"]
     there = parse(file, paths=GRADIENT_PATHS)
     flags = parse([*FLAGS.split(), *RUNS[name].split()], paths=GRADIENT_PATHS)
-    assert there.resolve(WORLD).values() == flags.resolve(WORLD).values()
+    assert resolve(there, WORLD).values() == resolve(flags, WORLD).values()
 
 
 @pytest.mark.parametrize("name", ["radius", "radius-rolling", "samo-radius", "topk", "powersgd"])

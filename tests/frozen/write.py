@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from megatron.config import parse, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from pretrain_gpt import GRADIENT_PATHS
 from tests.frozen.cases import (
     FLAGS,
@@ -56,7 +56,7 @@ def write(ranks: Ranks, name: str, flags: str, folder: Path) -> dict[str, object
     kept = FOLDER / name
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(folder / "left" / "checkpoints", kept / "checkpoints")
-    config = parse(flags.split(), paths=GRADIENT_PATHS).resolve(WORLD)
+    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), WORLD)
     (kept / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return {
         "losses": [losses[step] for step in range(SAVED_AT + 1, STEPS + 1)],

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from megatron.config import parse, to_yaml
+from megatron.config import parse, resolve, to_yaml
 from megatron.config.config import SECTIONS
 from megatron.config.megatron_names import MEGATRON_NAMES
 from megatron.config.options import Spec, specs_of
@@ -84,7 +84,7 @@ def configs(folder: Path) -> str:
     for path in sorted((REPO / "configs").glob("*.yaml")):
         config = parse(["--config", str(path)], paths=GRADIENT_PATHS)
         ranks = config.parallel.model_parallel_size
-        texts.append(f"# {path.name}, {ranks} ranks\n{to_yaml(config.resolve(ranks))}")
+        texts.append(f"# {path.name}, {ranks} ranks\n{to_yaml(resolve(config, ranks))}")
     return "\n".join(texts)
 
 
