@@ -223,7 +223,9 @@ class LoggedGroup(Group):
 
     events: list[str]
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, *, async_op: bool = False) -> Any:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any, *, async_op: bool = False, about: str = ""
+    ) -> Any:
         self.events.append(f"send {tensor.numel()}")
         return LoggedWork(self.events, tensor.numel())
 
