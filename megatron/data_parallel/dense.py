@@ -54,8 +54,8 @@ class _PiecesWork:
 
 @dataclass
 class AllReduceReducer:
-    """Mean of whole buckets over `group`, in place, one asynchronous all-reduce each. Keeps no
-    state, so that commit and abort have nothing to do.
+    """Mean of whole buckets over `group`, in place, one asynchronous all-reduce each (Eq. 2 of the
+    Radius paper). Keeps no state, so that commit and abort have nothing to do.
 
     Unless it `divides`, what it finds is the sum: of gradients of a loss that was divided by the
     whole global batch before backward, so that no pass over them is needed for it (AxoNN IV-B).
