@@ -222,7 +222,8 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> tuple[StepRecord, Request]:
-        """One global batch: its record, and what the ranks are asked for after it."""
+        """One global batch: its record, and what the ranks are asked for after it (Algorithm 1 of
+        the AxoNN paper)."""
         began = time.perf_counter()
         self._bytes_sent()
         restart_peak_memory(self.device)
@@ -387,7 +388,8 @@ class Trainer:
         return max(1, int(count.item()))
 
     def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
-        """The same on every rank, from the losses of the last stages."""
+        """The same on every rank, from the losses of the last stages (Eq. 1 of the Radius
+        paper)."""
         loss = loss.clone().view(1)
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
         # Others add 0, which changes no bit.

@@ -27,7 +27,7 @@ def eq_1(parameters: int, sparsity: Fraction) -> Fraction:
 
 
 def eq_2(parameters: int, sparsity: Fraction) -> Fraction:
-    """24 f phi + 2 phi."""
+    """24 f phi + 2 phi; with f = 1 - p, as here, Eq. 3."""
     return 24 * (1 - sparsity) * parameters + 2 * parameters
 
 

@@ -92,7 +92,8 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), torch's fused kernel."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), torch's fused kernel: lines
+    1 to 4 of Algorithm 2 of the Radius paper, whose line 5 is `direction`."""
 
     beta1: float
     beta2: float

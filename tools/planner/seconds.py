@@ -136,7 +136,8 @@ def evaluation_seconds(grid: Grid, site: Site) -> float:
 def pipeline_seconds(
     grid: Grid, passes: Sequence[PassSeconds], link: Link, microbatches: int
 ) -> float:
-    """All microbatches through a pipeline; `passes`: of each stage."""
+    """All microbatches through a pipeline; `passes`: of each stage. Stages that take equal times
+    wait for the bubble of Eq. 6 and 7 of the SAMO paper."""
     stages = grid.dims.pp
     if stages == 1:
         return microbatches * passes[0].total

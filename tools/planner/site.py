@@ -96,7 +96,7 @@ class Link:
 
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
         """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
-        as many messages as it has neighbours to come round to."""
+        as many messages as it has neighbours to come round to (Eq. 3 of the Radius paper)."""
         return rounds * (ranks - 1) * self.latency + sent / self.rate
 
 

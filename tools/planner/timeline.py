@@ -83,7 +83,7 @@ class Timeline:
     @property
     def bubble(self) -> Fraction:
         """Idle over busy time, of the rank that is busy longest: (p - 1) / (v m) where stages take
-        equal times (Narayanan et al. 2021, section 2.2)."""
+        equal times (Narayanan et al. 2021, section 2.2; Eq. 6 and 7 of the SAMO paper)."""
         busy = max(
             sum(Fraction(each.stop) - Fraction(each.start) for each in passed)
             for passed in self.ranks

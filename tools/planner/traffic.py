@@ -110,7 +110,8 @@ def _on_pipeline(grid: Grid, stage: int, rank: RankShapes) -> int:
     if stages == 1:
         return 0
     chunks = len(grid.split[stage])
-    # Every chunk sends its output on and its input's gradient back, but at the model's ends.
+    # Every chunk sends its output on and its input's gradient back, but at the model's ends:
+    # Eq. 9 and 10 of the SAMO paper, which count receives as well.
     ends = grid.holds_embedding(stage) + grid.holds_head(stage)
     messages = microbatches_of(grid) * (2 * chunks - ends)
     grad = BYTES[grid.config.precision.grad_dtype]
