@@ -42,8 +42,8 @@ class _PiecesWork:
 
 
 class AllReduceReducer(GradientReducer):
-    """Mean of whole buckets, in place, one asynchronous all-reduce each (Eq. 2 of the Radius paper).
-    Keeps no state.
+    """Mean of whole buckets, in place, one asynchronous all-reduce each (Eq. 2 of the Radius
+    paper). Keeps no state.
 
     Args:
         exchange: The data-parallel ranks.
