@@ -79,23 +79,27 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
+def pools() -> Iterator[list[Ranks]]:
+    """Rank processes that the tests of the session share."""
+    found: list[Ranks] = []
+    yield found
+    for pool in found:
+        pool.close()
 
 
 @pytest.fixture(scope="session")
-def ranks(shared_ranks: Ranks) -> Ranks:
+def ranks(pools: list[Ranks]) -> Ranks:
     """Rank processes shared by all tests of the session."""
-    return shared_ranks
+    pools.append(Ranks())
+    return pools[-1]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def groups_of_a_file(shared_ranks: Ranks) -> Iterator[None]:
+def groups_of_a_file(pools: list[Ranks]) -> Iterator[None]:
     """Process groups that its tests make end with a file."""
     yield
-    shared_ranks.drop_groups()
+    for pool in pools:
+        pool.drop_groups()
 
 
 @pytest.fixture(scope="session")
@@ -109,9 +113,8 @@ def mpiexec() -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def mpi_ranks(mpiexec: str) -> Iterator[Ranks]:
+@pytest.fixture(scope="session")
+def mpi_ranks(mpiexec: str, pools: list[Ranks]) -> Ranks:
     """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
-    pool = Ranks(partial(MPIJob, mpiexec))
-    yield pool
-    pool.close()
+    pools.append(Ranks(partial(MPIJob, mpiexec)))
+    return pools[-1]

@@ -13,6 +13,7 @@ need the machine to themselves, because a clock judges them or they start many r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import Ranks
+
 REPO = Path(__file__).resolve().parent.parent
 RANKS = {"ranks", "mpi_ranks", "device_ranks", "mpi_device_ranks"}
 """Fixtures that hand out rank processes."""
@@ -28,8 +31,12 @@ STARTERS = {"subprocess", "multiprocessing"}
 BY_THE_PROGRAM = {
     "tests/bench/test_axonn_validation.py::"
     "test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch",
+    "tests/bench/test_convergence.py::test_processes_tell_exit_codes_and_keep_what_was_said",
+    "tests/bench/test_gpu_pipeline.py::test_a_run_that_fails_is_told",
+    "tests/bench/test_gpu_pipeline.py::test_two_ranks_get_through_with_the_losses_of_one",
     "tests/bench/test_gradient_path.py::test_the_cost_of_a_sparse_step_is_measured",
     "tests/bench/test_gradient_path.py::test_the_tool_measures_prints_and_writes",
+    "tests/bench/test_message_driven.py::test_smoke_trains_alike_measures_and_draws",
     "tests/bench/test_offload.py::test_smoke_writes_both_tables",
     "tests/bench/test_pipeline.py::test_smoke_writes_what_each_schedule_takes",
     "tests/bench/test_samo_path.py::test_model_state_and_peaks_are_told",
@@ -40,14 +47,15 @@ BY_THE_PROGRAM = {
     "tests/data/test_workers.py",
     "tests/golden/test_golden.py",
     "tests/snapshots/test_snapshots.py",
+    "tests/tools/test_doctor.py",
 }
 """Files, or tests of them, for which the program itself starts processes. `kind_is_right` of
 tests/conftest.py fails a test that starts one and is not listed."""
 SAMPLE = {
-    # A start by torchrun and one by mpiexec; a rank that is killed, and the run that goes on.
+    # A start by torchrun and one by mpiexec, a rank that is killed, a run that goes on.
     "tests/test_pretrain_gpt.py::test_torchrun_and_mpiexec_and_alone_give_one_curve",
-    "tests/faults/test_grid_ranks.py::"
-    "test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again",
+    "tests/faults/test_ranks_that_fail.py::test_launcher_exits_with_the_first_causes_code",
+    "tests/faults/test_damage_files.py::test_after_damage_the_run_comes_to_the_same_end",
     # The scripts, and each main tool as a program.
     "tests/test_repo.py",
     "tests/test_pretrain_gpt.py::test_help_is_complete_and_needs_nothing",
@@ -106,7 +114,8 @@ def mark(items: list[pytest.Item], config: pytest.Config) -> None:
             item.add_marker(kind)
             if is_fast(item, kind):
                 item.add_marker("fast")
-            if kind != "unit" and file_of(item).split("/")[1] in ("bench", "faults", "slurm"):
+            folder = file_of(item).split("/")[1]
+            if kind in ("process", "slurm") and folder in ("bench", "faults", "slurm"):
                 item.add_marker("quiet")
     if hasattr(config, "workerinput"):
         order = {name: number for number, name in enumerate(LONGEST)}
@@ -131,7 +140,10 @@ def kind_of(item: pytest.Function) -> str:
     functions = [item.function, *(function for _, function in fixtures)]
     if any(starts_processes(function) for function in functions):
         return "process"
-    return "ranks" if RANKS & {name for name, _ in fixtures} else "unit"
+    makes_ranks = item.function.__globals__.get("Ranks") is Ranks and "Ranks" in _names(
+        item.function.__code__
+    )
+    return "ranks" if makes_ranks or RANKS & {name for name, _ in fixtures} else "unit"
 
 
 def is_fast(item: pytest.Function, kind: str) -> bool:
@@ -155,7 +167,8 @@ def is_listed(item: pytest.Function, listed: set[str]) -> bool:
 
 def _fixtures(item: pytest.Function) -> Iterator[tuple[str, Any]]:
     """Yield the fixtures that a test asks for, directly or through others, and their functions."""
-    todo, seen = list(item._fixtureinfo.argnames), set[str]()
+    given = set(item.callspec.params) if hasattr(item, "callspec") else set[str]()
+    todo, seen = [name for name in item._fixtureinfo.argnames if name not in given], set[str]()
     while todo:
         name = todo.pop()
         for definition in item._fixtureinfo.name2fixturedefs.get(name, ())[-1:]:
@@ -198,6 +211,8 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_of_tests(value: Any) -> bool:
-    module = getattr(value, "__module__", None) or ""
-    of_ranks = module in ("tests.ranks", "tests.mpi_ranks")
-    return isinstance(value, type | FunctionType) and not of_ranks and module.startswith("tests")
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    of_ranks = file.endswith(("tests/ranks.py", "tests/mpi_ranks.py"))
+    ours = file.startswith(str(REPO / "tests"))  # a folder need not be a package
+    return isinstance(value, type | FunctionType) and ours and not of_ranks

@@ -17,8 +17,8 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.course import WAIT
 from tests.faults.starting import SCRIPT, environment, losses
 from tests.pipeline.grids import SMALL, train_by_hand
-from tests.ranks import Ranks
-from tests.training.harness import metrics_of
+from tests.ranks import Ranks, grid
+from tests.training.harness import make_trainer, metrics_of
 
 SCHEDULE = "--pipeline-schedule message-driven"
 DRY = "--attention-dropout 0 --hidden-dropout 0"
@@ -131,16 +131,26 @@ def written(run_dir: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def run_on_ranks(groups: ProcessGroups, flags: str, run_dir: Path) -> None:
+    trainer = make_trainer(grid(groups, pp=2), flags, run_dir)
+    trainer.train()
+    trainer.metrics.close()
+    trainer.engine.detach()
+    trainer.pipeline.transport.close()
+    groups.world.barrier()
+
+
 def test_runs_go_on_bit_by_bit_under_either_schedule(mpi_ranks: Ranks, tmp_path: Path) -> None:
-    """Started by mpiexec, left after 3 of 6 steps, taken up by it and by torchrun."""
+    """Left after 3 of 6 steps, a run is taken up by a start of mpiexec and by one of torchrun."""
     flags = f"{SMALL} {RUN} --pipeline-model-parallel-size 2"
     driven, half = f"{flags} {SCHEDULE}", tmp_path / "half"
-    whole = launched(tmp_path / "whole", driven, over="mpiexec")
-    assert len(whole) == 6 and "message-driven" in (tmp_path / "whole" / "log.txt").read_text()
-    first = launched(half, f"{driven} --exit-interval 3", over="mpiexec")
-    assert first == {step: whole[step] for step in (1, 2, 3)}
+    mpi_ranks.run(WORLD, run_on_ranks, driven, tmp_path / "whole")
+    mpi_ranks.run(WORLD, run_on_ranks, f"{driven} --exit-interval 3", half)
+    whole, first = losses(tmp_path / "whole"), losses(half)
+    assert len(whole) == 6 and first == {step: whole[step] for step in (1, 2, 3)}
     shutil.copytree(half, tmp_path / "1f1b")
     assert launched(half, driven, over="mpiexec") == whole
+    assert "message-driven" in (half / "log.txt").read_text()
     assert launched(tmp_path / "1f1b", flags, over="torchrun") == whole
     assert len(written(half)) == WORLD
     assert written(half) == written(tmp_path / "whole") == written(tmp_path / "1f1b")
