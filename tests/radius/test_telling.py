@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron.data_parallel.exchange import Exchange
 from tests.contract.harness import SHAPES, Toy, gradients
 from tests.radius.toys import (
     STEPS,
@@ -93,9 +94,8 @@ def test_vocabulary_padding_is_never_chosen() -> None:
     toy = Toy(alone(), radius())
     (part,) = reducer_of(toy)._own[-1].parts
     assert part.length == math.prod(SHAPES["embedding.weight"])
-    padded = type(reducer_of(toy))(
-        toy.groups.dp, {"embedding.weight": 100}, reducer_of(toy).settings
-    )
+    exchange = Exchange(toy.groups.dp)
+    padded = type(reducer_of(toy))(exchange, {"embedding.weight": 100}, reducer_of(toy).settings)
     padded.attach(toy.engine.buckets)
     (part,) = padded._own[-1].parts
     assert (part.length, part.wanted) == (100, 40)

@@ -14,7 +14,7 @@ from tools.planner.plan import Plan
 from tools.planner.simulation import SimulatedStep, simulate
 from tools.planner.site import Link, Site, read_site
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 SITES = REPO / "scripts" / "site"
 GPT2_VOCABULARY = 50257
 
