@@ -18,7 +18,7 @@ from tools.bench.netlab import SCRIPT, Network, Wire, why_not
 ALL_REDUCE = """
 import sys, time
 import torch, torch.distributed as dist
-from megatron.data_parallel.dense import ring_all_reduce_bytes
+from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 dist.init_process_group("gloo")
 values, bytes_sent = torch.ones(1 << 19), 0
 dist.all_reduce(values)
