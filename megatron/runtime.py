@@ -122,12 +122,6 @@ def finds_compiler(environ: Mapping[str, str] | None = None) -> bool:
     return any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"]))
 
 
-def fault_request(environ: Mapping[str, str] | None = None) -> str | None:
-    """Faults that a test wants, see `megatron.guards.faults`; None in every other run."""
-    env = os.environ if environ is None else environ
-    return env.get("SPARSETRON_FAULT")
-
-
 def needs_mpi(config: Config) -> bool:
     """Whether a run must be able to send messages over MPI."""
     return config.parallel.pipeline_schedule == "message-driven"

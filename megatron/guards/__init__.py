@@ -10,5 +10,4 @@ autopsy     how a run ended that could not say so itself
 sameness    ranks that were started differently are refused before step 1
 replicas    data-parallel copies are compared bit by bit
 spikes      which losses are too far out to learn from
-faults      faults on purpose, for tests
 """

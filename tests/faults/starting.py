@@ -18,6 +18,8 @@ from megatron.guards.heartbeat import FOLDER
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPO / "pretrain_gpt.py")
+FAULTY_SCRIPT = str(REPO / "tests" / "faults" / "program.py")
+"""The same script with the fault of `environment` in it."""
 MARKS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_",
     "SPARSETRON_FAULT",
@@ -135,7 +137,8 @@ def start_ranks(
         )
         if world == 1:
             env = environment(fault)
-        command = [sys.executable, SCRIPT, *FLAGS.split(), *flags.split(), "--run-dir", run_dir]
+        script = FAULTY_SCRIPT if fault else SCRIPT
+        command = [sys.executable, script, *FLAGS.split(), *flags.split(), "--run-dir", run_dir]
         processes.append(_popen([str(part) for part in command], env))
     return Started(run_dir, processes)
 
@@ -146,6 +149,8 @@ def start_launcher(
     """Start `scripts/launch.sh`, which takes torchrun for more than one rank; `more`: variables
     for it."""
     more |= {"PYTHON": sys.executable, "RUN_DIR": str(run_dir), "RANKS_PER_NODE": str(world)}
+    if fault:
+        more |= {"PROGRAM": FAULTY_SCRIPT}
     env = environment(fault, **more)
     command = [str(REPO / "scripts" / "launch.sh"), "--", *FLAGS.split(), *flags.split()]
     return Started(run_dir, [_popen(command, env)])

@@ -12,10 +12,10 @@ import torch
 
 from megatron.checkpoint.store import Checkpoint
 from megatron.guards.causes import Causes
-from megatron.guards.faults import arm, parse_faults
 from megatron.guards.heartbeat import FOLDER, Heartbeat
 from megatron.parallel.groups import ProcessGroups
 from megatron.status import Status
+from tests.faults.inject import arm, parse_faults
 from tests.faults.starting import (
     FLAGS,
     TIMEOUT,

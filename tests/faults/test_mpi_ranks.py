@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.guards.faults import arm, parse_faults
 from megatron.guards.heartbeat import FOLDER, sightings
 from megatron.parallel.groups import ProcessGroups
 from tests.faults import starting
+from tests.faults.inject import arm, parse_faults
 from tests.faults.starting import FLAGS, TIMEOUT, Ended, Started, environment, losses
 from tests.faults.test_grid_ranks import check_recovery, saved
 from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, Row, pick

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError, SparsetronError
-from megatron.guards.faults import arm, parse_faults
 from megatron.guards.replicas import checksum
 from megatron.guards.spikes import WINDOW, is_spike, remember
 from megatron.parallel.groups import ProcessGroups
+from tests.faults.inject import arm, parse_faults
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer, metrics_of
 

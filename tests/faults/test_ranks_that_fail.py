@@ -104,7 +104,7 @@ def check(row: Row, ended: Ended) -> float:
     told = f"rank {row.rank}, step {row.step}, {row.phase}: {status['reason']}"
     assert ended.all_stderr.count(told) == 1, ended.all_stderr
     if row.fault.startswith("hang"):
-        assert "stacks at step" in ended.stderr[row.rank] and "faults.py" in ended.all_stderr
+        assert "stacks at step" in ended.stderr[row.rank] and "inject.py" in ended.all_stderr
     seconds = ended.seconds_after_fault(but=row.rank)
     assert seconds <= row.seconds, f"{seconds:.1f} s after {row.fault}"
     return seconds
@@ -199,7 +199,7 @@ def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
     ended = start_ranks(1, tmp_path, flags, fault="hang:0:2:forward").finish()
     assert ended.codes == [6], ended.all_stderr
     assert "hangs: in this phase" in ended.status["reason"]
-    assert "faults.py" in ended.stderr[0] and ended.status["phase"] == "forward"
+    assert "inject.py" in ended.stderr[0] and ended.status["phase"] == "forward"
 
 
 @pytest.mark.matrix

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.guards.faults import arm, parse_faults
 from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.transport import open_transport
+from tests.faults.inject import arm, parse_faults
 from tests.pipeline.grids import grid, masters, train_by_hand, trainer_on
 from tests.ranks import Ranks
 from tests.training.harness import metrics_of

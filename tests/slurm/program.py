@@ -7,7 +7,6 @@ that Slurm, which looks at limits twice a minute, may send it at once.
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 from pathlib import Path
@@ -20,4 +19,7 @@ if __name__ == "__main__":
         os.environ["SPARSETRON_FAULT"] = os.environ["FIRST_FAULT"]
     sys.modules["matplotlib"] = None  # type: ignore[assignment] # takes seconds, for a picture
     sys.path.insert(0, str(REPO))
-    runpy.run_path(str(REPO / "pretrain_gpt.py"), run_name="__main__")
+
+    from tests.faults.program import main
+
+    main()

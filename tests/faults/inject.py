@@ -1,14 +1,15 @@
-"""Faults on purpose, for tests: SPARSETRON_FAULT=kind:rank:step:phase, several by commas.
+"""Inject faults into a training run: SPARSETRON_FAULT=kind:rank:step:phase, several by commas.
 
-`step` is a number, or `3+` for step 3 and all after it. Without the variable nothing of this is
-imported; with it, stderr shows when a fault strikes. Kinds: kill, raise, exit0, oom, hang, stop
-(SIGSTOP), extra-collective, skip-collective (the next all-reduce), nan, inf (in one gradient),
-spike (the loss as 100 times itself, on a rank that has one), drift (one bit of one weight), slow
-(1 s).
+`step` is a number, or `3+` for step 3 and all steps after it. stderr tells when a fault strikes.
+Kinds: kill, raise, exit0, oom, hang, stop (SIGSTOP), extra-collective, skip-collective (the next
+all-reduce), nan, inf (in one gradient), spike (100 times the loss, on a rank that has a loss),
+drift (one bit of one weight), slow (1 s). `tests/faults/program.py` is pretrain_gpt.py with these
+faults; nothing in the product knows of them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -16,8 +17,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron import pretrain
 from megatron.errors import ConfigError
 from megatron.guards.heartbeat import PHASES
 from megatron.parallel.dims import Coordinates
@@ -35,7 +37,7 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault: what, on which rank, from which step on (`lasting`) or at it, in which phase."""
+    """One fault: its kind, rank, step and phase; a `lasting` fault strikes in later steps too."""
 
     kind: str
     rank: int
@@ -44,12 +46,12 @@ class Fault:
     lasting: bool = False
 
     def due(self, step: int) -> bool:
-        """Whether it strikes in this step."""
+        """Return whether the fault strikes in `step`."""
         return step >= self.step if self.lasting else step == self.step
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """The faults that SPARSETRON_FAULT names; `ConfigError` for one that is misspelt."""
+    """Parse the value of SPARSETRON_FAULT. Raises `ConfigError` for a misspelt fault."""
     found = []
     for item in text.split(","):
         parts = item.split(":")
@@ -66,7 +68,7 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 def arm(trainer: Trainer, faults: list[Fault]) -> None:
-    """Let this rank's faults strike in `trainer`, by wrapping its heartbeat."""
+    """Wrap the heartbeat of `trainer` so that this rank's faults strike."""
     dims = trainer.groups.dims
     for fault in faults:
         if fault.kind == "spike" and dims.coordinates(fault.rank).pp != dims.pp - 1:
@@ -91,6 +93,19 @@ def arm(trainer: Trainer, faults: list[Fault]) -> None:
 
     if mine:
         heartbeat.at = at  # type: ignore[method-assign]
+
+
+def arm_every_trainer(faults: list[Fault]) -> None:
+    """Arm each trainer that `megatron.pretrain` builds in this process from now on."""
+    build = pretrain.build_trainer
+
+    @functools.wraps(build)
+    def build_armed(*args: Any, **kwargs: Any) -> Trainer:
+        trainer = build(*args, **kwargs)
+        arm(trainer, faults)
+        return trainer
+
+    pretrain.build_trainer = build_armed
 
 
 def _raise(trainer: Trainer) -> None:
@@ -121,7 +136,7 @@ def _skip_collective(trainer: Trainer) -> None:
 
 
 def _poison(value: float) -> Callable[[Trainer], None]:
-    """Makes one entry of the next gradient of the first parameter `value`."""
+    """Set one entry of the first parameter's next gradient to `value`."""
 
     def strike(trainer: Trainer) -> None:
         leaf = next(iter(trainer.engine.infos.values())).param
