@@ -23,8 +23,8 @@ from megatron.data_parallel.gradient_path import GradientPath
 from megatron.low_memory.spans import recompute_spans, recomputes_attention
 from megatron.model.flops import is_of_heads
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
-from megatron.parallel.cut import Cut, padded_rows
 from megatron.parallel.dims import ParallelDims
+from megatron.parallel.tensor_shard import TensorShard, padded_rows
 from megatron.pipeline.schedule import POSTED, Kind, Operation, Place, interleaved, warm_up
 
 # ---- parameters of each rank ---------------------------------------------------------------------
@@ -146,18 +146,20 @@ class _Cutter:
         ranks = self.grid.dims.tp
         if ranks == 1:
             return ParamShape(name=name, logical_shape=shape, rows=shape[0])
-        cut = Cut.evenly(shape, axis=axis, rank=self.rank, ranks=ranks, blocks=blocks)
-        return ParamShape(name=name, logical_shape=shape, rows=cut.local_shape[0], cut=cut)
+        shard = TensorShard.evenly(shape, axis=axis, rank=self.rank, ranks=ranks, blocks=blocks)
+        return ParamShape(name=name, logical_shape=shape, rows=shard.local_shape[0], tp_shard=shard)
 
     def table(self, name: str, *, tied: bool) -> ParamShape:
         model, ranks = self.grid.config.model, self.grid.dims.tp
         length = self.grid.vocabulary
         shape = (length, model.hidden_size)
-        cut = Cut.evenly(shape, axis=0, rank=self.rank, ranks=ranks) if ranks > 1 else None
+        shard = (
+            TensorShard.evenly(shape, axis=0, rank=self.rank, ranks=ranks) if ranks > 1 else None
+        )
         rows = padded_rows(
             length, rank=self.rank, ranks=ranks, multiple=model.make_vocab_size_divisible_by
         )
-        return ParamShape(name=name, logical_shape=shape, rows=rows, cut=cut, tied=tied)
+        return ParamShape(name=name, logical_shape=shape, rows=rows, tp_shard=shard, tied=tied)
 
 
 def _layer(model: ModelConfig, cut: _Cutter, name: str) -> Iterator[ParamShape]:

@@ -63,7 +63,7 @@ class RunTensors:
             yield from self._kept(pruned, moments)
         shared = dict(self.engine.shared_tensors())
         for name, state in self.engine.reducer.state_tensors():
-            if self._writes(self.engine.infos[name]):
+            if self.engine.model_shard.owns(self.engine.infos[name]):
                 for shard in self._own_shards(state, shared, pruned):
                     yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
 
@@ -74,7 +74,7 @@ class RunTensors:
         for kind, name, flat in self.optimizer.tensors():
             info = self.engine.infos[name]
             held = self._held(info, pruned)
-            if not self._writes(info):
+            if not self.engine.model_shard.owns(info):
                 continue
             if kind == PARAM and held.pruned:
                 make = partial(_mask_shards, held)
@@ -86,7 +86,7 @@ class RunTensors:
         for name, state in self.engine.shared_tensors():
             if not isinstance(state, Entries):
                 plain[f"{PATH}{name}"] = state
-            elif self._writes(info := self.engine.infos[state.param]):
+            elif self.engine.model_shard.owns(info := self.engine.infos[state.param]):
                 make = partial(_entry_shards, self._held(info, pruned), name, state)
                 yield _Part(f"{ENTRIES}{name}", info.local_entries, make)
         first = self._first_with(list(plain))
@@ -98,7 +98,7 @@ class RunTensors:
         """Weights and moments of which each data-parallel rank keeps, and writes, a part."""
         for kind, name, flat in self.optimizer.tensors():
             info, file = self.engine.infos[name], f"{kind}/{name}"
-            if not self._writes(info) or not (kind == PARAM or moments):
+            if not self.engine.model_shard.owns(info) or not (kind == PARAM or moments):
                 continue
             if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
                 # Nothing is stored here, which somebody has to say.
@@ -127,12 +127,6 @@ class RunTensors:
 
     def _held(self, info: ParamInfo, pruned: set[str]) -> Held:
         return Held(info, self.engine.layout, info.name in pruned)
-
-    def _writes(self, info: ParamInfo) -> bool:
-        """Whether this rank's data-parallel group writes what it has of a parameter."""
-        if info.tied and self.groups.embedding.rank:
-            return False
-        return info.cut is not None or self.groups.tp.rank == 0
 
     def _pruned(self) -> set[str]:
         """Parameters of which a rank that has a part of them does not store all."""

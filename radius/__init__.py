@@ -7,7 +7,7 @@ resample, which also chooses the entries anew.
 =======================  ==========================================================================
 `path`, `memory`         `--grad-path radius`: options, refusals, bytes for the planner (no torch)
 `reducer`                what is sent when; what all ranks share
-`share`, `telling`       the part of a model that is here, on grids; what is told of the whole
+`places`, `telling`      where stored entries lie in tensors that ranks share; what is logged
 `bucket`                 one bucket: what is chosen in it, what waits, what a checkpoint holds
 `residual`               what was not sent: in its own buffer, in the gradient buffer, or lost
 `index`                  which entries are sent, and how that is kept:

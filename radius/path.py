@@ -103,8 +103,8 @@ class RadiusPath(GradientPath):
         groups: ProcessGroups,
         exchange: Exchange,
     ) -> RadiusReducer:
+        from megatron.parallel.tensor_shard import ModelShard
         from radius.reducer import RadiusReducer, RadiusSettings
-        from radius.share import ModelShare
 
         options, total = self._options(config), config.total_iterations()
         if not config.training.skip_train:
@@ -120,7 +120,7 @@ class RadiusPath(GradientPath):
             seed=config.training.seed,
         )
         matrices = {info.name: info.local_entries for info in infos if info.param.dim() > 1}
-        return RadiusReducer(exchange, matrices, settings, ModelShare.of(groups, infos))
+        return RadiusReducer(exchange, matrices, settings, ModelShard(infos, groups))
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""

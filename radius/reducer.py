@@ -34,6 +34,7 @@ from megatron.data_parallel.reducer import (
     Work,
 )
 from megatron.errors import PeerError
+from megatron.parallel.tensor_shard import ModelShard
 from megatron.sparse.selection import (
     Candidates,
     Selection,
@@ -44,9 +45,9 @@ from megatron.sparse.shard import Shard
 from radius.agreement import Choice, hash_of
 from radius.bucket import Phase, RadiusBucket
 from radius.index import Part, keeps_bits, quota
+from radius.places import find_places
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
-from radius.share import ModelShare
 from radius.telling import Telling
 from radius.work import RadiusWork
 
@@ -64,9 +65,9 @@ class RadiusReducer(GradientReducer):
 
     `entries`: for each parameter that may be sent in part the number of its logical entries on this
     rank, which come first in its slice; buckets of others are always sent whole. With density 1
-    everything is, and nothing is kept. `share`: which part of the model that is, None for all of
-    it. The k of a parameter, the order of equal entries, draws and the T parts of a rolling
-    schedule are those of the whole tensor, so that every grid chooses the same.
+    everything is, and nothing is kept. `model_shard`: this rank's part of the model, None for a
+    whole model. The k of a parameter, the order of equal entries, draws and the T parts of a
+    rolling schedule are those of the whole tensor, so that every grid chooses the same.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class RadiusReducer(GradientReducer):
         exchange: Exchange,
         entries: Mapping[str, int],
         settings: RadiusSettings,
-        share: ModelShare | None = None,
+        model_shard: ModelShard | None = None,
     ) -> None:
         super().__init__(exchange)
         self.settings = settings
-        self.share = share or ModelShare()
+        self.model_shard = model_shard or ModelShard()
         self._entries = entries if settings.density < 1 else {}
-        self._group, self._whole = exchange.group, AllReduceReducer(exchange)
+        self._whole = AllReduceReducer(exchange)
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
-        self._telling = Telling(settings, self.share)
+        self._telling = Telling(settings, self.model_shard)
         self._held: list[RadiusWork] = []
 
     @property
@@ -99,7 +100,7 @@ class RadiusReducer(GradientReducer):
             for name, where in bucket.slices.items()
             if name in self._entries
         }
-        places = self.share.places(stored, layout) if buckets else {}
+        places = find_places(self.model_shard, stored, layout) if buckets else {}
         bits = bool(buckets) and self._all_keep_bits(buckets[0].grad.device)
         self._own = [self._take_on(bucket, places, bits) for bucket in buckets]
         if buckets:
@@ -111,8 +112,8 @@ class RadiusReducer(GradientReducer):
         mine = keeps_bits(device.type, self.settings.density)
         if device.type != "cpu":
             return mine
-        copies = self._group.gather_text("bits" if mine else "")
-        model, ranks = self.share.total([all(copies), 1])
+        copies = self.exchange.gather_text("bits" if mine else "")
+        model, ranks = self.model_shard.total([all(copies), 1])
         return model == ranks
 
     def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard], bits: bool) -> RadiusBucket:
@@ -284,10 +285,11 @@ class RadiusReducer(GradientReducer):
         """By part, the largest of its values: of all that this rank holds alone, and of all that it
         shares with the tensor-parallel ranks, in one go each."""
         found: dict[str, Selection] = {}
-        alone = [(part, each) for part, each in parts if self.share.sum_bins(part.of) is None]
-        shared = [(part, each) for part, each in parts if self.share.sum_bins(part.of) is not None]
+        model = self.model_shard
+        alone = [(part, each) for part, each in parts if model.holders(part.of) is None]
+        shared = [(part, each) for part, each in parts if model.holders(part.of) is not None]
         for some in (alone, shared):
-            sum_bins = self.share.sum_bins(some[0][0].of) if some else None
+            sum_bins = model.sum_bins(some[0][0].of) if some else None
             # Of what it shares a rank may have nothing, and counts with the others all the same.
             held = [
                 (part, each)
@@ -302,7 +304,7 @@ class RadiusReducer(GradientReducer):
     def _compare_choices(self) -> None:
         """Raise `PeerError` where data-parallel ranks have chosen different entries. After each
         resample, and with a rolling schedule as often, since a GPU waits for it."""
-        if not (self._first and self._last == self._step.t) or self._group.size == 1:
+        if not (self._first and self._last == self._step.t) or self.exchange.ranks == 1:
             return
         if self._step.t % self.settings.interval:
             return
@@ -313,12 +315,13 @@ class RadiusReducer(GradientReducer):
             for part in own.parts
         ]
         mine = f"{hash_of(chosen):x}"
-        by_rank = self._group.gather_text(mine)
+        by_rank = self.exchange.gather_text(mine)
         odd = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
         if odd is not None:
+            ranks = self.exchange.world_ranks
             raise PeerError(
-                f"rank {self._group.ranks[odd]} chose other entries than rank "
-                f"{self._group.ranks[0]} at update {self._step.t}: their gradients would be added "
+                f"rank {ranks[odd]} chose other entries than rank "
+                f"{ranks[0]} at update {self._step.t}: their gradients would be added "
                 "to those of other weights; must be equal, as on processors that round alike; "
                 "start the same command again on machines of one kind, from the last checkpoint"
             )

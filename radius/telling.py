@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.reducer import ReducerStats
+from megatron.parallel.tensor_shard import ModelShard
 from radius.bucket import RadiusBucket
 from radius.memory import memory_note, radius_bytes
 from radius.schedule import RadiusSettings
-from radius.share import ModelShare
 
 
 class Telling:
-    """Counts from one call of `stats` to the next. `share`: which part of the model is here."""
+    """Count from one call of `stats` to the next. `model_shard`: this rank's part of the model."""
 
-    def __init__(self, settings: RadiusSettings, share: ModelShare) -> None:
-        self._settings, self._share = settings, share
+    def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
+        self._settings, self._model_shard = settings, model_shard
         self._sent = self._stored = self._chosen = self._kept = 0
         self._tells_memory = False
         self._notes: list[str] = []
@@ -32,13 +32,13 @@ class Telling:
 
     def sent(self, bucket: GradBucket, entries: int) -> None:
         """So many entries of a bucket were sent."""
-        if self._share.counts(bucket):
+        if self._model_shard.owns(bucket):
             self._stored += bucket.numel
             self._sent += entries
 
     def chose(self, bucket: GradBucket, before: int, kept: int) -> None:
         """Of `before` chosen entries `kept` were chosen again."""
-        if self._share.counts(bucket):
+        if self._model_shard.owns(bucket):
             self._chosen += before
             self._kept += kept
 
@@ -60,14 +60,14 @@ class Telling:
     ) -> ReducerStats:
         """What was counted, with bytes and waits of `whole`. `on`: entries are chosen already.
         Collective over the ranks of a copy of the model."""
-        counted = [own for own in buckets if self._share.counts(own.bucket)]
+        counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         if self._tells_memory:
             self._tells_memory = False
             self._notes = [note for note in (self._memory(buckets), *self._notes) if note]
         tells_norm = full and self._settings.residual != "none"
         waits = sum(own.squared_norm() for own in counted) if tells_norm and on else 0.0
         mine = [self._sent, self._stored, self._chosen, self._kept, waits, on]
-        sent, stored, chosen, kept, waits, began = self._share.total(mine)
+        sent, stored, chosen, kept, waits, began = self._model_shard.total(mine)
         extra: dict[str, float] = {}
         if tells_norm and began:
             extra["residual_norm"] = math.sqrt(waits)
@@ -81,7 +81,7 @@ class Telling:
     def _memory(self, buckets: Sequence[RadiusBucket]) -> str:
         """What is kept; "" where there is no matrix."""
         settings, grad = self._settings, buckets[0].bucket.grad
-        counted = [own for own in buckets if self._share.counts(own.bucket)]
+        counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         matrices = [part.length for own in counted for part in own.parts]
         rolling, bits = settings.schedule == "rolling", buckets[0].bits
         kinds = radius_bytes(
@@ -92,7 +92,7 @@ class Telling:
             value_bytes=grad.element_size(),
             bits=bits,
         )
-        entries, *sizes = self._share.total([sum(matrices), *kinds.values()])
+        entries, *sizes = self._model_shard.total([sum(matrices), *kinds.values()])
         if not entries:
             return ""
         whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}

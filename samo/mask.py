@@ -86,7 +86,7 @@ def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
 def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
     """This rank's part of a mask of the logical shape, `padded`."""
     assert tuple(logical.shape) == tuple(info.logical_shape)
-    return padded(info, logical if info.cut is None else info.cut.of(logical))
+    return padded(info, logical if info.tp_shard is None else info.tp_shard.of(logical))
 
 
 def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) -> PackedMasks:

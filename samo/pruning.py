@@ -201,10 +201,10 @@ def _counts_of_all(
     wanted = stored_count(sum(n for (n,) in numbers), sparsity) - len(numbers)
     if wanted <= 0:
         return dict.fromkeys(tensors, 1)
-    first, wanted = _reaching(parts.add_up(highest).numpy(), wanted)
+    first, wanted = _reaching(parts.sum_over_model(highest).numpy(), wanted)
     first <<= _SHIFT
     lowest = parts.agreed(partial(_look_closer, tensors, tops, parts, first))
-    step, wanted = _reaching(parts.add_up(lowest).numpy()[: 1 << _SHIFT], wanted)
+    step, wanted = _reaching(parts.sum_over_model(lowest).numpy()[: 1 << _SHIFT], wanted)
     rows = parts.agreed(partial(_compare, tensors, tops, parts, first + step))
     found: dict[str, int] = {}
     for name, (above, ties) in parts.table(rows).items():

@@ -204,7 +204,7 @@ class DsrRewirer(Rewirer):
         for tensor in tensors:
             if self._parts.counted(tensor.info.name):
                 counts += tensor.count_rungs(self._threshold)
-        self._parts.add_up(counts)
+        self._parts.sum_over_model(counts)
         # What lies on the rungs before one is below that one's number.
         most = LIMIT * self._settings.target
         rung = int(torch.searchsorted(counts.cumsum(0), most, right=True))

@@ -71,7 +71,7 @@ def _by_magnitude(
         """The weights that a parameter begins with, as far as they are here."""
         info = by_name[name]
         if saved is not None:
-            return read_part(saved, f"{PARAM}{name}", info.cut)
+            return read_part(saved, f"{PARAM}{name}", info.tp_shard)
         return info.param.detach().reshape(-1)[: info.local_entries].view(info.local_shape)
 
     def draw() -> dict[str, torch.Tensor]:
@@ -88,5 +88,5 @@ def _by_magnitude(
 def _masks_of(saved: Saved, infos: Sequence[ParamInfo]) -> Weights:
     """The masks there are in a checkpoint, as far as they are here, each read when looked up."""
     there = set(saved.names(MASK))
-    cuts = {info.name: info.cut for info in infos if f"{MASK}{info.name}" in there}
+    cuts = {info.name: info.tp_shard for info in infos if f"{MASK}{info.name}" in there}
     return Weights(list(cuts), lambda name: read_part(saved, f"{MASK}{name}", cuts[name]))

@@ -25,6 +25,7 @@ FOR_EXTENSIONS = (
     "megatron.config",
     "megatron.data_parallel",
     "megatron.errors",
+    "megatron.parallel.tensor_shard",
     "megatron.sparse",
     "megatron.transfer",
 )

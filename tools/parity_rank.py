@@ -115,7 +115,7 @@ def _held(info: ParamInfo, flat: torch.Tensor) -> np.ndarray:
 
 def _piece(info: ParamInfo) -> dict[str, Any]:
     boxes = [((0,) * len(info.logical_shape), info.logical_shape)] * 2
-    pairs = [boxes] if info.cut is None else list(info.cut.boxes())
+    pairs = [boxes] if info.tp_shard is None else list(info.tp_shard.boxes())
     return {"shape": info.logical_shape, "boxes": pairs}
 
 

@@ -49,8 +49,8 @@ class Held:
     @property
     def boxes(self) -> list[tuple[Box, Box]]:
         """The boxes of the logical tensor, and where they lie in the part."""
-        if self.info.cut is not None:
-            return list(self.info.cut.boxes())
+        if self.info.tp_shard is not None:
+            return list(self.info.tp_shard.boxes())
         box = (0,) * len(self.info.logical_shape), tuple(self.info.logical_shape)
         return [(box, box)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megatron.parallel.cut import Cut
+    from megatron.parallel.tensor_shard import TensorShard
 
 ALIGNMENT = 64
 """Elements. Fused AdamW rounds the scalar tail of a tensor differently, so slices, chunks and
@@ -23,15 +23,15 @@ class ParamInfo:
     `leaves` are the autograd leaves over its one storage: one for most, two for an embedding tied
     to the output layer (each use accumulates its own gradient). `logical_shape` is that of the
     whole tensor and leaves out rows that exist in memory only (vocabulary padding, always last on
-    a rank). `cut`: which part of it is on this tensor-parallel rank, None where each of them holds
-    the whole. `partial`: the gradient that backward makes of a whole one is this rank's part of a
+    a rank). `tp_shard`: the part of it on this tensor-parallel rank, None where each rank holds the
+    whole. `partial`: the gradient that backward makes of a whole one is this rank's part of a
     sum over them, as of a norm that sees a part of the sequence.
     """
 
     name: str
     leaves: tuple[torch.nn.Parameter, ...]
     logical_shape: tuple[int, ...]
-    cut: Cut | None = None
+    tp_shard: TensorShard | None = None
     partial: bool = False
     tied: bool = False
     weight_decay: bool = True
@@ -42,6 +42,11 @@ class ParamInfo:
         return self.leaves[0]
 
     @property
+    def tp_sharded(self) -> bool:
+        """Whether tensor-parallel ranks hold different parts of the tensor."""
+        return self.tp_shard is not None
+
+    @property
     def entries(self) -> int:
         """Number of entries of the whole tensor."""
         return math.prod(self.logical_shape)
@@ -49,7 +54,7 @@ class ParamInfo:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of what is on this rank, without padding."""
-        return self.logical_shape if self.cut is None else self.cut.local_shape
+        return self.logical_shape if self.tp_shard is None else self.tp_shard.local_shape
 
     @property
     def local_entries(self) -> int:

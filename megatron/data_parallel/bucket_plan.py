@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, Slice
-from megatron.parallel.cut import Cut
+from megatron.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -95,7 +95,7 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
             info.param.numel(),
             BucketClass(
                 matrix=info.param.dim() > 1,
-                tp_sharded=info.cut is not None,
+                tp_sharded=info.tp_sharded,
                 partial=info.partial,
                 tied=info.tied,
                 weight_decay=info.weight_decay,
@@ -150,14 +150,14 @@ class ParamShape:
     name: str
     logical_shape: tuple[int, ...]
     rows: int
-    cut: Cut | None = None
+    tp_shard: TensorShard | None = None
     partial: bool = False
     tied: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of what is on this rank, without padding."""
-        return self.logical_shape if self.cut is None else self.cut.local_shape
+        return self.logical_shape if self.tp_shard is None else self.tp_shard.local_shape
 
     @property
     def local_entries(self) -> int:
@@ -177,15 +177,18 @@ class ParamShape:
     def share(self, count: int) -> int:
         """Of so many entries chosen from the whole tensor those on this rank, if they are spread
         evenly; over the tensor-parallel ranks the shares add up."""
-        if self.cut is None:
+        if self.tp_shard is None:
             return count
-        return count * self.cut.stop // self.cut.block - count * self.cut.start // self.cut.block
+        return (
+            count * self.tp_shard.stop // self.tp_shard.block
+            - count * self.tp_shard.start // self.tp_shard.block
+        )
 
     def entry(self, stored: int, dtype: object) -> Entry:
         """For `plan_buckets`, if so many of its entries are stored."""
         kind = BucketClass(
             matrix=self.is_matrix,
-            tp_sharded=self.cut is not None,
+            tp_sharded=self.tp_shard is not None,
             partial=self.partial,
             tied=self.tied,
             weight_decay=self.is_matrix,

@@ -46,6 +46,7 @@ from megatron.data_parallel.reducer import (
 )
 from megatron.errors import ConfigError, NumericsError, PeerError
 from megatron.parallel.groups import Calls, Group, ProcessGroups
+from megatron.parallel.tensor_shard import ModelShard
 from megatron.transfer import to_device
 
 CLIP_EPSILON = 1e-6
@@ -95,6 +96,7 @@ class GradientEngine:
     ) -> None:
         self.infos = {info.name: info for info in infos}
         self.reducer, self.rewirer, self.groups = parts.reducer, parts.rewirer, groups
+        self.model_shard = ModelShard(infos, groups)
         self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
         self._growth = parts.reducer.growth if stream else None
         self._voters = _apart(groups.world) if self.streams else groups.world
@@ -259,7 +261,7 @@ class GradientEngine:
         stored = 0
         nonzero: list[_Term] = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
-            if self.counts(bucket):
+            if self.model_shard.owns(bucket):
                 # Padding takes no gradient, so that what is not zero is always an entry.
                 nonzero.append(_Term(reduced, torch.count_nonzero(reduced.values)))
                 stored += sum(
@@ -267,12 +269,6 @@ class GradientEngine:
                     for name, where in bucket.slices.items()
                 )
         return int(self.groups.sum_over_model(stored - self._over_parts(nonzero)))
-
-    def counts(self, bucket: GradBucket) -> bool:
-        """Whether this rank is the one to count the bucket in a sum over model-parallel ranks."""
-        if bucket.tied and self.groups.embedding.rank:
-            return False
-        return bucket.tp_sharded or self.groups.tp.rank == 0
 
     def place(self, name: str) -> tuple[GradBucket, Slice]:
         """A parameter's bucket and its place in it."""
@@ -376,7 +372,7 @@ class GradientEngine:
         """Batch step 9: wait for a bucket's mean. Its share of the norm is found while others
         arrive, and before the optimizer overwrites the mean."""
         bucket, work = self.buckets[number], self._work[number]
-        seen = partial(self._see, counts=self.counts(bucket))
+        seen = partial(self._see, counts=self.model_shard.owns(bucket))
         if isinstance(work, PiecewiseWork):
             return Reduced(values=bucket.grad, until=Arrival(work.pieces, seen))
         seen(reduced := work.wait())

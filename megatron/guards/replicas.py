@@ -78,7 +78,7 @@ def _copies(
     infos = optimizer.engine.infos
     owner = {name: infos[name.split(" ")[0]] for name in found}
     yield groups.dp, found
-    yield groups.tp, {name: total for name, total in found.items() if owner[name].cut is None}
+    yield groups.tp, {name: total for name, total in found.items() if owner[name].tp_shard is None}
     yield groups.embedding, {name: total for name, total in found.items() if owner[name].tied}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel
 from megatron.tensor_parallel.layers import CutModule, multiply_by_columns
 from megatron.tensor_parallel.products import multiply
-from megatron.tensor_parallel.vocabulary import VocabularyTable, padded_share, vocabulary_cut
+from megatron.tensor_parallel.vocabulary import VocabularyTable, padded_share, vocabulary_shard
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -99,12 +99,12 @@ class OutputLayer(CutModule):
             self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
         else:
             self.weight = nn.Parameter(tied_to.detach())
-        if self.is_cut:
-            self.cuts["weight"] = vocabulary_cut(vocab_size, size, tp=tp)
+        if self.is_sharded:
+            self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, s, h] -> [b, s, columns], or from [b, s/tp, h] by rank where the sequence is cut;
         padding columns are 0."""
-        if self.is_cut:
+        if self.is_sharded:
             return multiply_by_columns(hidden, self.weight, None, self.tp)
         return multiply(hidden, self.weight)

@@ -25,7 +25,7 @@ from megatron.model.rotary import Rotary, rotary_table
 from megatron.parallel.groups import ALONE, Group
 from megatron.tensor_parallel.collectives import TensorParallel, keep_uncompiled
 from megatron.tensor_parallel.cross_entropy import token_losses
-from megatron.tensor_parallel.layers import cuts_of
+from megatron.tensor_parallel.layers import shards_of
 from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, LayerStream
 
 if TYPE_CHECKING:
@@ -284,9 +284,9 @@ class GPT(nn.Module):
 
     def _describe_parameters(self) -> list[ParamInfo]:
         infos = []
-        cuts = cuts_of(self)
+        shards = shards_of(self)
         for name, parameter in self.named_parameters():
-            leaves, tied, cut = (parameter,), False, cuts.get(name)
+            leaves, tied, shard = (parameter,), False, shards.get(name)
             if name.startswith("layers."):
                 _, local, rest = name.split(".", 2)
                 name = f"layers.{self.layer_numbers[int(local)]}.{rest}"
@@ -298,7 +298,7 @@ class GPT(nn.Module):
                 tied = True
                 if self.output_layer is not None:
                     leaves = (parameter, self.output_layer.weight)
-            shape = tuple(parameter.shape) if cut is None else cut.shape
+            shape = tuple(parameter.shape) if shard is None else shard.shape
             if name in (_WORD_TABLE, "output_layer.weight"):
                 shape = (self.vocab_size, *shape[1:])
             infos.append(
@@ -306,9 +306,9 @@ class GPT(nn.Module):
                     name=name,
                     leaves=leaves,
                     logical_shape=shape,
-                    cut=cut,
+                    tp_shard=shard,
                     # What every rank holds, none sees the whole sequence or all heads with.
-                    partial=cut is None
+                    partial=shard is None
                     and (self.tp.cuts_sequence or (self.tp.size > 1 and is_of_heads(name))),
                     tied=tied,
                     weight_decay=parameter.ndim >= 2,

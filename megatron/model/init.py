@@ -54,5 +54,5 @@ def set_parameter(info: ParamInfo, values: torch.Tensor) -> None:
         raise ValueError(f"{info.name}: shape {tuple(values.shape)}, need {info.logical_shape}")
     with torch.no_grad():
         rows = info.local_shape[0]
-        info.param[:rows].copy_(values if info.cut is None else info.cut.of(values))
+        info.param[:rows].copy_(values if info.tp_shard is None else info.tp_shard.of(values))
         info.param[rows:].zero_()

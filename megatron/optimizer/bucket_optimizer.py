@@ -149,7 +149,7 @@ class BucketOptimizer:
         groups = self.engine.groups
         sums = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
-            if self.engine.counts(bucket):
+            if self.engine.model_shard.owns(bucket):
                 sums += state.master.double().square().sum()
         if self.is_sharded:
             groups.dp.all_reduce(sums, dist.ReduceOp.SUM)

@@ -16,7 +16,7 @@ import torch
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Pending, ShardExchange
 from megatron.data_parallel.engine import GradientEngine
 from megatron.optimizer.host import beside
-from megatron.parallel.cut import Corner
+from megatron.parallel.tensor_shard import Corner
 from megatron.transfer import to_device
 
 PIECE = 1 << 20
@@ -173,12 +173,14 @@ def _ranges(info: ParamInfo) -> Iterator[tuple[tuple[Corner, Corner], tuple[int,
     """The boxes of the logical tensor that are here, and where in the flattened one here each
     lies without gaps."""
     shape = info.logical_shape
-    if info.cut is None:
+    if info.tp_shard is None:
         yield ((0,) * len(shape), shape), (0, info.entries)
         return
-    assert info.cut.blocks == 1 or info.cut.axis == 0, "blocks of another axis lie in pieces"
-    entries = info.cut.local_entries // info.cut.blocks
-    for number, (box, _) in enumerate(info.cut.boxes()):
+    assert info.tp_shard.blocks == 1 or info.tp_shard.axis == 0, (
+        "blocks of another axis lie in pieces"
+    )
+    entries = info.tp_shard.local_entries // info.tp_shard.blocks
+    for number, (box, _) in enumerate(info.tp_shard.boxes()):
         yield box, (number * entries, (number + 1) * entries)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.transfer import to_device
 
 if TYPE_CHECKING:
-    from megatron.parallel.cut import Cut
+    from megatron.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Shard:
     )
 
     @classmethod
-    def of(cls, cut: Cut) -> Shard:
-        """The flattened part that a cut leaves to this rank."""
-        inner = math.prod(cut.shape[cut.axis + 1 :])
-        row, stride = (cut.stop - cut.start) * inner, cut.block * inner
-        numel, total, offset = cut.local_entries, math.prod(cut.shape), cut.start * inner
+    def of(cls, shard: TensorShard) -> Shard:
+        """Flatten a tensor-parallel rank's part of a tensor."""
+        inner = math.prod(shard.shape[shard.axis + 1 :])
+        row, stride = (shard.stop - shard.start) * inner, shard.block * inner
+        numel, total, offset = shard.local_entries, math.prod(shard.shape), shard.start * inner
         if numel == row:  # one run, wherever it begins
             return cls(numel, total, offset=offset)
         return cls(numel, total, row, stride, offset)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.cut import even_share
 from megatron.parallel.groups import ALONE, Group
+from megatron.parallel.tensor_shard import even_share
 from megatron.tensor_parallel.vocabulary import check_ids
 
 # fp32 scratch of a chunk: inside a core's share of the last-level cache on a CPU, and on a GPU

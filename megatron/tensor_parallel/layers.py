@@ -2,8 +2,8 @@
 
 A column-parallel layer holds a share of the outputs, a row-parallel one a share of the inputs; put
 one after the other they need one sum, of the second one's output. Initial values and logical shapes
-are those of the whole layer: `cuts` tells which part of each parameter is here. With one rank there
-is no cut, and nothing between the layer and the product.
+are those of the whole layer: `shards` has the part of each parameter on this rank. With one rank
+nothing is sharded, and there is nothing between the layer and the product.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cut import Cut
+from megatron.parallel.tensor_shard import TensorShard
 from megatron.tensor_parallel.collectives import TensorParallel, uncompiled
 from megatron.tensor_parallel.products import multiply, product
 
 
 class CutModule(nn.Module):
-    """Holds parameters of which each tensor-parallel rank has a part: `cuts`, by the parameter's
+    """Holds parameters of which each tensor-parallel rank has a part: `shards`, by the parameter's
     name in this module, empty with one rank. Values are left for `init` to fill."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.is_cut = tp.size > 1
-        self.cuts: dict[str, Cut] = {}
+        self.is_sharded = tp.size > 1
+        self.shards: dict[str, TensorShard] = {}
 
     def _hold(
         self,
@@ -40,20 +40,22 @@ class CutModule(nn.Module):
         device: torch.device,
     ) -> None:
         """Make a parameter: an even share of a tensor of `shape`."""
-        if self.is_cut:
-            cut = Cut.evenly(shape, axis=axis, rank=self.tp.rank, ranks=self.tp.size, blocks=blocks)
-            self.cuts[name] = cut
-            shape = cut.local_shape
+        if self.is_sharded:
+            shard = TensorShard.evenly(
+                shape, axis=axis, rank=self.tp.rank, ranks=self.tp.size, blocks=blocks
+            )
+            self.shards[name] = shard
+            shape = shard.local_shape
         setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
+def shards_of(model: nn.Module) -> dict[str, TensorShard]:
     """Cuts of a model's parameters by the name that `named_parameters` gives them."""
     return {
-        f"{prefix}.{name}": cut
+        f"{prefix}.{name}": shard
         for prefix, module in model.named_modules()
         if isinstance(module, CutModule)
-        for name, cut in module.cuts.items()
+        for name, shard in module.shards.items()
     }
 
 
@@ -86,7 +88,7 @@ class ColumnParallelLinear(CutModule):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[b, s, k] or, cut along the sequence, [b, s/tp, k] -> [b, s, share of n] or by rank."""
-        if self.is_cut:
+        if self.is_sharded:
             return multiply_by_columns(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
 
@@ -114,7 +116,7 @@ class RowParallelLinear(CutModule):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[b, s, share of k] -> [b, s, n]; by rank -> [b, s/tp, n] where the sequence is cut."""
-        if self.is_cut:
+        if self.is_sharded:
             return multiply_by_rows(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.cut import Cut, padded_rows
+from megatron.parallel.tensor_shard import TensorShard, padded_rows
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, add_up_terms, uncompiled
 from megatron.tensor_parallel.layers import CutModule
 
@@ -39,17 +39,17 @@ class VocabularyTable(CutModule):
         self.vocab_size = vocab_size
         rows = padded_share(vocab_size, tp=tp, divisible_by=divisible_by)
         self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
-        if self.is_cut:
-            self.cuts["weight"] = vocabulary_cut(vocab_size, size, tp=tp)
+        if self.is_sharded:
+            self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [b, s] -> their rows [b, s, h] or, cut along the sequence, [b, s/tp, h].
         `IndexError` for an id outside the vocabulary (with several ranks on a CPU; on CUDA the
         device asserts)."""
-        if not self.is_cut:
+        if not self.is_sharded:
             return F.embedding(ids, self.weight)
         check_ids(ids, vocab_size=self.vocab_size)
-        terms = look_up_share(self.tp.by_rank(ids), self.weight, self.cuts["weight"])
+        terms = look_up_share(self.tp.by_rank(ids), self.weight, self.shards["weight"])
         return add_up_terms(terms, self.tp)
 
 
@@ -58,9 +58,9 @@ def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> i
     return padded_rows(vocab_size, rank=tp.rank, ranks=tp.size, multiple=divisible_by)
 
 
-def vocabulary_cut(vocab_size: int, size: int, *, tp: TensorParallel) -> Cut:
+def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> TensorShard:
     """Which rows of the table [vocab_size, size] are here."""
-    return Cut.evenly((vocab_size, size), axis=0, rank=tp.rank, ranks=tp.size)
+    return TensorShard.evenly((vocab_size, size), axis=0, rank=tp.rank, ranks=tp.size)
 
 
 def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
@@ -78,18 +78,20 @@ def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
 
 
 @uncompiled
-def look_up_share(ids: torch.Tensor, weight: torch.Tensor, cut: Cut) -> torch.Tensor:
+def look_up_share(ids: torch.Tensor, weight: torch.Tensor, shard: TensorShard) -> torch.Tensor:
     """Rows of the ids [...] that are in this rank's share, zeros for others: [..., h]."""
-    return _LookUpShare.apply(ids, weight, cut)
+    return _LookUpShare.apply(ids, weight, shard)
 
 
 class _LookUpShare(torch.autograd.Function):
     """One masked write forward and none backward: what is not here is skipped by its index."""
 
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, cut: Cut) -> torch.Tensor:
-        elsewhere = (ids < cut.start) | (ids >= cut.stop)
-        local = ids - cut.start
+    def forward(
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, shard: TensorShard
+    ) -> torch.Tensor:
+        elsewhere = (ids < shard.start) | (ids >= shard.stop)
+        local = ids - shard.start
         rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
         ctx.save_for_backward(local.masked_fill_(elsewhere, weight.shape[0]))
         ctx.num_rows = weight.shape[0]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from megatron.config import Config
     from megatron.data_parallel.exchange import Exchange
-    from radius.share import ModelShare
+    from megatron.parallel.tensor_shard import ModelShard
 
 
 class CompressedWork(ABC):
@@ -77,13 +77,13 @@ class FeedbackReducer(GradientReducer, ABC):
         exchange: Exchange,
         *,
         start_iter: int,
-        share: ModelShare | None = None,
+        model_shard: ModelShard | None = None,
     ) -> None:
         from megatron.data_parallel.dense import AllReduceReducer
-        from radius.share import ModelShare
+        from megatron.parallel.tensor_shard import ModelShard
 
         super().__init__(exchange)
-        self.share = share or ModelShare()
+        self.model_shard = model_shard or ModelShard()
         self.start_iter = start_iter
         self.infos = {info.name: info for info in infos}
         self.offered: dict[str, torch.Tensor] = {}
@@ -122,7 +122,7 @@ class FeedbackReducer(GradientReducer, ABC):
         """Allocate the residuals."""
         import torch
 
-        self._counted = [bucket.index for bucket in buckets if self.share.counts(bucket)]
+        self._counted = [bucket.index for bucket in buckets if self.model_shard.owns(bucket)]
         for bucket in buckets:
             matrices = all(self.infos[name].param.dim() > 1 for name in bucket.slices)
             self._names[bucket.index] = tuple(self.plan(bucket)) if matrices else ()
@@ -168,7 +168,7 @@ class FeedbackReducer(GradientReducer, ABC):
     def stats(self, *, full: bool = False) -> ReducerStats:
         dense, squares = self._dense.stats(), self._squared_residual() if full else 0.0
         mine = [self.entries_sent, self.entries_stored, squares]
-        sent, stored, squares = self.share.total(mine)
+        sent, stored, squares = self.model_shard.total(mine)
         stats = ReducerStats(
             bytes_sent=dense.bytes_sent,
             density=sent / stored if stored else 1.0,

@@ -77,8 +77,8 @@ def _factors(
 def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> bool:
     """See `PowerSGDReducer`: by the least part that any rank has."""
     least = list(param.local_shape)
-    if param.cut is not None:
-        least[param.cut.axis] = param.cut.block // rank.tp * param.cut.blocks
+    if param.tp_shard is not None:
+        least[param.tp_shard.axis] = param.tp_shard.block // rank.tp * param.tp_shard.blocks
     return is_smaller(least[0], math.prod(least[1:]), rank_of_factors)
 
 

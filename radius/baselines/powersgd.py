@@ -24,10 +24,10 @@ import torch
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.norm import PIECE
 from megatron.data_parallel.reducer import Entries, Reduced, StepContext
+from megatron.parallel.tensor_shard import ModelShard
 from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
 from radius.baselines.sizes import is_smaller
-from radius.share import ModelShare
 
 if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
@@ -165,9 +165,9 @@ class PowerSGDReducer(FeedbackReducer):
         rank: int,
         seed: int,
         start_iter: int = 0,
-        share: ModelShare | None = None,
+        model_shard: ModelShard | None = None,
     ) -> None:
-        super().__init__(infos, exchange, start_iter=start_iter, share=share)
+        super().__init__(infos, exchange, start_iter=start_iter, model_shard=model_shard)
         self.rank, self.seed = rank, seed
         self.q: dict[str, torch.Tensor] = {}
         self.first_rounds: list[_PowerSGDWork] = []
@@ -195,10 +195,11 @@ class PowerSGDReducer(FeedbackReducer):
     def _is_worth_it(self, name: str) -> bool:
         """Whether factors are smaller, for the least part of the parameter that any rank has: its
         ranks have a residual all or none."""
-        info, ranks = self.infos[name], 1 if self.share.tp is None else self.share.tp.size
+        info, tp = self.infos[name], self.model_shard.tp
+        ranks = 1 if tp is None else tp.size
         least = list(info.local_shape)
-        if info.cut is not None:
-            least[info.cut.axis] = info.cut.block // ranks * info.cut.blocks
+        if info.tp_shard is not None:
+            least[info.tp_shard.axis] = info.tp_shard.block // ranks * info.tp_shard.blocks
         return is_smaller(least[0], math.prod(least[1:]), self.rank)
 
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
@@ -227,6 +228,6 @@ class PowerSGDReducer(FeedbackReducer):
 
     def _warm_start(self, name: str) -> str:
         """What a checkpoint calls Q, that of a part by what it is the part of."""
-        cut = self.infos[name].cut
-        part = f"@{cut.axis}:{cut.start}-{cut.stop}" if cut is not None else ""
+        shard = self.infos[name].tp_shard
+        part = f"@{shard.axis}:{shard.start}-{shard.stop}" if shard is not None else ""
         return f"{WARM_START}{name}{part}"

@@ -53,8 +53,8 @@ class PowerSGDPath(GradientPath):
         groups: ProcessGroups,
         exchange: Exchange,
     ) -> PowerSGDReducer:
+        from megatron.parallel.tensor_shard import ModelShard
         from radius.baselines.powersgd import PowerSGDReducer
-        from radius.share import ModelShare
 
         options = options_of(config, PowerSGDConfig)
         return PowerSGDReducer(
@@ -63,7 +63,7 @@ class PowerSGDPath(GradientPath):
             rank=options.powersgd_rank,
             seed=config.training.seed,
             start_iter=options.powersgd_start_iter,
-            share=ModelShare.of(groups, infos),
+            model_shard=ModelShard(infos, groups),
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:

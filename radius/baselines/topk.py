@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange, Transfer
     from megatron.data_parallel.reducer import Reduced, StepContext
     from megatron.parallel.groups import ProcessGroups
-    from radius.share import ModelShare
+    from megatron.parallel.tensor_shard import ModelShard
 
 POSITION_BYTES = 4
 """A position is an int32."""
@@ -70,7 +70,7 @@ class TopKPath(GradientPath):
         groups: ProcessGroups,
         exchange: Exchange,
     ) -> TopKReducer:
-        from radius.share import ModelShare
+        from megatron.parallel.tensor_shard import ModelShard
 
         options = options_of(config, TopKConfig)
         return TopKReducer(
@@ -78,7 +78,7 @@ class TopKPath(GradientPath):
             exchange,
             density=options.topk_density,
             start_iter=options.topk_start_iter,
-            share=ModelShare.of(groups, infos),
+            model_shard=ModelShard(infos, groups),
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
@@ -167,9 +167,9 @@ class TopKReducer(FeedbackReducer):
         *,
         density: float,
         start_iter: int = 0,
-        share: ModelShare | None = None,
+        model_shard: ModelShard | None = None,
     ) -> None:
-        super().__init__(infos, exchange, start_iter=start_iter, share=share)
+        super().__init__(infos, exchange, start_iter=start_iter, model_shard=model_shard)
         self.density = density
 
     def plan(self, bucket: GradBucket) -> Sequence[str]:

@@ -21,8 +21,8 @@ from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import AdamW
-from megatron.parallel.cut import Cut, even_share
 from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.tensor_shard import TensorShard, even_share
 from megatron.run_tensors import RunTensors
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
@@ -115,7 +115,7 @@ class GridToy(Toy):
     def _part(self, info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
         """What each leaf of this rank makes of a whole gradient."""
         uses = len(info.leaves) * (self.groups.embedding.size if info.tied else 1)
-        part = _local(info.cut, whole, info.param.shape) / uses
+        part = _local(info.tp_shard, whole, info.param.shape) / uses
         return part / self.groups.tp.size if info.partial else part
 
     def whole(self, name: str, stored: torch.Tensor) -> torch.Tensor:
@@ -184,20 +184,20 @@ def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 def _info(name: str, groups: ProcessGroups) -> ParamInfo:
     shape, how = PARAMETERS[name]
-    tp, cut = groups.tp, None
+    tp, shard = groups.tp, None
     if how is not None and tp.size > 1:
-        cut = Cut.evenly(shape, axis=how[0], rank=tp.rank, ranks=tp.size, blocks=how[1])
-    local = list(shape if cut is None else cut.local_shape)
+        shard = TensorShard.evenly(shape, axis=how[0], rank=tp.rank, ranks=tp.size, blocks=how[1])
+    local = list(shape if shard is None else shard.local_shape)
     if name == EMBEDDING:
         local[0] = -(-local[0] // PADDED_TO) * PADDED_TO
-    leaf = torch.nn.Parameter(_local(cut, _initial(name), torch.Size(local)))
+    leaf = torch.nn.Parameter(_local(shard, _initial(name), torch.Size(local)))
     tied = name == EMBEDDING
     both = tied and groups.pp.size == 1
     return ParamInfo(
         name=name,
         leaves=(leaf, torch.nn.Parameter(leaf.detach())) if both else (leaf,),
         logical_shape=shape,
-        cut=cut,
+        tp_shard=shard,
         partial=name.endswith("norm.weight"),
         tied=tied,
         weight_decay=len(shape) > 1,
@@ -214,12 +214,12 @@ def _mask(info: ParamInfo) -> torch.Tensor:
     whole = torch.rand(info.logical_shape, generator=generator) < 0.5
     if info.name == EMBEDDING:
         whole[:20] = True  # the first rank of several has its part whole
-    return _local(info.cut, whole, info.param.shape).reshape(-1)
+    return _local(info.tp_shard, whole, info.param.shape).reshape(-1)
 
 
-def _local(cut: Cut | None, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _local(shard: TensorShard | None, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The part of a tensor, with zeros for what is in memory only."""
-    part = whole if cut is None else cut.of(whole)
+    part = whole if shard is None else shard.of(whole)
     padded = part.new_zeros(shape)
     padded[: part.shape[0]] = part
     return padded

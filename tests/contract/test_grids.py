@@ -117,7 +117,7 @@ def on_rank_conserved(groups: ProcessGroups, grid: str, case: PathCase, pruned: 
         after = toy.residual()
         offered = {}
         for info in toy.infos:
-            part = whole[info.name] if info.cut is None else info.cut.of(whole[info.name])
+            part = whole[info.name] if info.tp_shard is None else info.tp_shard.of(whole[info.name])
             mask = toy.engine.layout.mask(info.name)
             exists = 1 if mask is None else mask[: info.local_entries]
             offered[info.name] = part.reshape(-1) * exists + before[info.name] - after[info.name]

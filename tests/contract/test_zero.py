@@ -24,8 +24,8 @@ from megatron.guards.replicas import compare_replicas
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.rules import SGD, AdamW
 from megatron.optimizer.shards import Piece, fill, pieces
-from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.tensor_shard import TensorShard
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
 from tests.contract.harness import (
@@ -318,7 +318,7 @@ CUT_SHAPES = {"gate_up": (2 * 22, 24), "down": (24, 22), "vocabulary": (11, 24),
 
 
 def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
-    """Save on TP 2 x DP 2, uneven shares and padding rows included; read what every rank has."""
+    """Save on TP 2  DP 2, uneven shares and padding rows included; read what every rank has."""
     on_grid = grid(groups, tp=2)
     generator = torch.Generator().manual_seed(5)
     wholes = {n: torch.randn(shape, generator=generator) for n, shape in CUT_SHAPES.items()}
@@ -330,13 +330,15 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
     along = {"gate_up": (0, 2), "down": (1, 1), "vocabulary": (0, 1)}
     infos, local_masks = [], {}
     for name, whole in wholes.items():
-        cut, local = None, whole
+        shard, local = None, whole
         if name in along:
             axis, blocks = along[name]
-            cut = Cut.evenly(whole.shape, axis=axis, rank=on_grid.tp.rank, ranks=2, blocks=blocks)
-            local = cut.of(whole)
-        if name in masks and cut is not None:
-            local_masks[name] = cut.of(masks[name]).view(-1)
+            shard = TensorShard.evenly(
+                whole.shape, axis=axis, rank=on_grid.tp.rank, ranks=2, blocks=blocks
+            )
+            local = shard.of(whole)
+        if name in masks and shard is not None:
+            local_masks[name] = shard.of(masks[name]).view(-1)
         if name == "vocabulary":
             local = torch.cat([local, local.new_zeros(8 - len(local), 24)])
             if name in local_masks:
@@ -344,7 +346,9 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
                 wider[: local_masks[name].numel()] = local_masks[name]
                 local_masks[name] = wider
         leaf = torch.nn.Parameter(local.clone())
-        infos.append(ParamInfo(name=name, leaves=(leaf,), logical_shape=whole.shape, cut=cut))
+        infos.append(
+            ParamInfo(name=name, leaves=(leaf,), logical_shape=whole.shape, tp_shard=shard)
+        )
     parts = PathParts(
         layout=CompressedLayout(local_masks) if pruned else DenseLayout(),
         reducer=ReduceScatterReducer(Exchange(on_grid.dp)),
@@ -358,7 +362,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
     shards = []
     for kind, name, flat in optimizer.tensors():
         info = engine.infos[name]
-        if info.cut is None and on_grid.tp.rank:
+        if info.tp_shard is None and on_grid.tp.rank:
             continue
         found = pieces(engine, name, flat)
         shards += [shard_of(kind, info, piece, masks.get(name)) for piece in found]
@@ -384,7 +388,9 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
         for kind, name, flat in optimizer.tensors():
             flat.fill_(7.0)
             info, logical = engine.infos[name], saved.read(f"{kind}/{name}")
-            fill(engine, name, flat, logical if info.cut is None else info.cut.of(logical))
+            fill(
+                engine, name, flat, logical if info.tp_shard is None else info.tp_shard.of(logical)
+            )
             assert torch.equal(flat, before[kind, name])
 
 

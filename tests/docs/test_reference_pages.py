@@ -286,7 +286,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "tp", "is_cut"),
+    ("flags", "tp", "is_sharded"),
     [
         ("--use-distributed-optimizer --bf16", 1, lambda part: "flat" in part),
         ("--swiglu --vocab-size 97", 2, lambda part: "#1" in part["key"]),
@@ -295,14 +295,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ids=["sharded", "tensor-parallel", "factors"],
 )
 def test_the_reader_reads_slices_of_any_grid(
-    ranks: Ranks, folder: Path, on_page: dict[str, Any], flags: str, tp: int, is_cut: Any
+    ranks: Ranks, folder: Path, on_page: dict[str, Any], flags: str, tp: int, is_sharded: Any
 ) -> None:
     flags = f"{TINY} {flags} --train-iters {STEPS}"
     states = ranks.run(2, train_on, flags, folder, tp)
     step = folder / "checkpoints" / f"step_{STEPS:08d}"
     assert_reads_alike(step, on_page)
     records = json.loads((step / manifest.MANIFEST_NAME).read_text())["tensors"].values()
-    assert any(is_cut(part) for record in records for part in record["slices"])
+    assert any(is_sharded(part) for record in records for part in record["slices"])
     # What training ended with, on a rank that has the whole of it.
     for name, values in states[0].items():
         whole = on_page["read_tensor"](step, name).flatten()

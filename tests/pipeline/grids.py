@@ -77,7 +77,7 @@ def train_by_hand(
         "sent": [dict(record.axis_bytes) for record in records],
         "timers": set(records[-1].timers),
         "params": masters(trainer),
-        "cuts": {name: info.cut for name, info in trainer.engine.infos.items()},
+        "cuts": {name: info.tp_shard for name, info in trainer.engine.infos.items()},
         "shapes": {name: info.logical_shape for name, info in trainer.engine.infos.items()},
         "launched": launched,
         "buckets": len(trainer.engine.buckets),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.tensor_shard import TensorShard
 from megatron.pipeline.transport import open_transport
 from tests.faults.inject import arm, parse_faults
 from tests.pipeline.grids import grid, masters, train_by_hand, trainer_on
@@ -68,7 +68,7 @@ def test_stages_find_what_one_rank_finds(ranks: Ranks, tmp_path: Path, alone: An
         assert each["losses"] == found[0]["losses"] and each["kept"] == 0
         assert each["timers"] == found[0]["timers"]
     assert metrics_of(tmp_path, "valid_loss") == pytest.approx(valid, abs=1e-5)
-    copies: dict[tuple[str, Cut | None], list[torch.Tensor]] = {}
+    copies: dict[tuple[str, TensorShard | None], list[torch.Tensor]] = {}
     for each in found:
         for name, values in each["params"].items():
             wanted, part = whole["params"][name].view(whole["shapes"][name]), each["cuts"][name]

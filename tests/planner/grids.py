@@ -78,7 +78,7 @@ def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dic
         "stored": stored_entries(trainer),
         "chosen": chosen_entries(trainer),
         "params": [
-            (i.name, i.logical_shape, i.cut, i.partial, i.tied, i.param.numel())
+            (i.name, i.logical_shape, i.tp_shard, i.partial, i.tied, i.param.numel())
             for i in trainer.stage.parameter_infos()
         ],
         "buckets": [(tuple(b.slices.items()), b.numel) for b in trainer.engine.buckets],

@@ -69,7 +69,7 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
         # Which entries a random mask leaves on a rank of several is known once it is drawn.
         rank = grid.rank(stage, tp_rank, stored=each["stored"])
         shapes = [
-            (p.name, p.logical_shape, p.cut, p.partial, p.tied, p.numel)
+            (p.name, p.logical_shape, p.tp_shard, p.partial, p.tied, p.numel)
             for p in rank.params.values()
         ]
         assert shapes == each["params"]

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.tensor_shard import ModelShard
 from megatron.sparse.reference import BLOCK, GROUP, Bits, count_blocks
 from megatron.sparse.selection import Given
 from radius import native_library as finder
@@ -30,7 +31,6 @@ from radius.bitmap import BitmapIndex
 from radius.index import LEAST_DENSITY, keeps_bits
 from radius.reducer import RadiusReducer
 from radius.schedule import RadiusSettings
-from radius.share import ModelShare
 from tests.conftest import REPO
 from tests.contract.harness import Toy, gradients
 from tests.radius.toys import index_of, radius, reducer_of
@@ -341,11 +341,11 @@ def test_ranks_on_different_cpus_keep_the_same_kind(
 def test_so_do_those_that_share_a_model(others: bool) -> None:
     """Two more ranks of one copy, which keep bits or do not."""
 
-    def sum_over_model(mine: torch.Tensor) -> torch.Tensor:
-        return mine + torch.tensor([2.0 * others, 2.0])
+    class Shared(ModelShard):
+        def sum_over_model(self, counts: torch.Tensor) -> torch.Tensor:
+            return counts + torch.tensor([2.0 * others, 2.0])
 
-    share = ModelShare(sum_over_model=sum_over_model)
     settings = RadiusSettings(density=Fraction("0.4"), interval=4, start=1)
-    reducer = RadiusReducer(Exchange(Group((0,), 0)), {}, settings, share)
+    reducer = RadiusReducer(Exchange(Group((0,), 0)), {}, settings, Shared())
     with index_of(bits=True):
         assert reducer._all_keep_bits(CPU) is others

@@ -10,8 +10,8 @@ import torch
 
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.gradient_path import Rewirer
-from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.tensor_shard import TensorShard
 from tests.ranks import grid_of
 
 PADDING = 3
@@ -70,19 +70,19 @@ def make_infos(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> lis
 
 
 def _info(name: str, kind: Kind, groups: ProcessGroups, dtype: torch.dtype) -> ParamInfo:
-    tp, cut = groups.tp, None
+    tp, shard = groups.tp, None
     if tp.size > 1 and kind.axis is not None:
-        cut = Cut.evenly(
+        shard = TensorShard.evenly(
             kind.shape, axis=kind.axis, rank=tp.rank, ranks=tp.size, blocks=kind.blocks
         )
-    value = draw(name) if cut is None else cut.of(draw(name))
+    value = draw(name) if shard is None else shard.of(draw(name))
     if name == WORDS:
         value = torch.cat([value, torch.full((PADDING, *value.shape[1:]), 100.0)])
     return ParamInfo(
         name=name,
         leaves=(torch.nn.Parameter(value.to(dtype)),),
         logical_shape=kind.shape,
-        cut=cut,
+        tp_shard=shard,
         tied=name == WORDS,
         weight_decay=len(kind.shape) > 1,
     )
@@ -91,7 +91,7 @@ def _info(name: str, kind: Kind, groups: ProcessGroups, dtype: torch.dtype) -> P
 def part(info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a whole tensor, flat, 0 where there is padding."""
     mine = whole.view(info.logical_shape)
-    mine = (mine if info.cut is None else info.cut.of(mine)).reshape(-1)
+    mine = (mine if info.tp_shard is None else info.tp_shard.of(mine)).reshape(-1)
     return torch.cat([mine, mine.new_zeros(info.param.numel() - mine.numel())])
 
 

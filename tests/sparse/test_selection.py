@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel.cut import Cut
+from megatron.parallel.tensor_shard import TensorShard
 from megatron.sparse import selection
 from megatron.sparse.reference import CHUNK, TIE_BLOCK
 from megatron.sparse.selection import (
@@ -194,7 +194,7 @@ def test_cut_over_ranks_chooses_the_same(
 
         def on_rank(rank: int, k: int = k, group: Together = group) -> torch.Tensor:
             part = whole.chunk(ranks, dim=axis)[rank].contiguous()
-            shard = Shard.of(Cut.evenly(shape, axis=axis, rank=rank, ranks=ranks))
+            shard = Shard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=ranks))
             found = select_largest(part.view(-1), k, sum_bins=group.sums(rank), shard=shard)
             assert found.count is None
             chosen = torch.zeros(part.numel(), dtype=torch.bool)
@@ -212,9 +212,11 @@ def stored_in_part(ranks: int) -> list[Shard]:
 
 
 KINDS_OF_CUT = {
-    "rows": [Shard.of(Cut.evenly((7, 8), axis=0, rank=r, ranks=3)) for r in range(3)],
-    "columns": [Shard.of(Cut.evenly((6, 8), axis=1, rank=r, ranks=3)) for r in range(3)],
-    "blocks": [Shard.of(Cut.evenly((8, 5), axis=0, rank=r, ranks=2, blocks=2)) for r in range(2)],
+    "rows": [Shard.of(TensorShard.evenly((7, 8), axis=0, rank=r, ranks=3)) for r in range(3)],
+    "columns": [Shard.of(TensorShard.evenly((6, 8), axis=1, rank=r, ranks=3)) for r in range(3)],
+    "blocks": [
+        Shard.of(TensorShard.evenly((8, 5), axis=0, rank=r, ranks=2, blocks=2)) for r in range(2)
+    ],
     "stored": stored_in_part(3),
 }
 
@@ -260,7 +262,7 @@ def test_parts_of_a_cut_tensor_are_chosen_from_alike(
 def test_shard_places_are_those_of_the_cut(axis: int) -> None:
     places = torch.arange(6 * 8).view(6, 8)
     for rank, part in enumerate(places.chunk(2, dim=axis)):
-        shard = Shard.of(Cut.evenly((6, 8), axis=axis, rank=rank, ranks=2))
+        shard = Shard.of(TensorShard.evenly((6, 8), axis=axis, rank=rank, ranks=2))
         local = torch.arange(part.numel())
         assert torch.equal(shard.logical(local), part.reshape(-1))
         back, here = shard.local(places.view(-1))
@@ -341,7 +343,7 @@ def test_draw_cut_over_ranks_is_the_same_draw(axis: int) -> None:
     expected[whole] = 1
     parts = []
     for rank in range(4):
-        shard = Shard.of(Cut.evenly(shape, axis=axis, rank=rank, ranks=4))
+        shard = Shard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=4))
         draw = draw_seeded(48 * 200, k, seed=1, step=2, name="w", shard=shard)
         part = torch.zeros(shard.numel)
         part[draw.positions().long()] = 1

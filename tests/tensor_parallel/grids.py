@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron.config import RecomputeConfig
 from megatron.model.gpt import GPT
-from megatron.parallel.cut import Cut
 from megatron.parallel.groups import ALONE, Group, ProcessGroups
+from megatron.parallel.tensor_shard import TensorShard
 from tests.model.models import sharpen, small_config
 
 LENGTH = 16
@@ -48,7 +48,7 @@ class Found:
     """Of one rank: the loss, and each gradient with its cut (None: whole)."""
 
     loss: torch.Tensor
-    grads: dict[str, tuple[Cut | None, torch.Tensor]]
+    grads: dict[str, tuple[TensorShard | None, torch.Tensor]]
 
 
 def build(case: Case, tp: Group = ALONE, **stage: Any) -> GPT:
@@ -87,7 +87,7 @@ def batch(case: Case, *, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def found(model: GPT, loss: torch.Tensor) -> Found:
     """Gradients as the engine would have them: leaves and, where partial, ranks summed."""
-    grads: dict[str, tuple[Cut | None, torch.Tensor]] = {}
+    grads: dict[str, tuple[TensorShard | None, torch.Tensor]] = {}
     for info in model.parameter_infos():
         total = torch.stack([g for leaf in info.leaves if (g := leaf.grad) is not None]).sum(0)
         if info.partial:
@@ -95,7 +95,7 @@ def found(model: GPT, loss: torch.Tensor) -> Found:
         rows = info.local_shape[0]
         assert not total[rows:].any(), "padding takes no gradient"
         assert not info.param[rows:].any(), "padding is zero"
-        grads[info.name] = (info.cut, total[:rows])
+        grads[info.name] = (info.tp_shard, total[:rows])
     return Found(loss.detach(), grads)
 
 

@@ -1,0 +1,73 @@
+"""Where the stored entries of a rank lie in tensors that tensor-parallel ranks share.
+
+Radius chooses entries from whole tensors, so that a rank needs to know the places of its part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.data_parallel.layout import BucketLayout
+from megatron.errors import ConfigError
+from megatron.sparse.shard import Shard
+
+if TYPE_CHECKING:
+    from megatron.parallel.groups import Group
+    from megatron.parallel.tensor_shard import ModelShard, TensorShard
+
+
+def find_places(
+    model: ModelShard, stored: Mapping[str, int], layout: BucketLayout | None
+) -> dict[str, Shard]:
+    """Return where this rank's stored entries lie among the stored entries of whole tensors.
+
+    Collective over the tensor-parallel group.
+
+    Args:
+        model: the parameters of this rank and its groups.
+        stored: number of stored entries of each parameter, in the order of their buckets.
+        layout: which entries are stored; None for all.
+
+    Raises:
+        ConfigError: tensor-parallel ranks would choose entries in different orders.
+    """
+    found = {name: Shard(numel, numel) for name, numel in stored.items()}
+    parts = {name: part for name in stored if (part := model.tp_shard(name)) is not None}
+    tp = model.tp
+    if tp is None or tp.size == 1:
+        return found | {name: Shard.of(part) for name, part in parts.items()}
+    texts = tp.gather_text(json.dumps([[name, stored[name]] for name in parts]))
+    by_rank = [dict(json.loads(text)) for text in texts]
+    odd = [rank for rank, theirs in enumerate(by_rank) if list(theirs) != list(parts)]
+    if odd:
+        raise ConfigError(
+            f"rank {tp.ranks[odd[0]]} cut its gradients into buckets of another order "
+            f"than rank {tp.ranks[tp.rank]}, and would choose entries in another "
+            "order; give a larger --ddp-bucket-size"
+        )
+    for name, part in parts.items():
+        shard = Shard.of(part)
+        if sum(theirs[name] for theirs in by_rank) < shard.total:
+            shard = _among_stored(tp, name, part, stored[name], layout)
+        found[name] = shard
+    return found
+
+
+def _among_stored(
+    tp: Group, name: str, part: TensorShard, stored: int, layout: BucketLayout | None
+) -> Shard:
+    """Of a tensor of which not all is stored: ranks tell what they store of each row."""
+    shard = Shard.of(part)
+    row = shard.numel if shard.is_run else shard.row
+    mask = layout.mask(name) if layout is not None else None
+    if mask is None:
+        mask = torch.ones(shard.numel, dtype=torch.bool)
+    mine = mask[: shard.numel].view(-1, row).sum(dim=1)
+    assert int(mine.sum()) == stored
+    everyone = mine.new_empty(tp.size * mine.numel())
+    tp.all_gather(everyone, mine)
+    return Shard.of_stored(everyone.view(tp.size, -1), tp.rank)
