@@ -162,10 +162,10 @@ def _seconds(stamp: str) -> float:
 
 
 def _run_dir_in(argv: Sequence[str]) -> Path | None:
-    """The run folder of a command line that could not be parsed as a whole."""
-    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
-        if flag == "--run-dir":
-            return Path(value)
-        if flag.startswith("--run-dir="):
-            return Path(flag.removeprefix("--run-dir="))
+    """Find the run folder in a command line that could not be parsed as a whole."""
+    for flag, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name == "--run-dir":
+            given = value if equals else following
+            return Path(given) if given else None  # Path("") is the current folder
     return None

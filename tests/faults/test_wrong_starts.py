@@ -70,6 +70,19 @@ def test_what_reports_a_failure_needs_no_permission(
     assert "Permission denied" in found[0][1]
 
 
+@pytest.mark.parametrize("argv", [["--run-dir="], ["--run-dir"], ["--run-dir", ""]])
+def test_an_empty_run_folder_is_not_the_current_folder(
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Failures(argv=argv).report(ConfigError("run_dir: empty")) == 2
+    assert capsys.readouterr().err == "run_dir: empty\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tools_of_the_tests_say_how_they_are_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
