@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
 """The least density at which a bitmap serves on a CPU, by instruction set: where gathering and
-placing by it take about as long as by offsets (`docs/benchmarks/native_kernels*.md`)."""
+placing by it take about as long as by offsets (`tools/bench/native_kernels`)."""
 
 
 def quota(density: Fraction, entries: int) -> int:

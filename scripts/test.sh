@@ -27,7 +27,8 @@ if [[ ${LINT:-1} != 0 ]]; then
   check ruff check .
   check ruff format --check .
   check pyright --pythonpath "$venv/bin/python"
-  check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh .ci/run
+  check shellcheck -x -P SCRIPTDIR scripts/*.sh scripts/site/*.env tools/*.sh tools/bench/*.sh \
+    tools/bench/common/*.sh .ci/run
 fi
 # Two files at a time: many tests wait for a process, or use one core. Files start in the order of
 # tests/tiers.py, which puts the longest first; xdist would start the files with most tests first.

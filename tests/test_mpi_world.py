@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron.errors import ConfigError
-from tools.bench.netlab import find_mpiexec
+from tools.bench.common.netlab import find_mpiexec
 
 PROGRAM = """
 import sys, time

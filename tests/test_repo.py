@@ -30,7 +30,12 @@ CODE = [
     for file in ([REPO / top] if top.endswith(".py") else sorted((REPO / top).rglob("*.py")))
     if file.is_file()
 ]
-READS_ENVIRONMENT = ("megatron/launch.py", "megatron/runtime.py", "tools/golden_runs.py")
+READS_ENVIRONMENT = (
+    "megatron/launch.py",
+    "megatron/runtime.py",
+    "tools/bench/common/netlab.py",
+    "tools/golden_runs.py",
+)
 """The last is a launcher: its ranks are forks, to which it says what torchrun would."""
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {

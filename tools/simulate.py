@@ -11,7 +11,7 @@ log-normal number of times as long, in so many `--copies` of the pipeline whose 
 the slowest; with `--blocking-messages` a message keeps both its ranks from computing.
 
 `--paper` prints what papers and our own benchmarks measured beside what this makes of their runs,
-and says what was fitted; `--out` writes it to simulate.md and simulate.json.
+and says what was fitted; `--out` writes it to README.md and results.json.
 
 Exit code 2 for wrong settings.
 """
@@ -236,7 +236,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         choices=(*page.SOURCES, "all"),
         help="what they measured beside what this makes of it; network: our own benchmarks",
     )
-    paper.add_argument("--out", metavar="FOLDER", help="write simulate.md and simulate.json there")
+    paper.add_argument("--out", metavar="FOLDER", help="write README.md and results.json there")
     parser.add_argument("--json", action="store_true", help="print data: of a run every pass")
     options, rest = parser.parse_known_args(argv)
     if options.out and not options.paper:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.bench.alpha_beta import Link
-from tools.bench.path_messages import Sizes
+from tools.bench.common.alpha_beta import Link
+from tools.bench.gradient_path.messages import Sizes
 
 SLOW = Link(alpha=0.001, beta=1e-8, ranks=2)
 SIZES = Sizes(

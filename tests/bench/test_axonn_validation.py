@@ -15,9 +15,8 @@ from megatron.config import parse, resolve
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench import axonn_validation
-from tools.bench.axonn_validation import SMALL, main
-from tools.bench.axonn_validation_page import (
+from tools.bench.axonn_validation import run as axonn_validation
+from tools.bench.axonn_validation.page import (
     OURS,
     PLAIN,
     SEEDS,
@@ -27,8 +26,9 @@ from tools.bench.axonn_validation_page import (
     seed_noise,
     verdicts,
 )
-from tools.bench.contenders import Ours, quiet
-from tools.bench.plain_training import Curve, plain_gpt, train
+from tools.bench.axonn_validation.plain_training import Curve, plain_gpt, train
+from tools.bench.axonn_validation.run import SMALL, main
+from tools.bench.common.contenders import Ours, quiet
 
 STUDY = replace(SMALL, steps=20, warm_up=5)
 
@@ -143,9 +143,9 @@ def test_missing_text_is_told_before_anything_runs(
 def test_smoke_compares_four_ranks_of_mpiexec_with_plain_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="message-driven stages talk over MPI")
     assert main(["--smoke", "--out", str(tmp_path)]) == 0
-    curves = json.loads((tmp_path / "axonn_validation.json").read_text())["curves"]
+    curves = json.loads((tmp_path / "results.json").read_text())["curves"]
     assert apart(curves[OURS], curves[PLAIN]).most < 3e-6
     assert abs(apart(curves[OURS], curves[PLAIN]).valid) < 3e-6
-    page = (tmp_path / "axonn_validation.md").read_text()
+    page = (tmp_path / "README.md").read_text()
     assert "in the first 50 steps: yes" in page
     assert main(["--redraw", str(tmp_path)]) == 0

@@ -15,12 +15,12 @@ import pytest
 from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.convergence import Processes, prepare, run_all
-from tools.bench.convergence_groups import groups_of
-from tools.bench.convergence_measure import measure, study_seconds
-from tools.bench.convergence_radius import MOST_RUNS, radius, rolling, study
-from tools.bench.convergence_rows import read_rows
-from tools.bench.convergence_study import (
+from tools.bench.convergence.groups import groups_of
+from tools.bench.convergence.measure import measure, study_seconds
+from tools.bench.convergence.radius import MOST_RUNS, radius, rolling, study
+from tools.bench.convergence.rows import read_rows
+from tools.bench.convergence.run import Processes, prepare, run_all
+from tools.bench.convergence.study import (
     EARLY,
     START,
     Plan,

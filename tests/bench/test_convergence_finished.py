@@ -15,10 +15,10 @@ from megatron.run_folder import CONFIG
 from megatron.status import Status, write_status
 from pretrain_gpt import GRADIENT_PATHS
 from tests.bench.test_convergence import PLAN, Fake, line_of, run_some
-from tools.bench.convergence_finished import is_finished
-from tools.bench.convergence_pruning import study
-from tools.bench.convergence_rows import read_rows
-from tools.bench.convergence_study import Plan, Run, flags_of, fork_steps
+from tools.bench.convergence.finished import is_finished
+from tools.bench.convergence.rows import read_rows
+from tools.bench.convergence.study import Plan, Run, flags_of, fork_steps
+from tools.bench.pruning.study import study
 
 DENSE = Run(variant="dense", seed=1)
 

@@ -17,9 +17,15 @@ from pretrain_gpt import GRADIENT_PATHS
 from samo.path import SamoPath
 from tests.bench.test_convergence import PLAN, line_of, run_some
 from tests.bench.test_convergence import Fake as FakeRunner
-from tools.bench.convergence_model import HEADS, LAYERS, VOCABULARY, parameters, shape_of, stored
-from tools.bench.convergence_plot import mean_difference
-from tools.bench.convergence_pruning import (
+from tools.bench.common.page_files import MARK
+from tools.bench.convergence.model import HEADS, LAYERS, VOCABULARY, parameters, shape_of, stored
+from tools.bench.convergence.plot import mean_difference
+from tools.bench.convergence.radius_page import RADIUS
+from tools.bench.convergence.report import write_report
+from tools.bench.convergence.rows import Row, append_row, row_of
+from tools.bench.convergence.study import Plan, Run, dense_of, flags_of
+from tools.bench.pruning.page import PRUNING, comparisons_of
+from tools.bench.pruning.study import (
     MOST_RUNS,
     SMALL_SHAPE,
     SPARSITY,
@@ -30,11 +36,6 @@ from tools.bench.convergence_pruning import (
     study,
     with_radius,
 )
-from tools.bench.convergence_pruning_page import PRUNING, comparisons_of
-from tools.bench.convergence_radius_page import RADIUS
-from tools.bench.convergence_report import READING, write_report
-from tools.bench.convergence_rows import Row, append_row, row_of
-from tools.bench.convergence_study import Plan, Run, dense_of, flags_of
 
 STUDY = study()
 DENSE, SGD = Run(variant="dense", seed=1), Run(variant="dense", seed=1, optimizer="sgd")
@@ -249,8 +250,8 @@ def test_report_tells_how_each_was_pruned_and_what_it_cost(tmp_path: Path, rows:
     results, said = tmp_path / "pruning.jsonl", []
     for row in rows:
         append_row(results, row)
-    page = tmp_path / "pruning.md"
-    page.write_text(f"old\n{READING}\n\nIt holds.\n")
+    page = tmp_path / "README.md"
+    page.write_text(f"# Pruning\n\nIt holds.\n\n{MARK}\nstale table\n")
     write_report(results, tmp_path, PRUNING, say=said.append)
     text = page.read_text()
     f = f"{stored(PLAN.sequence, SPARSITY) / parameters(PLAN.sequence):.4f}"
@@ -266,9 +267,10 @@ def test_report_tells_how_each_was_pruned_and_what_it_cost(tmp_path: Path, rows:
     ):
         assert line in text
     assert " | 20, 22, 24 |" in text
-    assert "--study pruning --text-folder" in text and text.endswith(f"{READING}\n\nIt holds.\n")
-    values = json.loads((tmp_path / "pruning.json").read_text())
+    assert "tools.bench.pruning.run --text-folder" in text and "stale table" not in text
+    assert text.startswith(f"# Pruning\n\nIt holds.\n\n{MARK}\n\n")
+    values = json.loads((tmp_path / "results.json").read_text())
     assert values["pruning"]["early_bird_0.9-start_0.05"]["tickets"] == [20, 22, 24]
     assert values["comparisons"][0]["below"] and len(values["groups"]) == 16
-    assert (tmp_path / "pruning.png").stat().st_size > 10_000
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert said == [f"{page}: {len(STUDY)} of {len(STUDY)} runs"]

@@ -10,14 +10,15 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tests.bench.test_convergence import PLAN, STUDY, line_of
-from tools.bench.convergence_groups import groups_of
-from tools.bench.convergence_model import parameters
-from tools.bench.convergence_plot import mean_difference
-from tools.bench.convergence_radius import baseline, radius
-from tools.bench.convergence_radius_page import RADIUS, goals_of
-from tools.bench.convergence_report import READING, write_report
-from tools.bench.convergence_rows import WINDOWS, append_row, curve, read_rows, row_of
-from tools.bench.convergence_study import START, Plan, Run
+from tools.bench.common.page_files import MARK
+from tools.bench.convergence.groups import groups_of
+from tools.bench.convergence.model import parameters
+from tools.bench.convergence.plot import mean_difference
+from tools.bench.convergence.radius import baseline, radius
+from tools.bench.convergence.radius_page import RADIUS, goals_of
+from tools.bench.convergence.report import write_report
+from tools.bench.convergence.rows import WINDOWS, append_row, curve, read_rows, row_of
+from tools.bench.convergence.study import START, Plan, Run
 
 # -------------------------------------------------------------------------------------- rows
 
@@ -136,16 +137,16 @@ def test_report_is_written_and_keeps_what_was_read_into_it(tmp_path: Path) -> No
     for row in ROWS:
         append_row(results, row)
     write_report(results, tmp_path / "out", RADIUS, say=said.append)
-    page = tmp_path / "out" / "convergence.md"
+    page = tmp_path / "out" / "README.md"
     text = page.read_text()
     assert "| radius 0.1 | 1, 2, 3 | 5 | 0.118 | 1.000 | 10% | 7.2000 | +0.2000 | 0.0577 |" in text
     assert "| radius 0.5 | 1 | 5 | 0.118 | 1.000 | 10% | 6.0200 | +0.0200 | ~0.0762 |" in text
-    assert "beyond twice the error" in text and text.endswith(f"{READING}\n")
+    assert "beyond twice the error" in text
     assert text.index("| dense |") < text.index("| radius 0.1 |") < text.index("| radius 0.5 |")
-    page.write_text(text + "\nIt holds.\n")
+    page.write_text(head := f"# Losses\n\nIt holds.\n\n{MARK}\n")
     write_report(results, tmp_path / "out", RADIUS, say=said.append)
-    assert page.read_text().endswith(f"{READING}\n\nIt holds.\n")
-    values = json.loads((tmp_path / "out" / "convergence.json").read_text())
+    assert page.read_text() == f"{head}\n{text}"
+    values = json.loads((tmp_path / "out" / "results.json").read_text())
     assert values["goals"][0]["met"] and values["plan"] == asdict(PLAN)
-    assert (tmp_path / "out" / "convergence.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "figure.png").stat().st_size > 10_000
     assert said == [f"{page}: 10 of {len(STUDY)} runs"] * 2

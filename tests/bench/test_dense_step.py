@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench.dense_step import SMOKE, one_process
-from tools.bench.side_by_side import ratio_of, write_report
+from tools.bench.common.side_by_side import ratio_of, write_report
+from tools.bench.dense_step.run import SMOKE, one_process
 
 
 def test_one_process_reports_ratios_and_phases(tmp_path: Path) -> None:
@@ -22,10 +22,10 @@ def test_one_process_reports_ratios_and_phases(tmp_path: Path) -> None:
     assert [t.name for t in found.timings] == ["ours", "Hugging Face GPT-2", "ours, metrics off"]
     assert all(t.tokens_per_second > 0 and t.last_loss < 6 for t in found.timings)
     assert found.phases["forward"] > 0 and found.phases["backward"] > 0
-    write_report(tmp_path / "out", "dense_step", [found], {"cores": 2})
-    report = json.loads((tmp_path / "out" / "dense_step.json").read_text())
+    write_report(tmp_path / "out", [found], {"cores": 2})
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert report["comparisons"][0]["ratios"][0]["target"] == 1.2
-    assert "| forward |" in (tmp_path / "out" / "dense_step.md").read_text()
+    assert "| forward |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_ratio_compares_turns_of_the_same_round() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.report import read_run
-from tools.bench import gpu_pipeline
-from tools.bench.gpu_pipeline import CASES, Case, main, problem
+from tools.bench.gpu import pipeline as gpu_pipeline
+from tools.bench.gpu.pipeline import CASES, Case, main, problem
 
 
 def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.gpu_step import OURS, SMOKE, measure, table
+from tools.bench.gpu.step import OURS, SMOKE, measure, table
 
 REPO = Path(__file__).resolve().parents[2]
 

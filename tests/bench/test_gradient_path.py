@@ -9,17 +9,17 @@ import pytest
 
 from megatron.errors import ConfigError
 from tests.bench.path_results import DENSE_BYTES, SIZES, SLOW, SPARSE_BYTES, result
-from tools.bench import gradient_path
-from tools.bench.alpha_beta import Link, Message, Timeline, fit, greedy_buckets, predict
-from tools.bench.cost_rank import RESAMPLE, STEP
-from tools.bench.methods import DEFAULT, SAMO, method
-from tools.bench.netlab import Network, Wire
-from tools.bench.path_cost import DENSE, SPARSE, radius_targets
-from tools.bench.path_messages import counted_share, messages, sent_share
-from tools.bench.path_report import as_markdown, memory_as_markdown, plot, read, write
-from tools.bench.path_rows import Table, table
-from tools.bench.path_targets import targets
-from tools.bench.phases import CPU_TIME, KEEP, PLACE, REDUCE
+from tools.bench.common.alpha_beta import Link, Message, Timeline, fit, greedy_buckets, predict
+from tools.bench.common.methods import DEFAULT, SAMO, method
+from tools.bench.common.netlab import Network, Wire
+from tools.bench.common.phases import CPU_TIME, KEEP, PLACE, REDUCE
+from tools.bench.gradient_path import run as gradient_path
+from tools.bench.gradient_path.cost import DENSE, SPARSE, radius_targets
+from tools.bench.gradient_path.cost_rank import RESAMPLE, STEP
+from tools.bench.gradient_path.messages import counted_share, messages, sent_share
+from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, plot, read, write
+from tools.bench.gradient_path.rows import Table, table
+from tools.bench.gradient_path.targets import targets
 
 
 def test_ring_collectives_cost_what_equations_3_and_4_say() -> None:
@@ -264,21 +264,21 @@ def test_tables_and_plot_show_what_was_found(tmp_path: Path) -> None:
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     tables, memory, facts = [_table()], {"parameters": 1e6, "dense": 16e6}, {"cores": 2}
-    write(tmp_path, "page", tables, memory, facts)
-    again = read(tmp_path, "page")
-    written = (tmp_path / "page.md").read_text(encoding="utf-8")
-    write(tmp_path, "page", *again)
+    write(tmp_path, tables, memory, facts)
+    again = read(tmp_path)
+    written = (tmp_path / "README.md").read_text(encoding="utf-8")
+    write(tmp_path, *again)
     assert again[1:] == (memory, facts) and written.count("###") == 3
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == written
-    with pytest.raises(ConfigError, match="other.json: no such file"):
-        read(tmp_path, "other")
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == written
+    with pytest.raises(ConfigError, match=r"other/results\.json: no such file"):
+        read(tmp_path / "other")
 
 
 def test_again_measures_what_the_report_s_other_tables_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    write(tmp_path, "gradient_path", [_table()], None, {"cores": 2})
+    write(tmp_path, [_table()], None, {"cores": 2})
     flags = ["--rates", "none", "--again", str(tmp_path)]
     for methods in (["dense"], [*_table().turns, "topk-0.01"]):
         assert gradient_path.main([*flags, "--methods", *methods]) == 2
@@ -312,7 +312,7 @@ def test_the_tool_measures_prints_and_writes(
     names = ["dense", "radius-0.4", "ddp-fp16"]
     flags = ["--smoke", "--rates", "none", "--worlds", "2", "--rounds", "3", "--methods", *names]
     assert gradient_path.main([*flags, "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "gradient_path.json").read_text())
+    report = json.loads((tmp_path / "results.json").read_text())
     assert [t["protocol"] for t in report["tables"]] == ["emulated", "real"]
     for found in report["tables"]:
         rows = {row["method"]: row for row in found["rows"]}
@@ -323,8 +323,8 @@ def test_the_tool_measures_prints_and_writes(
         counted, wanted = found["shares"]["radius-0.4"]
         assert counted == pytest.approx(wanted, rel=0.01)
     assert report["memory"]["dense"] > 0
-    assert "### Targets" in (tmp_path / "gradient_path.md").read_text()
-    assert (tmp_path / "gradient_path.png").is_file()
+    assert "### Targets" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "figure.png").is_file()
     assert "real computing, 2 ranks, no limit" in capfd.readouterr().out
 
 
@@ -332,7 +332,7 @@ def test_the_tool_measures_prints_and_writes(
 def test_the_cost_of_a_sparse_step_is_measured(tmp_path: Path) -> None:
     flags = ["--cost", "--smoke", "--dtype", "bf16", "--rounds", "3", "--out", str(tmp_path)]
     assert gradient_path.main(flags) == 0
-    found = json.loads((tmp_path / "path_cost.json").read_text())["bf16"]["seconds"]
+    found = json.loads((tmp_path / "cost.json").read_text())["bf16"]["seconds"]
     for phase in (REDUCE, PLACE, KEEP, CPU_TIME):
         assert 0 < found[SPARSE][phase] < found[SPARSE][STEP]
     phases = [found[SPARSE][phase] for phase in found[SPARSE] if phase not in (STEP, CPU_TIME)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from tools.bench.locality import KINDS, flags_of, kept_of
-from tools.bench.locality_report import Curve, Kept, as_markdown, write_report
-from tools.bench.locality_watch import Counter
+from tools.bench.locality.report import Curve, Kept, as_markdown, write_report
+from tools.bench.locality.run import KINDS, flags_of, kept_of
+from tools.bench.locality.watch import Counter
 
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --mock-data "
@@ -59,11 +59,11 @@ def test_report_shows_curves_and_what_was_kept(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     kept = [Kept(name="radius", shares=((50, 0.4), (100, 0.6)))]
     write_report(tmp_path, [curve([2, 1, 0, 0], 2)], kept, {"steps": 2}, say=lambda text: None)
-    text = (tmp_path / "locality.md").read_text()
+    text = (tmp_path / "README.md").read_text()
     assert "| MLP | 0.2 | absolute gradient | 25.00% | 50.00% | 50.00% | 50.00% | 25.00% |" in text
     assert "| radius | 2 | 40.0% | 50.0% | 60.0% |" in text
-    assert json.loads((tmp_path / "locality.json").read_text())["kept"][0]["name"] == "radius"
-    assert (tmp_path / "locality.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "results.json").read_text())["kept"][0]["name"] == "radius"
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert "MLP" not in as_markdown([], kept, {})
 
 
@@ -82,7 +82,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_short_run_is_watched(tmp_path: Path) -> None:
-    from tools.bench.locality_watch import watch
+    from tools.bench.locality.watch import watch
 
     curves, facts = watch([*TINY, "--run-dir", str(tmp_path)], steps=3, tops=[0.1], kinds=KINDS)
     assert {(c.kind, c.what) for c in curves} == {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron.pipeline.schedule import Kind, Operation, one_f_one_b
-from tools.bench.message_driven import main
-from tools.bench.message_driven_page import as_markdown
-from tools.bench.message_driven_plot import panels_of
-from tools.bench.message_driven_rows import Emulation, rows_of
-from tools.bench.netlab import SCRIPT, Network, why_not
-from tools.bench.uneven_stage import (
+from tools.bench.common.netlab import SCRIPT, Network, why_not
+from tools.bench.message_driven.page import as_markdown
+from tools.bench.message_driven.plot import panels_of
+from tools.bench.message_driven.rows import Emulation, rows_of
+from tools.bench.message_driven.run import main
+from tools.bench.message_driven.uneven_stage import (
     BALANCED,
     CONTENDERS,
     DRIVEN,
@@ -140,7 +140,7 @@ def test_pictures_show_both_contenders_in_the_round_of_the_median_ratio() -> Non
 def test_smoke_trains_alike_measures_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="message-driven stages talk over MPI")
     assert main(["--smoke", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "message_driven.json").read_text())
+    found = json.loads((tmp_path / "results.json").read_text())
     plain, driven = (found["equality"]["2"][name] for name in ("1f1b", "message-driven"))
     assert plain == driven and len(plain["losses"]) == 2 and plain["losses"][0] > 6
     rows = {(row["profile"], row["contender"]): row for row in found["rows"]}
@@ -150,10 +150,10 @@ def test_smoke_trains_alike_measures_and_draws(tmp_path: Path) -> None:
         assert name == ONLY_ON_PAPER.name or row["seconds"] > row["paper"] > 0, profile
     assert rows[BALANCED, REFERENCE]["in_flight"] == 2
     assert rows[BALANCED, f"{DRIVEN}, limit p + 2"]["in_flight"] == 4
-    page = (tmp_path / "message_driven.md").read_text()
-    (tmp_path / "message_driven.md").unlink()
+    page = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").unlink()
     assert main(["--redraw", str(tmp_path)]) == 0
-    assert (tmp_path / "message_driven.md").read_text() == page
+    assert (tmp_path / "README.md").read_text() == page
 
 
 def test_ranks_of_mpiexec_meet_over_the_links_of_their_namespaces(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 from megatron.errors import ConfigError
 from megatron.processor import processor_model
 from radius.native_library import instruction_sets
-from tools.bench import native_kernels
-from tools.bench.native_kernels import CASES, COMPILED, TORCH, Row, main, page_name
+from tools.bench.common.page_files import PAGE, read_results
+from tools.bench.native_kernels import run as native_kernels
+from tools.bench.native_kernels.run import CASES, COMPILED, TORCH, Row, main, page_part
 
 
 @pytest.mark.skipif(not instruction_sets(), reason="needs the kernels of radius/native.c")
@@ -22,22 +22,22 @@ def test_smoke_writes_a_row_for_each_case(tmp_path: Path) -> None:
         assert main(["--entries", "70001", "--rounds", "2", "--out", str(tmp_path)]) == 0
     finally:
         torch.set_num_threads(threads)
-    page = tmp_path / page_name(instruction_sets()[-1])
-    found = json.loads(page.with_suffix(".json").read_text())
+    part = page_part(instruction_sets()[-1])
+    found = read_results(tmp_path, part)
     assert found["cpu"] == processor_model()
     assert [(row["density"], row["select"]) for row in found["rows"]] == list(CASES)
     for row in found["rows"]:
         assert all(seconds > 0 for by_who in row["took"].values() for seconds in by_who.values())
         assert row["index_bytes"][TORCH] == pytest.approx(4 * row["density"], rel=0.01)
         assert row["index_bytes"][COMPILED] < 0.15
-    text = page.with_suffix(".md").read_text()
+    text = (tmp_path / (f"{part}.md" if part else PAGE)).read_text()
     assert text.count("largest") == sum(select == "largest" for _, select in CASES)
     assert processor_model() in text
 
 
 def test_each_instruction_set_has_a_page_of_its_own() -> None:
-    assert page_name("AVX-512") == "native_kernels"
-    assert page_name("AVX2") == "native_kernels_avx2"
+    assert page_part("AVX-512") == ""
+    assert page_part("AVX2") == "avx2"
 
 
 def test_the_ratio_is_of_what_a_step_does() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.netlab import SCRIPT, Network, Wire, why_not
+from tools.bench.common.netlab import SCRIPT, Network, Wire, why_not
 
 ALL_REDUCE = """
 import sys, time

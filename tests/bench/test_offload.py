@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.offload import main
+from tools.bench.offload.run import main
 
 
 def test_smoke_writes_both_tables(tmp_path: Path) -> None:
@@ -17,11 +17,11 @@ def test_smoke_writes_both_tables(tmp_path: Path) -> None:
         assert main(flags) == 0
     finally:
         torch.set_num_threads(threads)
-    found = json.loads((tmp_path / "offload.json").read_text())
+    found = json.loads((tmp_path / "results.json").read_text())
     resident, offloaded = found["states"]["rows"]
     assert offloaded["host"] > 0 == resident["host"]
     assert offloaded["buffers"] <= 16 * 1024 < resident["buffers"]
     assert found["states"]["ratios"]["device bytes"] > 2
     assert [row["k"] for row in found["coarsening"]] == ["apart", "1", "4"]
     assert all(row["seconds"] > 0 for row in found["coarsening"])
-    assert "| 4 |" in (tmp_path / "offload.md").read_text()
+    assert "| 4 |" in (tmp_path / "README.md").read_text()

@@ -9,7 +9,7 @@ import torch
 from megatron.model import attention
 from megatron.processor import multiplies_natively
 from megatron.tensor_parallel import products
-from tools.bench.precision_step import HALF, SMOKE, measure
+from tools.bench.precision.run import HALF, SMOKE, measure
 
 
 def test_every_dtype_trains_alike_widened_or_not(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.bench.kernel_passes import MODELS, bucket_lengths
-from tools.bench.radius_kernels import BENCH, PASSES
+from tools.bench.gpu.kernel_passes import MODELS, bucket_lengths
+from tools.bench.gpu.radius_kernels import BENCH, PASSES
 
 
 def test_smoke_writes_a_row_for_each_pass(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.bench.samo_kernels import BENCH, PASSES
+from tools.bench.gpu.samo_kernels import BENCH, PASSES
 
 
 def test_smoke_writes_a_row_for_each_pass(tmp_path: Path) -> None:

@@ -14,15 +14,16 @@ from tests.bench.path_results import (
     SLOW,
     result,
 )
-from tools.bench import gradient_path, samo_memory
-from tools.bench.cost_rank import STEP
-from tools.bench.methods import method, with_computing
-from tools.bench.netlab import Network
-from tools.bench.path_cost import samo_targets
-from tools.bench.path_report import as_markdown
-from tools.bench.path_rows import Table, table
-from tools.bench.path_targets import targets
-from tools.bench.phases import GATHER, SCATTER
+from tools.bench.common.methods import method, with_computing
+from tools.bench.common.netlab import Network
+from tools.bench.common.phases import GATHER, SCATTER
+from tools.bench.gradient_path import run as gradient_path
+from tools.bench.gradient_path.cost import samo_targets
+from tools.bench.gradient_path.cost_rank import STEP
+from tools.bench.gradient_path.report import as_markdown
+from tools.bench.gradient_path.rows import Table, table
+from tools.bench.gradient_path.targets import targets
+from tools.bench.samo_memory import run as samo_memory
 
 
 def test_pruned_rows_are_in_16_bit_unless_they_say_so() -> None:
@@ -91,8 +92,8 @@ def test_pruned_rows_are_measured(tmp_path: Path) -> None:
     flags = ["--set", "samo", "--smoke", "--no-memory", "--rates", "none", "--worlds", "2"]
     flags += ["--rounds", "3", "--out", str(tmp_path), "--methods", *names]
     assert gradient_path.main(flags) == 0
-    report = json.loads((tmp_path / "samo_path.json").read_text())
-    assert (tmp_path / "samo_path.png").is_file()
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / "figure.png").is_file()
     for found in report["tables"]:
         rows = {row["method"]: row for row in found["rows"]}
         assert list(rows) == ["compute", "compute-bf16", *names]
@@ -109,7 +110,7 @@ def test_pruned_rows_are_measured(tmp_path: Path) -> None:
 def test_the_cost_of_a_pruned_step_is_measured(tmp_path: Path) -> None:
     flags = ["--set", "samo", "--cost", "--smoke", "--rounds", "2", "--out", str(tmp_path)]
     assert gradient_path.main(flags) == 0
-    report = json.loads((tmp_path / "samo_cost.json").read_text())
+    report = json.loads((tmp_path / "cost.json").read_text())
     assert list(report["bf16"]["seconds"]) == ["samo-0.9", "dense-bf16", "samo-0.9-fp32", "dense"]
     for dtype, targets_of_dtype in (("bf16", 4), ("fp32", 2)):
         assert len(report[dtype]["targets"]) == targets_of_dtype
@@ -121,7 +122,7 @@ def test_the_cost_of_a_pruned_step_is_measured(tmp_path: Path) -> None:
 def test_model_state_and_peaks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert samo_memory.main(["--smoke", "--rss", "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "samo_memory.json").read_text())
+    report = json.loads((tmp_path / "results.json").read_text())
     rows = {(row["sparsity"], row["grad_bytes"]): row for row in report["rows"]}
     assert len(rows) == 14
     assert {row["gradients"] for row in rows.values()} == {1}
@@ -134,6 +135,6 @@ def test_model_state_and_peaks_are_told(tmp_path: Path, capsys: pytest.CaptureFi
             sizes = [of_row[kind] for of_row in kinds]
             assert sizes == sorted(sizes, reverse=True)
     assert len(report["peaks"]) == 4 and all(peak > 0 for peak in report["peaks"].values())
-    assert (tmp_path / "samo_memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "Peak resident memory" in shown and "20 f + 2" in shown

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench.sparse_linear import main
-from tools.bench.sparse_linear_kernels import Kernel, Operands, check, kernels
-from tools.bench.sparse_linear_report import PASSES, Absence, Report, Row
+from tools.bench.sparse_linear.kernels import Kernel, Operands, check, kernels
+from tools.bench.sparse_linear.report import PASSES, Absence, Report, Row
+from tools.bench.sparse_linear.run import main
 
 CPU = torch.device("cpu")
 CONTENDERS = {
@@ -22,7 +22,7 @@ CONTENDERS = {
 def test_smoke_writes_table_numbers_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "sparse_linear.json").read_text())
+    report = json.loads((tmp_path / "results.json").read_text())
     found = [(r["dtype"], r["size"], r["one_pass"], r["kernel"]) for r in report["rows"]]
     assert found == [
         (dtype, size, one_pass, kernel)
@@ -33,11 +33,11 @@ def test_smoke_writes_table_numbers_and_plot(tmp_path: Path) -> None:
     ]
     assert all(r["seconds"] >= r["least_seconds"] > 0 and r["ratio"] > 0 for r in report["rows"])
     assert all(r["ratio"] == 1 for r in report["rows"] if r["kernel"] == "dense")
-    text = (tmp_path / "sparse_linear.md").read_text()
+    text = (tmp_path / "README.md").read_text()
     assert "| forward, ms | dense | CSR | CSR, features first |" in text
     assert text.count("- 2:4, forward, is not there at 16, 48: ") == 2
     assert text.count("- CSR, backward, is not there at 16, 48: ") == 1, "not in bf16"
-    assert (tmp_path / "sparse_linear.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_kernel_that_computes_something_else_is_not_measured() -> None:

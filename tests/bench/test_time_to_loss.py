@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tools.bench import time_to_loss
-from tools.bench.path_rows import Row
-from tools.bench.time_to_loss import GROUPS, RESULTS, courses, runs_of, seconds_until
+from tools.bench.gradient_path.rows import Row
+from tools.bench.time_to_loss import run as time_to_loss
+from tools.bench.time_to_loss.run import GROUPS, RESULTS, courses, runs_of, seconds_until
 
 PLAN = {"steps": 1000, "tokens": 1024, "sequence": 128, "valid_tokens": 131072, "dtype": "bf16"}
 
@@ -94,9 +94,9 @@ def test_the_tool_measures_and_writes(tmp_path: Path, capfd: pytest.CaptureFixtu
     results.write_text("".join(json.dumps(row) + "\n" for row in study()), encoding="utf-8")
     flags = ["--smoke", "--rates", "none", "--rounds", "2", "--results", str(results)]
     assert time_to_loss.main([*flags, "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "time_to_loss.md").read_text(encoding="utf-8")
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert page in capfd.readouterr().out
     assert "## 4 ranks, no limit" in page and all(f"| {name} |" in page for name in GROUPS)
-    (found,) = json.loads((tmp_path / "time_to_loss.json").read_text()).values()
+    (found,) = json.loads((tmp_path / "results.json").read_text()).values()
     assert [len(row["points"]) for row in found] == [100] * len(GROUPS)
-    assert (tmp_path / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -11,11 +11,11 @@ INDEX = REPO / "docs" / "index.md"
 _LISTED = re.findall(r"\]\(([\w./-]+\.md)\)", INDEX.read_text(encoding="utf-8"))
 DOCUMENTS = [
     REPO / "README.md",
-    *(INDEX.parent / page for page in _LISTED if not page.startswith("benchmarks/")),
+    *(INDEX.parent / page for page in _LISTED),
     INDEX,
 ]
-"""Pages in reading order, in which a reader's shell remembers what earlier pages did. The commands
-of docs/benchmarks measure, which takes hours."""
+"""Pages in reading order, in which a reader's shell remembers what earlier pages did. The pages of
+tools/bench are not among them: their commands measure, which takes hours."""
 SHELL, OTHER = ("", "sh", "bash"), ("text", "python", "yaml")
 """Labels of fences: what is in the first is run, what is in the second is none of the shell's."""
 PROGRAMS = (

@@ -1,4 +1,4 @@
-"""Everything here needs a GPU; `tools/bench/gpu_tests.py` runs it where there is no pytest."""
+"""Everything here needs a GPU; `tools/bench/gpu/tests.py` runs it where there is no pytest."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tests.contract.harness import (
     same,
 )
 from tests.ranks import Ranks
-from tools.bench.tensors import bytes_of, storages
+from tools.bench.common.tensors import bytes_of, storages
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 DENSE = PathCase("dense")

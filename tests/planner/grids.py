@@ -25,7 +25,7 @@ from samo.layout import CompressedLayout
 from tests.ranks import Ranks
 from tests.ranks import grid as groups_of
 from tests.training.harness import make_trainer
-from tools.bench.tensors import bytes_of
+from tools.bench.common.tensors import bytes_of
 
 MODEL = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "

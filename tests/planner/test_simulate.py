@@ -391,8 +391,8 @@ def test_our_own_network_is_predicted() -> None:
 
 def test_the_page_is_what_the_tool_makes() -> None:
     """As committed, but for the last digits that another libm may give."""
-    folder = network.BENCHMARKS
-    committed = json.loads((folder / "simulate.json").read_text())["tables"]
+    folder = network.BENCHES.parent / "planner" / "replay"
+    committed = json.loads((folder / "results.json").read_text())["tables"]
     made = [table.data for source in ("network", "radius", "axonn") for table in found(source)]
     made += [table.data for table in found("samo")]
     assert [each["name"] for each in committed] == [each["name"] for each in made]
@@ -479,9 +479,9 @@ def test_wrong_options_are_refused_in_a_line(
 
 def test_tables_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     say(capsys, f"--paper network --out {tmp_path}")
-    text = (tmp_path / "simulate.md").read_text()
+    text = (tmp_path / "README.md").read_text()
     assert text.count("### ") == len(network.tables()) + 1 and "predicted" in text
-    assert json.loads((tmp_path / "simulate.json").read_text())["tables"]
+    assert json.loads((tmp_path / "results.json").read_text())["tables"]
 
 
 def test_a_machine_is_its_site_but_for_two_numbers() -> None:

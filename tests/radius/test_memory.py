@@ -23,7 +23,7 @@ from radius.index import index_bytes
 from radius.memory import memory_note, radius_bytes
 from radius.native_library import native_library
 from radius.reducer import RadiusReducer, RadiusSettings
-from tools.bench.tensors import storages
+from tools.bench.common.tensors import storages
 
 ENTRIES = 3_000_000 // 64 * 64
 """Of one matrix: a dozen chunks."""

@@ -47,7 +47,7 @@ def test_what_is_left_out_is_there() -> None:
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
 def test_it_needs_no_pytest(file: Path) -> None:
-    """`tools/bench/gpu_tests.py` runs the tests where pytest is not installed."""
+    """`tools/bench/gpu/tests.py` runs the tests where pytest is not installed."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]

@@ -16,8 +16,8 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
 from samo.memory import paper_bytes, state_bytes
 from tests.training.harness import NO_DROPOUT, make_trainer
-from tools.bench.model_state import ModelState, count, watch_gradients
-from tools.bench.tensors import storages
+from tools.bench.common.tensors import storages
+from tools.bench.samo_memory.model_state import ModelState, count, watch_gradients
 
 # 500 tokens are padded to 512 rows; no activation (2 * 40 tokens) has the shape of a weight.
 FLAGS = (

@@ -41,17 +41,17 @@ section() {
 for name in "${sections[@]}"; do
   case $name in
     pipeline)
-      section pipeline "$python" tools/bench/gpu_pipeline.py --out "$out" "${smoke[@]}"
+      section pipeline "$python" -m tools.bench.gpu.pipeline --out "$out" "${smoke[@]}"
       ;;
-    tests) section tests "$python" tools/bench/gpu_tests.py "${smoke[@]}" ;;
+    tests) section tests "$python" -m tools.bench.gpu.tests "${smoke[@]}" ;;
     radius | samo)
-      section "$name" "$python" "tools/bench/${name}_kernels.py" --out "$out" "${smoke[@]}"
+      section "$name" "$python" -m "tools.bench.gpu.${name}_kernels" --out "$out" "${smoke[@]}"
       ;;
     linear)
-      section linear "$python" tools/bench/sparse_linear.py --out "$out" "${smoke[@]}"
+      section linear "$python" -m tools.bench.sparse_linear.run --out "$out" "${smoke[@]}"
       ;;
     step124m | step355m | step2b)
-      section "$name" "$python" tools/bench/gpu_step.py "$name" "${options[@]}" "${smoke[@]}"
+      section "$name" "$python" -m tools.bench.gpu.step "$name" "${options[@]}" "${smoke[@]}"
       ;;
     *)
       printf 'error: section %s: one of pipeline tests radius samo linear step124m step355m step2b\n' "$name" >&2
@@ -59,7 +59,7 @@ for name in "${sections[@]}"; do
       ;;
   esac
 done
-"$python" tools/bench/gpu_step.py --table "$out" | tee "$out/table.md"
+"$python" -m tools.bench.gpu.step --table "$out" | tee "$out/table.md"
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[*]}" >&2
   exit 1

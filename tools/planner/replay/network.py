@@ -26,7 +26,7 @@ from tools.planner.seconds import PassSeconds
 from tools.planner.simulation import SimulatedStep, simulate
 from tools.planner.site import Link, read_site
 
-BENCHMARKS = REPO / "docs" / "benchmarks"
+BENCHES = REPO / "tools" / "bench"
 NO_LIMIT, CORES = "none", 2
 CROWDED = (
     "four ranks on two cores, which others used too: a step that sends nothing took 499 to 521 "
@@ -47,7 +47,7 @@ SMALL = (
 )
 """A run whose model is told otherwise."""
 MESSAGE = 2 * 256 * 768 * 4
-"""Bytes between the stages of tools/bench/pipeline.py, whose passes are those of a stage."""
+"""Bytes between the stages of tools/bench/pipeline/run.py, whose passes are those of a stage."""
 STAGE = PassSeconds(0.020, 0.040, 0.0)
 
 
@@ -128,7 +128,7 @@ def tables() -> list[Table]:
 
 
 def _read(name: str) -> Any:
-    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((BENCHES / name / "results.json").read_text(encoding="utf-8"))
 
 
 def _link(measured: Mapping[str, float]) -> Link:
@@ -162,7 +162,7 @@ def _network(measured: Mapping[str, Any], link: Link) -> Table:
     return Table(
         name=f"Emulated network, {ranks} ranks, {measured['network']['rate']}"
         + (", SAMO's rows" if "samo-0.9" in found else ""),
-        machine="two cores, limited links (docs/benchmarks)",
+        machine="two cores, limited links (tools/bench)",
         constants={},
         rows=rows,
         source="our benchmark",
@@ -184,7 +184,7 @@ def _pipelines(link: Link) -> Table:
         )  # fmt: skip
     return Table(
         name="Pipelines of passes that sleep, loopback",
-        machine="two cores (docs/benchmarks/pipeline.md)",
+        machine="two cores (tools/bench/pipeline)",
         constants={},
         rows=rows,
         source="our benchmark",

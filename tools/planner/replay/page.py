@@ -14,7 +14,7 @@ SOURCES = ("network", "radius", "axonn", "samo")
 INTRODUCTION = """\
 # Simulated steps beside measured ones
 
-    python tools/simulate.py --paper all --out docs/benchmarks
+    python tools/simulate.py --paper all --out tools/planner/replay
 
 plays the runs of the papers, and of our own benchmarks on limited links, with the cost model of
 `tools/plan.py` (`tools/planner`): passes are FLOPs at a share of peak, messages and collectives
@@ -81,9 +81,9 @@ def what_is_off(found: Sequence[Table]) -> Iterator[str]:
 
 
 def write(found: Sequence[Table], folder: Path) -> None:
-    """simulate.md and simulate.json in this folder."""
+    """Write README.md and results.json to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines(found)).rstrip("\n") + "\n"
-    (folder / "simulate.md").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")
     data = {"tables": [each.data for each in found]}
-    (folder / "simulate.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,192 @@
+"""Trains the plain GPT-2 of `plain_gpt.py` as a run of ours trains: from its first weights, on its
+samples in its order, with its settings.
+
+Module, optimizer, clipping, schedule and loop are torch's or this file's. Ours are only the flags,
+the samples and the numbers that the weights start from: what both do not share can show a mistake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatron.config import Config, parse, resolve
+from megatron.data.loader import BatchReader
+from megatron.launch import Launch
+from megatron.model.gpt import GPT
+from megatron.pretrain import build_groups
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
+from tools.bench.common.contenders import Shape
+from tools.bench.common.plain_gpt import PlainGPT
+
+_ALONE = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+_OF_A_LAYER = {
+    "norm_1": "input_norm",
+    "qkv": "attention.query_key_value",
+    "out": "attention.dense",
+    "norm_2": "post_attention_norm",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+_OF_THE_MODEL = {
+    "tokens": "embedding.word_embeddings",
+    "positions": "embedding.position_embeddings",
+    "norm": "final_norm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Mean token losses: of each step, and of the validation samples after the last one."""
+
+    losses: list[float]
+    valid_loss: float
+
+
+def train(
+    flags: Sequence[str],
+    *,
+    micro_batch: int,
+    fp32_norm: bool = False,
+    after_step: Callable[[int, float], None] | None = None,
+) -> Curve:
+    """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
+    gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
+    `after_step` is told each step and its loss."""
+    config = resolve(parse(list(flags), paths=GRADIENT_PATHS), 1)
+    _check(config)
+    train_reader, valid_reader, vocabulary = _open_data(config, micro_batch)
+    model = plain_gpt(config, vocabulary)
+    optimizer, schedule = _optimizer(model, config)
+    batch = config.training.global_batch_size
+    assert batch is not None, "resolve fills it in"
+    losses: list[float] = []
+    for step in range(config.total_iterations()):
+        loss = _accumulate(model, train_reader, step * batch, batch)
+        if fp32_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        else:
+            _clip(model, config.optimizer.clip_grad)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        if after_step is not None:
+            after_step(step + 1, loss)
+    with torch.no_grad():
+        parts = [
+            sum(loss.item() for loss in _losses(model, valid_reader, number * batch, batch))
+            for number in range(config.evaluation.eval_iters)
+        ]
+    return Curve(losses=losses, valid_loss=sum(parts) / len(parts))
+
+
+def plain_gpt(config: Config, vocabulary: int) -> PlainGPT:
+    """The plain model with the first weights of a run of ours."""
+    model = config.model
+    ours = GPT(
+        model, vocab_size=vocabulary, seed=config.training.seed, dtype=torch.float32, device="cpu"
+    )
+    shape = Shape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        sequence=model.seq_length,
+        vocabulary=vocabulary,
+    )
+    plain = PlainGPT(shape)
+    plain.load_state_dict(plain_values(ours.logical_values(), heads=shape.heads))
+    return plain
+
+
+def plain_values(values: Mapping[str, torch.Tensor], *, heads: int) -> dict[str, torch.Tensor]:
+    """Our parameters by logical name as the plain model's. Ours hold query, key and value of one
+    head after another, the plain model those of all heads."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        owner, _, kind = name.rpartition(".")
+        if not name.startswith("layers."):
+            found[f"{_renamed(owner, _OF_THE_MODEL)}.{kind}"] = value
+            continue
+        _, number, part = owner.split(".", 2)
+        if part == "attention.query_key_value":
+            value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        found[f"blocks.{number}.{_renamed(part, _OF_A_LAYER)}.{kind}"] = value
+    return found
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return next(theirs for theirs, ours in names.items() if ours == name)
+
+
+def _check(config: Config) -> None:
+    """The loop below knows no more than this."""
+    options = config.optimizer
+    assert config.precision.param_dtype == "float32" and options.optimizer == "adam"
+    assert options.lr is not None and options.lr_decay_style == "cosine"
+    assert config.model.attention_dropout == config.model.hidden_dropout == 0
+    assert not config.training.skip_train and options.clip_grad > 0
+
+
+def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchReader, int]:
+    """What to train on, what to validate on, and the size of the vocabulary."""
+    config = replace(config, training=replace(config.training, micro_batch_size=micro_batch))
+    groups = build_groups(config, _ALONE)
+    opened = GPT_TASK.open(config)
+    readers = opened.readers(groups, torch.device("cpu"), say=lambda line: None)
+    assert readers.train is not None and readers.valid is not None
+    return readers.train, readers.valid, opened.vocabulary.size
+
+
+def _optimizer(
+    model: PlainGPT, config: Config
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """torch's AdamW, by which matrices decay and vectors do not; a linear rise from 0, then half a
+    cosine."""
+    options, steps = config.optimizer, config.total_iterations()
+    assert options.lr is not None
+    parameters, decay = list(model.parameters()), options.weight_decay
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = options.adam_beta1, options.adam_beta2
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
+    warm_up, least = options.lr_warmup_iters, options.min_lr / options.lr
+
+    def factor(step: int) -> float:
+        if step <= warm_up and warm_up:
+            return step / warm_up
+        along = (step - warm_up) / (steps - warm_up)
+        return least + (1 - least) * (1 + math.cos(math.pi * along)) / 2
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _accumulate(model: PlainGPT, reader: BatchReader, first: int, count: int) -> float:
+    """Gradients of the mean loss of samples [first, first + count); that loss."""
+    total = 0.0
+    for loss in _losses(model, reader, first, count):
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _clip(model: PlainGPT, norm: float) -> None:
+    """Clip gradients to a norm that is found in fp64. On the CPU `clip_grad_norm_` adds squares one
+    after another in fp32: the norm of a word table is too small by 8e-4, and after 50 steps of
+    AdamW losses have changed by 3e-3."""
+    parameters = list(model.parameters())
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+    nn.utils.clip_grads_with_norm_(parameters, norm, torch.stack(norms).square().sum().sqrt())
+
+
+def _losses(model: PlainGPT, reader: BatchReader, first: int, count: int) -> Iterator[torch.Tensor]:
+    """Of each microbatch, its part of the batch's mean loss."""
+    for batch in reader.read(first, count):
+        yield model(batch.tokens, batch.labels) * (len(batch.tokens) / count)

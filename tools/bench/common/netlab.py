@@ -1,0 +1,126 @@
+"""Starts ranks, on the loopback or in `netlab.sh`'s shaped network, and reads what they send."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[3]
+SCRIPT = Path(__file__).with_name("netlab.sh")
+NO_LIMIT = "none"
+QUIET = ("OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR")
+"""Variables of each rank. gloo's sockets have no names in a network namespace, and torch warns
+about each of them."""
+HEADERS = 66
+"""Bytes of Ethernet (14), IP (20) and TCP (32, with timestamps) before the payload of a packet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Where ranks meet: a rate as tc writes it, or `NO_LIMIT` for the loopback of this machine."""
+
+    ranks: int
+    rate: str = NO_LIMIT
+    delay: str = "0ms"
+
+    def __str__(self) -> str:
+        rate = "no limit" if self.rate == NO_LIMIT else self.rate
+        late = "" if self.delay == "0ms" else f", {self.delay} a link"
+        return f"{self.ranks} ranks, {rate}{late}"
+
+    def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
+        """The command line that runs `program` of this Python once for each rank, one thread each.
+        `folder` is where `netlab.sh` leaves its logs."""
+        if self.rate == NO_LIMIT:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(self.ranks)]
+            return ["env", *_environment(), "GLOO_SOCKET_IFNAME=lo", *torchrun, *program]
+        here = ["env", *_environment(), sys.executable, *program]
+        return [str(SCRIPT), *self._options, "--out", str(folder), "--", *here]
+
+    def mpi_command(self, program: Sequence[str], *, folder: Path) -> list[str]:
+        """As `command`, with ranks that mpiexec starts and that can talk over MPI, each in its own
+        namespace where links are shaped. Raises `ConfigError` where there is no mpiexec."""
+        mpiexec = find_mpiexec()
+        here = ["env", *_environment(), sys.executable, *program]
+        if self.rate == NO_LIMIT:
+            return ["env", "GLOO_SOCKET_IFNAME=lo", mpiexec, "-n", str(self.ranks), *here]
+        options = [*self._options, "--out", str(folder), "--mpiexec", mpiexec]
+        return [str(SCRIPT), *options, "--", *here]
+
+    @property
+    def _options(self) -> list[str]:
+        return ["--ranks", str(self.ranks), "--rate", self.rate, "--delay", self.delay]
+
+    @property
+    def interface(self) -> str | None:
+        """The interface whose counters are this rank's own; None where ranks share one."""
+        return None if self.rate == NO_LIMIT else "net0"
+
+
+def _search_path() -> str:
+    """Return a PYTHONPATH with which `python -m tools.bench...` works in any working directory."""
+    return os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH", "")]))
+
+
+def _environment() -> tuple[str, ...]:
+    return (*QUIET, f"PYTHONPATH={_search_path()}")
+
+
+def find_mpiexec() -> str:
+    """The mpiexec beside this Python, as the mpi extra brings it, or the first on the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError("mpiexec: not found; run: pip install 'sparsetron[mpi]'")
+    return found
+
+
+def run(command: Sequence[str]) -> int:
+    """Run to the end, whatever ends it; returns the exit code. An interruption of ours ends it in
+    its own way, so that `netlab.sh` takes its namespaces down."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def why_not(network: Network) -> str | None:
+    """Why this network is not to be had on this machine, in one line; None where it is."""
+    if network.rate == NO_LIMIT:
+        return None
+    options = ["--ranks", "1", "--rate", network.rate, "--delay", network.delay]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(SCRIPT), *options, "--out", folder, "--", "true"]
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = tried.stderr.strip().splitlines()
+    return None if tried.returncode == 0 else lines[-1] if lines else f"exit {tried.returncode}"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What an interface has sent since it was made."""
+
+    bytes: int
+    packets: int
+
+    @classmethod
+    def read(cls, interface: str) -> Wire:
+        """The counters of an interface of this rank's network namespace."""
+        folder = Path("/sys/class/net") / interface / "statistics"
+        return cls(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
+
+    def payload_since(self, earlier: Wire) -> int:
+        """Bytes sent since `earlier` without the headers of their packets."""
+        return self.bytes - earlier.bytes - HEADERS * (self.packets - earlier.packets)

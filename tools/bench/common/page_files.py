@@ -1,0 +1,60 @@
+"""The files of a benchmark's results: a page, the numbers behind it and a picture.
+
+A folder of `tools/bench` holds README.md, results.json and figure.png. The head of README.md, up to
+the line `MARK`, is written by hand and says what was found; a benchmark writes what follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PAGE, RESULTS, FIGURE = "README.md", "results.json", "figure.png"
+MARK = "<!-- The benchmark writes what follows. -->"
+
+
+def write_page(
+    folder: Path | None,
+    *,
+    text: str,
+    values: object,
+    draw: Callable[[Path], object] | None = None,
+    part: str = "",
+    indent: int | None = 1,
+) -> None:
+    """Write a page, its numbers and its picture, each file whole or not at all.
+
+    Args:
+        folder: Where to write; created if need be. None writes nothing.
+        text: The page, in Markdown. It replaces what follows `MARK` in an existing page, or all of
+            a page without `MARK`.
+        values: What the page was made of, as JSON can hold it.
+        draw: Writes the picture to a file; returns False where matplotlib is not installed.
+        part: Name of a second page of the folder, which has PART.md, PART.json and PART.png.
+        indent: Spaces of JSON's indentation; None writes one line.
+    """
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / (f"{part}.md" if part else PAGE)
+    old = page.read_text(encoding="utf-8") if page.is_file() else ""
+    head, mark, _ = old.partition(f"{MARK}\n")
+    _write(page, f"{head}{mark}\n{text}" if mark else text)
+    _write(folder / (f"{part}.json" if part else RESULTS), json.dumps(values, indent=indent) + "\n")
+    figure = folder / (f"{part}.png" if part else FIGURE)
+    if draw is not None and draw(figure) is False:
+        print(f"{figure.name} is left out: matplotlib is not installed")
+
+
+def read_results(folder: Path, part: str = "") -> Any:
+    """Return the numbers that `write_page` wrote. Raises `OSError` where there are none."""
+    return json.loads((folder / (f"{part}.json" if part else RESULTS)).read_text(encoding="utf-8"))
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)

@@ -1,0 +1,107 @@
+"""Groups of runs that differ in their seed only, and their gaps to dense training."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tools.bench.convergence.rows import Row, setting
+from tools.bench.convergence.study import DENSE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that differ in their seed only. `gap`: mean over seeds of validation loss less that of
+    the dense run of the same seed, beta2 and optimizer; `error` is its standard error, with one
+    seed from the scatter of the groups that have more (`error_is_own` False). None where a run did
+    not end well or nothing is known."""
+
+    name: str
+    variant: str
+    beta2: float
+    start: float | None
+    interval: int | None
+    ranks: int
+    seeds: tuple[int, ...]
+    losses: tuple[float, ...]
+    gaps: tuple[float, ...]
+    gap: float | None
+    error: float | None
+    error_is_own: bool
+    payload: float
+    largest_payload: float
+    clipped: float
+    failed: int
+
+    @property
+    def title(self) -> str:
+        """How the table calls it."""
+        return title_of(self.name)
+
+
+def title_of(name: str) -> str:
+    """How tables call a group."""
+    return name.replace("-", ", ").replace("_", " ")
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """The rows by group, with their gaps to the dense runs there are."""
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        members.setdefault(row["group"], []).append(row)
+    gaps = gaps_of(rows)
+    scatter = scatter_of(gaps.values())
+    return [_group(name, found, gaps[name], scatter) for name, found in members.items()]
+
+
+def gaps_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """By group and seed, of those that ended well and whose dense run did; none of dense runs."""
+    dense = {setting(row): row["valid_loss"] for row in rows if row["variant"] == DENSE}
+    found: dict[str, dict[int, float]] = {row["group"]: {} for row in rows}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        reference = dense.get(setting(row))
+        if row["variant"] != DENSE and None not in (row["valid_loss"], reference):
+            found[row["group"]][row["seed"]] = row["valid_loss"] - reference
+    return found
+
+
+def scatter_of(gaps: Iterable[Mapping[int, float]]) -> float | None:
+    """Standard deviation of a gap over seeds, pooled over the groups that have several."""
+    several = [list(sample.values()) for sample in gaps if len(sample) > 1]
+    if not several:
+        return None
+    squares = sum((len(sample) - 1) * statistics.variance(sample) for sample in several)
+    return math.sqrt(squares / sum(len(sample) - 1 for sample in several))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of at least two values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _group(
+    name: str, rows: Sequence[Row], gaps: Mapping[int, float], scatter: float | None
+) -> Group:
+    first, values = rows[0], list(gaps.values())
+    own = len(values) > 1
+    error = standard_error(values) if own else scatter
+    return Group(
+        name=name,
+        variant=first["variant"],
+        beta2=first["beta2"],
+        start=first["start"],
+        interval=first["interval"],
+        ranks=first["ranks"],
+        seeds=tuple(sorted(row["seed"] for row in rows)),
+        losses=tuple(row["valid_loss"] for row in rows if row["valid_loss"] is not None),
+        gaps=tuple(values),
+        gap=statistics.fmean(values) if values else None,
+        error=error if values else None,
+        error_is_own=own,
+        payload=statistics.fmean(row["payload"]["mean"] for row in rows),
+        largest_payload=max(row["payload"]["most"] for row in rows),
+        clipped=statistics.fmean(row["clipped"] for row in rows),
+        failed=sum(row["valid_loss"] is None for row in rows),
+    )

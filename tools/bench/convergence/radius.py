@@ -1,0 +1,88 @@
+"""Which runs the study of Radius is made of. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, Run, checked
+
+MOST_RUNS = 40
+INTERVAL = 50
+
+
+def study() -> tuple[Run, ...]:
+    """All runs, those first that matter most: a study may be stopped at any of them."""
+    runs = [Run(variant=DENSE, seed=seed) for seed in SEEDS]
+    runs += [Run(variant=DENSE, seed=SEEDS[0], beta2=0.95)]
+    for seed in SEEDS:
+        runs += [radius(0.1, seed=seed), radius(0.4, seed=seed)]
+        runs += [rolling(d, select, seed=seed) for d in (0.1, 0.4) for select in SELECTIONS]
+    runs += [radius(0.1, beta2=0.95), *(rolling(0.1, s, beta2=0.95) for s in SELECTIONS)]
+    runs += [radius(0.4, start=EARLY), radius(0.1, start=EARLY)]
+    runs += [rolling(0.1, select, start=EARLY) for select in SELECTIONS]
+    runs += [rolling(0.4, "update", start=EARLY)]
+    runs += [radius(0.1, label="no_feedback", more=[("radius-residual", "none")])]
+    runs += [
+        radius(d, label="by_gradient", more=[("radius-select", "gradient")]) for d in (0.1, 0.4)
+    ]
+    runs += [radius(0.5), radius(0.4, interval=10), radius(0.4, interval=200)]
+    runs += [radius(0.1, interval=10), radius(0.1, interval=200)]
+    runs += [baseline("topk", "topk_0.1", [("topk-density", "0.1")])]
+    runs += [baseline("powersgd", "powersgd_4", [("powersgd-rank", "4")])]
+    return checked(runs, most=MOST_RUNS)
+
+
+SELECTIONS = ("update", "seeded")
+
+
+def radius(
+    density: float,
+    *,
+    seed: int = SEEDS[0],
+    beta2: float = 0.999,
+    start: float = START,
+    interval: int = INTERVAL,
+    label: str = "",
+    more: Sequence[Flag] = (),
+) -> Run:
+    """Radius as published, or with one thing changed that `label` names."""
+    changed = f"-{label}" if label else ""
+    period = "" if interval == INTERVAL else f"-interval_{interval}"
+    return Run(
+        variant=f"radius_{density:g}{period}{changed}",
+        seed=seed,
+        beta2=beta2,
+        start=start,
+        path="radius",
+        interval=interval,
+        flags=(("radius-density", f"{density:g}"), *more),
+    )
+
+
+def rolling(
+    density: float,
+    select: str,
+    *,
+    seed: int = SEEDS[0],
+    beta2: float = 0.999,
+    start: float = START,
+) -> Run:
+    """Radius whose tensors are flushed part by part."""
+    return Run(
+        variant=f"rolling_{density:g}-{select}",
+        seed=seed,
+        beta2=beta2,
+        start=start,
+        path="radius",
+        interval=INTERVAL,
+        flags=(
+            ("radius-density", f"{density:g}"),
+            ("radius-schedule", "rolling"),
+            ("radius-select", select),
+        ),
+    )
+
+
+def baseline(path: str, variant: str, flags: Sequence[Flag]) -> Run:
+    """A method whose result depends on the number of ranks."""
+    return Run(variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4)

@@ -1,0 +1,112 @@
+"""Page, table and plots of a convergence study, from its results file alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError
+from tools.bench.common.page_files import FIGURE, PAGE, write_page
+from tools.bench.convergence.groups import Group, groups_of
+from tools.bench.convergence.model import HEADS, HIDDEN, LAYERS, VOCABULARY
+from tools.bench.convergence.plot import Panel, write_plot
+from tools.bench.convergence.rows import Row, read_rows
+from tools.bench.convergence.study import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a study says of its rows: lines of the page, and values beside `groups` in its file."""
+
+    lines: list[str]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A declared set of runs, those first that matter most, and what its page is made of.
+
+    `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot go
+    by the first word of a variant."""
+
+    folder: str
+    runs: tuple[Run, ...]
+    preface: Callable[[Mapping[str, Any]], str]
+    tell: Callable[[Sequence[Row], Sequence[Group]], Told]
+    panels: tuple[Panel, ...]
+    colors: Mapping[str, str]
+
+
+def write_report(results: Path, out: Path, study: Study, *, say: Callable[[str], None]) -> None:
+    """Write the study's page, its values as JSON and, with matplotlib, its plot into `out`.
+
+    Raises `ConfigError` where there are no results.
+    """
+    rows = read_rows(results)
+    if not rows:
+        raise ConfigError(f"--results: {results} holds no finished run")
+    order = {run.group: number for number, run in reversed(list(enumerate(study.runs)))}
+    groups = sorted(groups_of(rows), key=lambda group: order.get(group.name, len(order)))
+    told = study.tell(rows, groups)
+    groups_as_json = [asdict(group) for group in groups]
+    values = {"plan": rows[0]["plan"], "groups": groups_as_json, **told.values}
+    draw = partial(write_plot, rows=rows, groups=groups, panels=study.panels, colors=study.colors)
+    write_page(out, text=as_markdown(rows, study, told), values=values, draw=draw)
+    say(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
+
+
+# ---- the page ------------------------------------------------------------------------------
+
+
+def as_markdown(rows: Sequence[Row], study: Study, told: Told) -> str:
+    """Return the page: how it was made, and what the study tells."""
+    plan = rows[0]["plan"]
+    lines = [study.preface(plan), ""]
+    lines += [f"{len(rows)} of {len(study.runs)} runs are in. Made by", ""]
+    lines += [f"    {_command(plan, study)}", ""]
+    lines += ["and `--report`.", "", f"![Loss less that of the dense run]({FIGURE})", ""]
+    return "\n".join([*lines, *told.lines, ""])
+
+
+def size_of(plan: Mapping[str, Any]) -> str:
+    """Model, text and optimizer of a page, as a sentence."""
+    batch = plan["tokens"] // plan["sequence"]
+    return (
+        f"GPT of {LAYERS} layers x {HIDDEN}, {HEADS} heads, a byte-level BPE of {VOCABULARY:,} "
+        f"entries, wikipedia text; {plan['steps']:,} steps of {batch} x {plan['sequence']} tokens, "
+        f"{plan['dtype']} parameters with fp32 sums, AdamW, learning rate 1e-3 to 1e-4 (cosine), "
+        "weight decay 0.1, clipping at 1, no dropout."
+    )
+
+
+def gap_and_error(plan: Mapping[str, Any]) -> str:
+    """What a page calls so."""
+    return (
+        "Gap: validation loss (nats a token) less that of the dense run of the same seed "
+        f"over {plan['valid_tokens']:,} tokens; error: its standard error over seeds, after ~ that "
+        "of one seed by the scatter of all groups that have several."
+    )
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first column is text and whose others are numbers."""
+    rule = f"|---|{'---:|' * (len(header) - 1)}"
+    named, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *lines))
+    return [named, rule, *rest]
+
+
+def loss_cells(group: Group) -> list[str]:
+    """Validation loss, gap and error."""
+    loss = f"{statistics.fmean(group.losses):.4f}" if group.losses else "diverged"
+    gap = "" if group.gap is None else f"{group.gap:+.4f}"
+    approximately = "" if group.error_is_own else "~"
+    return [loss, gap, "" if group.error is None else f"{approximately}{group.error:.4f}"]
+
+
+def _command(plan: Mapping[str, Any], study: Study) -> str:
+    sizes = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in plan.items())
+    return f"python -m tools.bench.{study.folder}.run --text-folder TEXT --jobs 2 {sizes}"

@@ -1,0 +1,176 @@
+"""One line of JSON for each finished run: all that the report needs, so that run folders may go."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+from megatron.metrics.files import JSONL, lines_of, parse_line
+from tools.bench.convergence.model import parameters
+from tools.bench.convergence.study import CLIP, EARLY_BIRD_DISTANCE, Plan, Run
+
+WINDOWS = 100
+"""Points of a loss curve; each is the mean of that share of the run's steps."""
+MOST_KEPT = 50
+"""Shares of the index kept that a row has: a rolling schedule selects at every step."""
+
+Row = dict[str, Any]
+
+
+def row_of(run: Run, plan: Plan, folder: Path, *, exit_code: int) -> Row:
+    """The row of a run that has ended, from its metrics.jsonl.
+
+    `valid_loss` is None where it ended for its numbers. `payload`: bytes sent over those of a
+    dense step, mean and largest of the steps after the fork (at one rank entries stand for bytes).
+    `ticket`, of a pruned run: the step after which it was drawn; `stored`: the share of parameters
+    that a smaller or pruned model trains.
+    `curve`: (last step, mean training loss) of each whole window. Raises `DataError` where the
+    folder does not hold what a finished run leaves.
+    """
+    steps, valid = _read(folder / JSONL)
+    if not steps or (exit_code == 0 and plan.steps not in valid):
+        raise DataError(f"{folder}: holds no evaluation of step {plan.steps}; remove the folder")
+    taken = [steps[i] for i in sorted(steps)]
+    losses = {i: float(step["lm_loss"]) for i, step in steps.items()}
+    norms = [float(step["grad_norm"]) for step in taken if step["grad_norm"] is not None]
+    ticket = _ticket(run, plan, steps)
+    payload = [_payload(step, run, plan, ticket=ticket) for step in taken]
+    row: Row = {
+        "name": run.name,
+        "group": run.group,
+        "variant": run.variant,
+        "seed": run.seed,
+        "beta2": run.beta2,
+        "start": run.start,
+        "path": run.path,
+        "interval": None if run.interval is None else plan.scaled(run.interval),
+        "ranks": run.ranks,
+        "plan": asdict(plan),
+        "exit_code": exit_code,
+        "last_step": max(steps),
+        "valid_loss": valid.get(plan.steps) if exit_code == 0 else None,
+        "train_loss": _tail(losses, plan),
+        "payload": {"mean": round(statistics.fmean(payload), 6), "most": round(max(payload), 6)},
+        "clipped": round(sum(norm > CLIP for norm in norms) / max(1, len(norms)), 4),
+        "largest_norm": max(norms, default=0.0),
+        "seconds": round(sum(step["step_seconds"] for step in taken), 1),
+        "curve": curve(losses, plan),
+    }
+    kept = [(i, steps[i]["index_kept"]) for i in sorted(steps) if "index_kept" in steps[i]]
+    if kept:
+        stride = -(-len(kept) // MOST_KEPT)
+        row["index_kept"] = [[i, round(share, 4)] for i, share in kept[::stride]]
+    return row | _of_pruning(run, plan, ticket)
+
+
+def setting(row: Row) -> tuple[int, float, str]:
+    """What a row shares with the dense run that it is compared with: seed, beta2 and optimizer."""
+    return row["seed"], row["beta2"], row.get("optimizer", "adam")
+
+
+def curve(losses: Mapping[int, float], plan: Plan) -> list[tuple[int, float]]:
+    """Mean loss of each window of the run that `losses` has every step of."""
+    width = plan.steps // WINDOWS
+    points: list[tuple[int, float]] = []
+    for last in range(width, plan.steps + 1, width):
+        window = [losses.get(i, math.nan) for i in range(last - width + 1, last + 1)]
+        mean = statistics.fmean(window)
+        if math.isfinite(mean):
+            points.append((last, round(mean, 5)))
+    return points
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Add a line to the results; a torn one before it stays a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_bytes() if path.is_file() else b""
+    torn = bool(before) and not before.endswith(b"\n")
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write("\n" * torn + json.dumps(row) + "\n")
+
+
+def read_rows(path: Path, plan: Plan | None = None) -> list[Row]:
+    """The results so far; none where there is no file. With `plan`: `ConfigError` for rows of a
+    study of another size, which must not be mixed. A torn last line is left out."""
+    if not path.is_file():
+        return []
+    rows: dict[str, Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if plan is not None and row["plan"] != asdict(plan):
+            raise ConfigError(
+                f"--results: {path} holds runs of {row['plan']}, asked for is {asdict(plan)}; give "
+                "the same sizes, or another --results and --work"
+            )
+        rows[row["name"]] = row
+    return list(rows.values())
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file that are whole; none where there is no file."""
+    for line in lines_of(path) if path.is_file() else ():
+        values = parse_line(line)
+        if values is not None:
+            yield values
+
+
+def _read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
+    steps: dict[int, dict[str, Any]] = {}
+    valid: dict[int, float] = {}
+    for values in records(path):
+        if "lm_loss" in values:
+            steps[values["iteration"]] = values
+        if "valid_loss" in values:
+            valid[values["iteration"]] = float(values["valid_loss"])
+    return steps, valid
+
+
+def _of_pruning(run: Run, plan: Plan, ticket: int | None) -> Row:
+    """What rows of the runs have that a study of pruning is for, and of no others."""
+    row: Row = {} if run.optimizer == "adam" else {"optimizer": run.optimizer}
+    if run.sparsity is not None:
+        row |= {"sparsity": float(run.sparsity), "ticket": ticket}
+    if run.entries(plan) != parameters(plan.sequence):
+        row["stored"] = round(_stored(run, plan), 6)
+    return row
+
+
+def _stored(run: Run, plan: Plan) -> float:
+    """Parameters that are trained, over those of the model that all runs share."""
+    return run.entries(plan) / parameters(plan.sequence)
+
+
+def _ticket(run: Run, plan: Plan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The step after which there is what the run trains, None where that never came. An early bird
+    tells a distance for each mask it draws and draws none after its ticket."""
+    if run.ticket == "early-bird":
+        drawn = [i for i, step in steps.items() if "mask_distance" in step]
+        last = max(drawn, default=None)
+        alike = last is not None and float(steps[last]["mask_distance"]) < EARLY_BIRD_DISTANCE
+        return last if alike else None
+    return 0 if run.start is None else plan.start_step(run.start) - 1
+
+
+def _payload(record: Mapping[str, Any], run: Run, plan: Plan, *, ticket: int | None) -> float:
+    """Of a step, as a share of the dense path's in fp32 (an all-reduce by the ring model). A path
+    tells which share of what is stored it sent."""
+    if run.ranks > 1:
+        dense = 8 * (run.ranks - 1) / run.ranks * parameters(plan.sequence)
+        return record["bytes_sent"] / dense
+    pruned = ticket is not None and record["iteration"] > ticket
+    return float(record["density"]) * (_stored(run, plan) if pruned else 1.0)
+
+
+def _tail(losses: Mapping[int, float], plan: Plan) -> float | None:
+    first = plan.steps - plan.steps // 20 + 1
+    last = [losses[i] for i in range(first, plan.steps + 1) if i in losses]
+    return round(statistics.fmean(last), 5) if last else None

@@ -1,0 +1,287 @@
+"""What a gradient path costs in loss: a declared set of runs, most of them forked from dense ones.
+
+    python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what is missing
+    python -m tools.bench.convergence.run --report                         table and plots
+    python -m tools.bench.convergence.run --text-folder TEXT --measure     how long would it take?
+    python -m tools.bench.convergence.run --list
+    python -m tools.bench.convergence.run --study pruning [...]            instead of radius
+
+GPT of 4 layers x 256 with a vocabulary of 8192 learnt from TEXT (`train*` and `valid*`, as
+`tools/preprocess_data.py` reads them). Each finished run is a line of RESULTS at once; started
+again, the tool skips those and goes on with runs that were interrupted. A run that another study
+has finished in WORK gets its line without a start. Ctrl-C or SIGTERM lets the running ones save.
+Exit code 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from megatron.errors import ConfigError, NumericsError, SparsetronError
+from megatron.status import read_status
+from tools.bench.convergence.finished import is_finished
+from tools.bench.convergence.measure import measure
+from tools.bench.convergence.model import VOCABULARY
+from tools.bench.convergence.radius_page import RADIUS
+from tools.bench.convergence.report import Study, write_report
+from tools.bench.convergence.rows import append_row, read_rows, row_of
+from tools.bench.convergence.study import Plan, Run, dense_of, flags_of, stages
+
+REPO = Path(__file__).resolve().parents[3]
+
+BENCH = REPO / "tools" / "bench"
+ROWS = "results.jsonl"
+
+Runner = Callable[[Sequence[str], int, Path], int]
+"""Runs flags of `pretrain_gpt.py` on so many ranks, its words going to a file; the exit code."""
+
+
+class Processes:
+    """A `Runner` that starts processes, `threads` threads in each, and can end them all."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self.stopping = False
+
+    def __call__(self, flags: Sequence[str], ranks: int, console: Path) -> int:
+        launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [] if ranks == 1 else ["--nproc-per-node", str(ranks)]
+        command = ["env", f"OMP_NUM_THREADS={self._threads}", sys.executable, *launcher]
+        with open(console, "ab") as stream:
+            with self._lock:
+                if self.stopping:
+                    return 130
+                process = subprocess.Popen(
+                    [*command, str(REPO / "pretrain_gpt.py"), *flags],
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches them once, from `stop`
+                )
+                self._running.add(process)
+            code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        return code
+
+    def stop(self) -> None:
+        """Let every running process save and leave, and start no other."""
+        with self._lock:
+            self.stopping = True
+            for process in self._running:
+                process.send_signal(signal.SIGTERM)
+
+
+def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
+    """Run `study`; returns the exit code."""
+    options = _arguments(arguments, study)
+    try:
+        return _main(options, study)
+    except SparsetronError as error:
+        print(f"{study.folder}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _main(options: argparse.Namespace, study: Study) -> int:
+    plan = Plan(
+        steps=options.steps,
+        tokens=options.tokens,
+        sequence=options.sequence,
+        valid_tokens=options.valid_tokens,
+        dtype=options.dtype,
+    )
+    runs, results = study.runs, options.results or BENCH / study.folder / ROWS
+    wanted = [run for run in runs if not options.only or run.name in options.only]
+    if unknown := set(options.only or ()) - {run.name for run in runs}:
+        raise ConfigError(f"--only: {', '.join(sorted(unknown))}: no such run; see --list")
+    if options.list:
+        done = {row["name"] for row in read_rows(results, plan)}
+        for run in wanted:
+            print(f"{run.name:42} {'done' if run.name in done else ''}".rstrip())
+        return 0
+    if options.report:
+        write_report(results, options.out or BENCH / study.folder, study, say=_say)
+        return 0
+    processes = Processes(threads=options.threads)
+    signal.signal(signal.SIGTERM, lambda *_: processes.stop())
+    signal.signal(signal.SIGINT, lambda *_: processes.stop())
+    data = prepare(options.text_folder, options.work / "data")
+    if options.measure:
+        measure(runs, plan, data=data, work=options.work, jobs=options.jobs, runner=processes)
+        return 0
+    failed = run_all(
+        wanted,
+        plan,
+        data=data,
+        work=options.work,
+        results=results,
+        jobs=options.jobs,
+        runner=processes,
+    )
+    return 1 if failed else 0
+
+
+def prepare(text: Path, folder: Path) -> Path:
+    """A tokenizer and two data sets in `folder`, from the text; kept where they are there."""
+    made = [folder / "tokenizer.json"]
+    made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
+    if all(path.is_file() for path in made):
+        return folder
+    files = {kind: sorted(str(path) for path in text.glob(f"{kind}*")) for kind in KINDS}
+    for kind, found in files.items():
+        if not found:
+            raise ConfigError(f"--text-folder: {text} holds no file {kind}*, as {kind}.jsonl.bz2")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = ["train_tokenizer.py", "--input", *files["train"], "--output", str(made[0])]
+    tokenizer += ["--vocab-size", str(VOCABULARY), "--max-bytes", "16000000", "--overwrite"]
+    _tool(tokenizer)
+    for kind, found in files.items():
+        _tool(
+            ["preprocess_data.py", "--input", *found, "--output-prefix", str(folder / kind)]
+            + ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(made[0])]
+            + ["--append-eod", "--overwrite"]
+        )
+    return folder
+
+
+KINDS = ("train", "valid")
+
+
+def _tool(command: Sequence[str]) -> None:
+    done = subprocess.run([sys.executable, str(REPO / "tools" / command[0]), *command[1:]])
+    if done.returncode:
+        raise ConfigError(f"{command[0]} failed with exit code {done.returncode}; see above")
+
+
+def run_all(
+    wanted: Sequence[Run],
+    plan: Plan,
+    *,
+    data: Path,
+    work: Path,
+    results: Path,
+    jobs: int,
+    runner: Runner,
+) -> list[str]:
+    """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
+
+    A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
+    gets a row that says so. Returns the names of runs that failed or had to be left out, which are
+    all that have not started when the runner is `stopping`.
+    """
+    done = {row["name"] for row in read_rows(results, plan)}
+    waiting = [run for run in wanted if run.name not in done]
+    failed: list[str] = []
+    running: dict[Future[int], Run] = {}
+    (work / "console").mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            if getattr(runner, "stopping", False) and waiting:
+                _say(f"stopped: {len(waiting)} runs are left for another start")
+                failed += [run.name for run in waiting]
+                waiting = []
+                continue
+            for run in _ready(waiting, done, running.values(), jobs):
+                waiting.remove(run)
+                _say(f"{run.name}: starts")
+                future = pool.submit(run_one, run, plan, data=data, work=work, runner=runner)
+                running[future] = run
+            if not running:
+                names = [run.name for run in waiting]
+                _say(f"left out, since their dense run is missing: {', '.join(names)}")
+                return failed + names
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                run = running.pop(future)
+                try:
+                    code = future.result()
+                except ConfigError as error:
+                    _say(f"{run.name}: {error}")
+                    failed.append(run.name)
+                    continue
+                if code not in (0, NumericsError.exit_code):
+                    _say(f"{run.name}: exit code {code}; see {work / 'console' / run.name}.txt")
+                    failed.append(run.name)
+                    continue
+                row = row_of(run, plan, work / "runs" / run.name, exit_code=code)
+                append_row(results, row)
+                done.add(run.name)
+                _say(f"{run.name}: {_told(row)}")
+    return failed
+
+
+def _ready(waiting: Sequence[Run], done: set[str], running: Iterable[Run], jobs: int) -> list[Run]:
+    """The next runs to start. One of several ranks fills the machine by itself."""
+    busy = sum(min(run.ranks, jobs) for run in running)
+    found: list[Run] = []
+    for run in waiting:
+        if run.start is None or dense_of(run).name in done:
+            busy += min(run.ranks, jobs)
+            if busy > jobs:
+                break
+            found.append(run)
+    return found
+
+
+def run_one(run: Run, plan: Plan, *, data: Path, work: Path, runner: Runner) -> int:
+    """All starts that a run still takes; the exit code of the last, 0 where it takes none."""
+    folder = work / "runs"
+    flags = flags_of(run, plan, data=data, runs_dir=folder)
+    if is_finished(folder / run.name, flags, run.ranks):
+        _say(f"{run.name}: was finished before")
+        return 0
+    for flags in stages(run, plan, data=data, runs_dir=folder):
+        code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
+        if code:
+            # torchrun turns every code into 1; the run folder tells the true one.
+            status = read_status(folder / run.name) if run.ranks > 1 else None
+            return status.exit_code or code if status is not None else code
+    return 0
+
+
+def _told(row: dict) -> str:
+    if row["valid_loss"] is None:
+        return f"ended at step {row['last_step']}, exit code {row['exit_code']}"
+    return f"validation loss {row['valid_loss']:.4f}, {row['seconds']:.0f} s"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _arguments(arguments: Sequence[str] | None, study: Study) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.bench.{study.folder}.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--text-folder", type=Path, default=Path("data/wikipedia"), help="default: %(default)s")
+    add("--work", type=Path, default=Path("runs/convergence"), help="folder of data and runs")
+    add("--results", type=Path, help="a line for each run; default: with the report")
+    add("--out", type=Path, help="folder of page, numbers and picture; default: the study's")
+    add("--only", nargs="+", metavar="RUN", help="some runs, by name")
+    add("--jobs", type=int, default=1, help="runs at once")
+    add("--threads", type=int, default=1, help="threads of each rank")
+    add("--steps", type=int, default=Plan.steps, help="intervals and starts shrink with it")
+    add("--tokens", type=int, default=Plan.tokens, help="tokens of a step")
+    add("--sequence", type=int, default=Plan.sequence, help="tokens of a sequence")
+    add("--valid-tokens", type=int, default=Plan.valid_tokens, help="tokens of the evaluation")
+    add("--dtype", choices=["bf16", "fp32"], default=Plan.dtype, help="fp32 sums in both")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--list", action="store_true", help="name the runs and those done")
+    mode.add_argument("--measure", action="store_true", help="time a dense run, tell the total")
+    mode.add_argument("--report", action="store_true", help="table and plots of the results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

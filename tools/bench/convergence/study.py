@@ -1,0 +1,206 @@
+"""What a convergence study is made of: the size that its runs share, a run, and its command line.
+No torch.
+
+Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
+so that what one gains or loses against it is the gradient path's doing alone. At data-parallel size
+1 a path that is linear in the gradient gives the numbers of any size (contract 11 of
+docs/architecture.md); baselines that is not true of run their four ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from megatron.errors import ConfigError
+from tools.bench.convergence.model import HEADS, SHAPE, Shape, parameters, stored
+
+REFERENCE_STEPS = 2000
+"""Intervals of a study are given for this many steps, and shrink with the run."""
+LEAST_STEPS = 200
+"""The shortest interval of the study is 10, which is then one step."""
+SEEDS = (1, 2, 3)
+START, EARLY = 0.2, 0.05
+"""Shares of a run at which others leave it."""
+DENSE = "dense"
+EARLY_BIRD_DISTANCE = 0.1
+"""Masks that differ less are alike."""
+CLIP = 1.0
+SGD_LR = 0.1
+"""Highest learning rate of SGD with momentum."""
+SGD = {
+    "optimizer": "sgd",
+    "lr": f"{SGD_LR:g}",
+    "min-lr": f"{SGD_LR / 10:g}",
+    "weight-decay": f"{1e-4 / SGD_LR:g}",
+}
+"""Flags of SGD where they are not AdamW's. Decay is decoupled, a share lr x decay of the weight in
+each step: the same share in both."""
+
+Flag = tuple[str, str]
+Optimizer = Literal["adam", "sgd"]
+Ticket = Literal["magnitude", "random", "early-bird"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The size that all runs of a study share. `tokens` is those of a step, `valid_tokens` those
+    of the one evaluation at the end."""
+
+    steps: int = REFERENCE_STEPS
+    tokens: int = 2048
+    sequence: int = 128
+    valid_tokens: int = 131072
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.tokens % (4 * self.sequence) or self.valid_tokens % self.tokens:
+            raise ConfigError(
+                f"tokens {self.tokens}: a step must hold a multiple of 4 sequences (of "
+                f"{self.sequence}) and divide valid_tokens {self.valid_tokens}; change one of them"
+            )
+        if self.steps < 1 or self.steps % LEAST_STEPS:
+            raise ConfigError(
+                f"steps {self.steps}: intervals and starts must be whole steps; give a multiple "
+                f"of {LEAST_STEPS}, as 1000 or {REFERENCE_STEPS}"
+            )
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step."""
+        return self.tokens // self.sequence
+
+    def scaled(self, interval: int) -> int:
+        """An interval of `REFERENCE_STEPS` steps in one of this length."""
+        return max(1, interval * self.steps // REFERENCE_STEPS)
+
+    def start_step(self, share: float) -> int:
+        """First step of the path after `share` of the run: a multiple of every interval."""
+        return round(share * self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run. `variant` names what is compared, without seed, beta2 and optimizer; `start` is the
+    share of the run after which the path takes over from a dense run, None for a run from the
+    beginning. `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`.
+    `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes."""
+
+    variant: str
+    seed: int
+    beta2: float = 0.999
+    optimizer: Optimizer = "adam"
+    shape: Shape = SHAPE
+    start: float | None = None
+    path: str = "dense"
+    interval: int | None = None
+    every: tuple[tuple[str, int], ...] = ()
+    sparsity: Fraction | None = None
+    ticket: Ticket | None = None
+    flags: tuple[Flag, ...] = ()
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """Folder of the run and key of its row."""
+        return f"{self.group}-seed{self.seed}"
+
+    @property
+    def group(self) -> str:
+        """Runs that differ in their seed only share it."""
+        beta2 = "" if self.beta2 == 0.999 else f"-beta2_{self.beta2:g}"
+        start = "" if self.start in (None, START) else f"-start_{self.start:g}"
+        optimizer = "" if self.optimizer == "adam" else f"-{self.optimizer}"
+        return f"{self.variant}{start}{beta2}{optimizer}"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether others leave from it, and are compared with it."""
+        return self.variant == DENSE
+
+    def entries(self, plan: Plan) -> int:
+        """Parameters that are trained, once those to prune are pruned."""
+        if self.sparsity is None:
+            return parameters(plan.sequence, self.shape)
+        return stored(plan.sequence, self.sparsity, self.shape)
+
+
+def dense_of(run: Run) -> Run:
+    """The dense run that another leaves from, or is compared with."""
+    return Run(variant=DENSE, seed=run.seed, beta2=run.beta2, optimizer=run.optimizer)
+
+
+def checked(runs: Sequence[Run], *, most: int) -> tuple[Run, ...]:
+    """The runs of a study, as long as they are not too many and have names of their own."""
+    assert len(runs) <= most and len({run.name for run in runs}) == len(runs)
+    return tuple(runs)
+
+
+def fork_steps(plan: Plan) -> list[int]:
+    """Checkpoints of a dense run that others leave from: the step before each one's start, where
+    the path selects for the first time. Every dense run has all, so that runs can be added."""
+    return sorted(plan.start_step(share) - 1 for share in (EARLY, START))
+
+
+def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
+    """What `pretrain_gpt.py` is given for a run; `data` holds what `prepare` made."""
+    values: dict[str, object] = {
+        "num-layers": run.shape[0],
+        "hidden-size": run.shape[1],
+        "num-attention-heads": HEADS,
+        "seq-length": plan.sequence,
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+        "train-data-path": data / "train_text_document",
+        "valid-data-path": data / "valid_text_document",
+        "tokenizer-type": "HuggingFaceTokenizer",
+        "tokenizer-model": data / "tokenizer.json",
+        "seed": run.seed,
+        "micro-batch-size": plan.batch // run.ranks,
+        "global-batch-size": plan.batch,
+        "train-iters": plan.steps,
+        "lr": "1e-3",
+        "min-lr": "1e-4",
+        "lr-decay-style": "cosine",
+        "lr-warmup-iters": plan.steps // 50,
+        "weight-decay": 0.1,
+        "clip-grad": CLIP,
+        "adam-beta2": run.beta2,
+        "eval-iters": plan.valid_tokens // plan.tokens,
+        "eval-interval": plan.steps,
+        "log-interval": plan.steps // 20,
+        "grad-path": run.path,
+        "run-dir": runs_dir / run.name,
+    }
+    values |= SGD if run.optimizer == "sgd" else {}
+    if run.sparsity is not None:
+        values |= {"samo-sparsity": float(run.sparsity), "samo-pruning": run.ticket}
+    if run.ticket == "early-bird":
+        values["samo-early-bird-distance"] = EARLY_BIRD_DISTANCE
+    values |= dict(run.flags)
+    values |= {flag: plan.scaled(interval) for flag, interval in run.every}
+    if run.interval is not None:
+        assert run.start is not None
+        values["radius-interval"] = plan.scaled(run.interval)
+        values["radius-start-iter"] = plan.start_step(run.start)
+    if run.start is not None:
+        values["load"] = runs_dir / dense_of(run).name
+        values["ckpt-step"] = plan.start_step(run.start) - 1
+    flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    return [*flags, *(["--bf16"] if plan.dtype == "bf16" else [])]
+
+
+def stages(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> Iterator[list[str]]:
+    """The starts a run still takes: a dense run leaves, saved, at each fork, and goes on.
+
+    Taken lazily: what is there already is looked at when the start's turn comes.
+    """
+    flags = flags_of(run, plan, data=data, runs_dir=runs_dir)
+    if run.is_dense:
+        for step in fork_steps(plan):
+            if not (runs_dir / run.name / "checkpoints" / f"step_{step:08d}").is_dir():
+                yield [*flags, "--exit-interval", str(step)]
+    yield flags

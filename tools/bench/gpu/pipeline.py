@@ -1,0 +1,161 @@
+"""Whether a pipeline over two GPUs gets through and has the losses of one GPU.
+
+    python -m tools.bench.gpu.pipeline [--out FOLDER] [--smoke]              a minute, two GPUs
+
+A GPT takes 20 steps in bf16 on one GPU, then on two: with 1F1B, with the interleaved schedule, and
+with 1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run that takes no step for
+110 seconds stands still: NCCL's kernels occupy a device until their peer is there, so that an order
+of sends and receives which gloo carries out can block two GPUs for good. A table tells the median
+step and the losses, also in FOLDER/pipeline.json. `--smoke`: tiny, over gloo on the CPU.
+
+Exit code 1 if a run stands still, fails, or has other losses than one GPU; 2 with fewer than two
+GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from megatron.report import Run, read_run
+from megatron.report.comparison import compare
+
+REPO = Path(__file__).resolve().parents[3]
+
+SECONDS = 110
+"""Without a step until a run is taken to stand still."""
+TOLERANCE = 0.02
+"""Of a loss after 20 steps: other kernels round in another way."""
+MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
+SMOKE = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
+COMMON = (
+    "--mock-data --vocab-size 512 --train-iters 20 --micro-batch-size 2 --global-batch-size 16 "
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --log-interval 1 --eval-iters 0 --bf16 "
+    "--compile false"
+)
+PIPELINE = "--pipeline-model-parallel-size 2"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of `ranks` GPUs."""
+
+    name: str
+    ranks: int
+    flags: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CASES = (
+    Case("one GPU", 1),
+    Case("1F1B", 2, PIPELINE),
+    Case("interleaved", 2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
+    Case("1F1B, one queue", 2, PIPELINE, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder for pipeline.json")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model over gloo on the CPU")
+    options = parser.parse_args(arguments)
+    if not options.smoke and torch.cuda.device_count() < 2:
+        print("error: fewer than two CUDA devices; --smoke runs on the CPU", file=sys.stderr)
+        return 2
+    # What ends this tool, such as `timeout`, must end the ranks too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results: dict[str, str] = {}
+    first: Run | None = None
+    print(f"{'run':<16} {'median step':>12}  losses")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(CASES):
+            run_folder = Path(folder) / str(number)
+            found = problem(case, run_folder, first, smoke=options.smoke)
+            pace = "-"
+            if (run_folder / "metrics.jsonl").exists():
+                run = read_run(run_folder)
+                first = first or run
+                pace = f"{1000 * median(run.steps['step_seconds'][2:] or [float('nan')]):.1f} ms"
+            results[case.name] = found or "as on one GPU"
+            print(f"{case.name:<16} {pace:>12}  {results[case.name]}", flush=True)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "pipeline.json").write_text(json.dumps(results) + "\n", encoding="utf-8")
+    return 1 if any(text != "as on one GPU" for text in results.values()) else 0
+
+
+def problem(case: Case, folder: Path, first: Run | None, *, smoke: bool) -> str:
+    """Run a case; what is wrong with it beside the `first` run, or nothing."""
+    flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
+    log = folder.with_suffix(".log")
+    port = _free_port()
+    with log.open("w", encoding="utf-8") as file:
+        ranks = [
+            subprocess.Popen(
+                [*_env(case, rank, port), sys.executable, str(REPO / "pretrain_gpt.py")]
+                + [*flags.split(), *["--device", "cpu"] * smoke],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(case.ranks)
+        ]
+    try:
+        codes = _wait(ranks, folder / "metrics.jsonl")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if codes is None:
+        return f"stands still: no step in {SECONDS} s"
+    if any(codes):
+        print(log.read_text(encoding="utf-8")[-3000:], file=sys.stderr)
+        return f"failed with exit codes {codes}"
+    if first is None:
+        return ""
+    compared = compare(first, read_run(folder), tolerance=TOLERANCE)
+    return "" if compared.equal else compared.describe()
+
+
+def _env(case: Case, rank: int, port: int) -> list[str]:
+    """The command `env` with what torchrun sets, whose ranks would outlive it if it were killed."""
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
+    sizes |= {"LOCAL_WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return ["env", *(f"{name}={value}" for name, value in {**sizes, **case.environment}.items())]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], metrics: Path) -> list[int] | None:
+    """Return the ranks' exit codes, or None if no step came for SECONDS."""
+    size, limit = 0, time.monotonic() + SECONDS
+    while any(process.poll() is None for process in ranks):
+        grown = metrics.stat().st_size if metrics.exists() else 0
+        if grown > size:
+            size, limit = grown, time.monotonic() + SECONDS
+        if time.monotonic() > limit:
+            return None
+        time.sleep(0.05)
+    return [process.returncode for process in ranks]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""How near Radius' kernels come to what the memory of a GPU can do, beside the usual torch code.
+
+    python -m tools.bench.gpu.radius_kernels [--out FOLDER] [--shapes 355m 2b] [--smoke]
+
+Each pass goes over all matrices of a model, bucket by bucket; `kernel_passes.py` tells how it is
+measured. Beside it the same in plain torch: boolean masks, int64 positions, `torch.topk`. Results:
+FOLDER/radius.json, and a table, also in FOLDER/radius.md. `--smoke`: tiny, on the CPU where there
+is no GPU, where the kernels' place is taken by those of a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megatron.data_parallel.reducer import Reduced
+from megatron.optimizer.rules import AdamW, Hyper
+from megatron.sparse.selection import select_largest
+from radius.bitmap import BitmapIndex
+from tools.bench.gpu.kernel_passes import BITS, Bench, Pass, met
+
+RULE, HYPER = AdamW(beta1=0.9, beta2=0.95, eps=1e-8), Hyper(t=10, lr=1e-4, weight_decay=0.1)
+
+
+class _States:
+    """What an optimizer and an engine keep for a bucket."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.grad, self.update = (torch.randn(length, device=device) for _ in range(2))
+        self.weight, self.mean = (torch.randn(length, device=device) for _ in range(2))
+        self.square = torch.rand(length, device=device)
+        self.scratch = torch.empty(length, device=device)
+
+
+class _Bucket:
+    """A bucket with its sent entries in our form and, for `peers`, in torch's."""
+
+    def __init__(self, states: _States, density: float, *, peers: bool) -> None:
+        self.states = states
+        length, device = states.grad.numel(), states.grad.device
+        self.k = int(density * length)
+        self.index = BitmapIndex(length, device)
+        self.index.choose(0, select_largest(states.update, self.k))
+        self.values = torch.randn(self.k, device=device)
+        self.counts = torch.full((self.k,), 20.0, device=device)
+        if peers:
+            self.mask = torch.zeros(length, dtype=torch.bool, device=device)
+            self.positions = torch.empty(self.k, dtype=torch.int64, device=device)
+            self.index.gather(torch.arange(length, device=device), self.positions)
+            self.mask.index_fill_(0, self.positions, True)
+            self.index.gather(states.update, self.values)
+            assert torch.equal(self.values, states.update[self.mask]), "ours gathers something else"
+
+    def gather(self) -> None:
+        self.index.gather(self.states.grad, self.values)
+
+    def gather_by_mask(self) -> None:
+        self.values = self.states.grad[self.mask]
+
+    def take(self) -> None:
+        self.index.take(self.states.grad, self.values, scale=0.5)
+
+    def take_by_mask(self) -> None:
+        self.values = self.states.grad[self.mask].mul_(0.5)
+        self.states.grad.masked_fill_(self.mask, 0.0)
+
+    def expand(self) -> None:
+        self.index._kernels.expand(self.index.bits, self.values, self.states.scratch)
+
+    def expand_by_positions(self) -> None:
+        self.states.scratch.zero_().index_copy_(0, self.positions, self.values)
+
+    def adamw(self) -> None:
+        self._apply(Reduced(values=self.values, index=self.index))
+
+    def adamw_by_positions(self) -> None:
+        self.expand_by_positions()
+        states = self.states
+        RULE.apply(states.weight, states.scratch, (states.mean, states.square), HYPER)
+
+    def adamw_frozen(self) -> None:
+        rest = Reduced(values=self.values, index=self.index, rest="frozen", gathered=self.counts)
+        self._apply(rest)
+
+    def adamw_frozen_by_positions(self) -> None:
+        flats = (self.states.weight, self.states.mean, self.states.square)
+        held = [flat.index_select(0, self.positions) for flat in flats]
+        RULE.apply(held[0], self.values.clone(), held[1:], HYPER, self.counts)
+        for flat, mine in zip(flats, held, strict=True):
+            flat.index_copy_(0, self.positions, mine)
+
+    def select(self) -> None:
+        self.index.choose(0, select_largest(self.states.update, self.k))
+
+    def select_by_topk(self) -> None:
+        found = torch.topk(self.states.update.abs(), self.k, sorted=False).indices
+        self.mask.zero_().index_fill_(0, found, True)
+
+    def _apply(self, reduced: Reduced) -> None:
+        states, moments = self.states, (self.states.mean, self.states.square)
+        self.index.apply(RULE, reduced, states.weight, moments, HYPER, factor=0.5)
+
+
+PASSES = [
+    Pass(
+        "gather",
+        lambda d: 4 * met(d, 4) + 4 * d + BITS,
+        _Bucket.gather,
+        "g[mask]",
+        _Bucket.gather_by_mask,
+    ),
+    Pass(
+        "gather, scale, clear",
+        lambda d: 8 * met(d, 4) + 4 * d + BITS,
+        _Bucket.take,
+        "g[mask] * s, masked_fill_",
+        _Bucket.take_by_mask,
+    ),
+    Pass(
+        "expand",
+        lambda d: 4 + 4 * d + BITS,
+        _Bucket.expand,
+        "zero_, index_copy_",
+        _Bucket.expand_by_positions,
+    ),
+    Pass(
+        "AdamW from compact values",
+        lambda d: 24 + 4 * d + BITS,
+        _Bucket.adamw,
+        "zero_, index_copy_, fused AdamW",
+        _Bucket.adamw_by_positions,
+    ),
+    Pass(
+        "AdamW, rest frozen, counted",
+        lambda d: 24 * met(d, 4) + 8 * d + BITS,
+        _Bucket.adamw_frozen,
+        "index_select, fused AdamW, index_copy_",
+        _Bucket.adamw_frozen_by_positions,
+    ),
+    Pass(
+        "selection (3 readings)",
+        lambda d: 12 + BITS,
+        _Bucket.select,
+        "abs, topk, index_fill_",
+        _Bucket.select_by_topk,
+    ),
+]
+
+
+def _copy(states: _States) -> None:
+    states.scratch.copy_(states.weight)
+
+
+BENCH = Bench(
+    name="radius",
+    what="Radius' kernels",
+    passes=PASSES,
+    densities=[0.4, 0.1],
+    states=_States,
+    bucket=_Bucket,
+    copy=_copy,
+    copied_bytes=8,
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())

@@ -1,0 +1,251 @@
+"""The contenders of the gradient-path benchmark, each telling what a step sent and waited for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from megatron.data_parallel.engine import GradientEngine
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from tools.bench.common.contenders import Batches, DdpLoop, DdpTraining, Ours, Shape
+from tools.bench.common.emulated import EmulatedModel, EmulatedOurs, Emulation, Gradients
+from tools.bench.common.methods import COMPUTE, Method
+
+BUCKET = 1_900_000
+"""Parameters of a bucket of ours in the real model: one for each of its layers."""
+REAL = Shape(vocabulary=2048, batch=2, bucket=BUCKET, log_interval=1_000_000)
+NOTHING = float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of one step on this rank: bytes sent by the ring model, NaN where the contender does not
+    count them; entries sent over entries stored; seconds blocked on communication."""
+
+    bytes_sent: float
+    density: float
+    blocked: float
+
+
+class Measured(Protocol):
+    """A contender of this benchmark. `pace` 0 leaves out what steps only pretend to do."""
+
+    name: str
+    method: Method
+
+    def step(self) -> object:
+        """Take one whole step."""
+        ...
+
+    def facts(self) -> Facts:
+        """Of the last step."""
+        ...
+
+    def pace(self, pace: float) -> None:
+        """Let emulated computing take this much of its time."""
+        ...
+
+
+class OursPath:
+    """Steps of our engine. Blocked is what its reducer waits for, and the ranks' agreement, which
+    is the first to wait for what is still on its way."""
+
+    def __init__(self, method: Method, engine: GradientEngine) -> None:
+        self.name, self.method, self.engine = method.name, method, engine
+        self._agreeing = 0.0
+        agree = engine._agree
+
+        def timed(tag: int, request: int) -> Any:
+            began = perf_counter()
+            try:
+                return agree(tag, request)
+            finally:
+                self._agreeing = perf_counter() - began
+
+        engine._agree = timed  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _facts(self, bytes_sent: int, density: float, waited: float) -> Facts:
+        return Facts(bytes_sent=bytes_sent, density=density, blocked=waited + self._agreeing)
+
+
+class EmulatedPath(OursPath):
+    """A gradient path of ours under emulated computing."""
+
+    def __init__(self, method: Method, model: EmulatedModel, groups: ProcessGroups) -> None:
+        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name)
+        super().__init__(method, self._ours.engine)
+
+    def step(self) -> object:
+        return self._ours.step()
+
+    def facts(self) -> Facts:
+        stats = self._ours.stats
+        return self._facts(stats.bytes_sent, stats.density, stats.wait_seconds)
+
+    def pace(self, pace: float) -> None:
+        self._ours.model.pace = pace
+
+
+class TrainerPath(OursPath):
+    """A gradient path of ours in the trainer of `pretrain_gpt.py`."""
+
+    def __init__(
+        self, method: Method, shape: Shape, dtype: str, groups: ProcessGroups, folder: Path
+    ) -> None:
+        flags = shape.flags(dtype=dtype, ranks=groups.world.size, extra=method.flags)
+        self.trainer = Ours(flags, groups, folder, name=method.name).trainer
+        super().__init__(method, self.trainer.engine)
+
+    def step(self) -> object:
+        self._record, _ = self.trainer.train_step()
+        return self._record
+
+    def facts(self) -> Facts:
+        record = self._record
+        assert record.wait_seconds is not None, "the trainer fills it in"
+        return self._facts(record.bytes_sent, record.density, record.wait_seconds)
+
+    def pace(self, pace: float) -> None:
+        pass
+
+
+class DdpPath:
+    """DDP. Blocked is from the last gradient until backward returns, the copying back included."""
+
+    def __init__(
+        self, method: Method, training: DdpTraining, emulated: EmulatedModel | None
+    ) -> None:
+        self.name, self.method, self._training = method.name, method, training
+        self._emulated = emulated
+        self._last_gradient = 0.0
+        for parameter in training.parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def step(self) -> object:
+        return self._training.step()
+
+    def facts(self) -> Facts:
+        blocked = self._training.backward_ended - self._last_gradient
+        return Facts(bytes_sent=NOTHING, density=1.0, blocked=blocked)
+
+    def pace(self, pace: float) -> None:
+        if self._emulated is not None:
+            self._emulated.pace = pace
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        self._last_gradient = perf_counter()
+
+
+class Arrivals:
+    """Notes when gradients appear in steps of an engine that sends nothing."""
+
+    def __init__(self, engine: GradientEngine) -> None:
+        self._engine = engine
+        self._began = self._ended = 0.0
+        self.ready: dict[str, list[float]] = {name: [] for name in engine.infos}
+        self.backward: list[float] = []
+        self._seen: dict[str, float] = {}
+        engine.layout.gather = self._noted(engine.layout.gather)
+        engine.layout.gather_add = self._noted(engine.layout.gather_add)
+        engine.finish = self._at_end(engine.finish)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began = perf_counter()
+
+    def keep(self) -> None:
+        """The step was one to be measured."""
+        for name, seconds in self._seen.items():
+            self.ready[name].append(seconds)
+        self.backward.append(self._ended)
+
+    def medians(self) -> dict[str, Any]:
+        """Seconds from the start of a step to each gradient (`ready`, by name) and to the end of
+        `backward`, over the steps that were kept."""
+        ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
+        return {"ready": ready, "backward": statistics.median(self.backward)}
+
+    def _noted(self, store: Callable[..., None]) -> Callable[..., None]:
+        @wraps(store)
+        def noted(name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
+            store(name, dense, out)
+            self._seen[name] = perf_counter() - self._began
+
+        return noted
+
+    def _at_end(self, finish: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(finish)
+        def ended(**arguments: Any) -> Any:
+            self._ended = perf_counter() - self._began
+            return finish(**arguments)
+
+        return ended
+
+
+def alone() -> ProcessGroups:
+    """Groups of this rank by itself: nothing is sent."""
+    return ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
+
+
+def emulated_contenders(
+    methods: Sequence[Method],
+    emulation: Emulation,
+    gradients: Mapping[str, Gradients],
+    groups: ProcessGroups,
+) -> list[Measured]:
+    """Contenders around sleeping models, which share the gradients, given by dtype, that they
+    pretend to make."""
+    contenders: list[Measured] = []
+    for method in methods:
+        model = EmulatedModel(emulation, gradients[method.dtype])
+        if method.kind == "ddp":
+            contenders.append(DdpPath(method, _ddp(DdpTraining, method, model), model))
+        else:
+            mine = alone() if method.kind == COMPUTE else groups
+            contenders.append(EmulatedPath(method, model, mine))
+    return contenders
+
+
+def real_contenders(
+    methods: Sequence[Method], shape: Shape, groups: ProcessGroups, folder: Path, *, dtype: str
+) -> list[Measured]:
+    """Contenders that train the same GPT on the same batches; `folder` is this rank's own."""
+    contenders: list[Measured] = []
+    flags = shape.flags(dtype=dtype, ranks=groups.world.size)
+    batches: Batches | None = None
+    for method in methods:
+        if method.kind != "ddp":
+            mine = alone() if method.kind == COMPUTE else groups
+            contenders.append(TrainerPath(method, shape, dtype, mine, folder / method.name))
+            continue
+        if batches is None:
+            reader = Ours(flags, groups, folder / "data").trainer
+            batches = Batches(reader)
+        loop = _ddp(DdpLoop, method, flags, dtype=dtype, batches=batches, bucket_view=False)
+        contenders.append(DdpPath(method, loop, None))
+    return contenders
+
+
+def _ddp(
+    kind: Callable[..., DdpTraining], method: Method, *args: Any, **options: Any
+) -> DdpTraining:
+    return kind(
+        *args,
+        name=method.name,
+        bucket_mb=method.bucket_mb,
+        hook=method.hook,
+        rank=method.rank,
+        **options,
+    )
+
+
+SMOKE_EMULATION = Emulation(layers=2, rows=64, columns=64, forward=0.002, backward=0.004)
+SMOKE_SHAPE = replace(REAL, layers=2, hidden=32, heads=2, sequence=32, vocabulary=128, bucket=None)

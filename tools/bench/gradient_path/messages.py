@@ -1,0 +1,148 @@
+"""What each method sends in a step, as messages of the alpha-beta model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.data_parallel.bucket import ALIGNMENT
+from tools.bench.common.alpha_beta import Link, Message, greedy_buckets
+from tools.bench.common.methods import COMPUTE, Method
+
+FP32, POSITION = 4, 4
+VOTE = 32
+"""Bytes that our ranks agree on a step with."""
+MIB = 1 << 20
+DDP_FIRST_BUCKET = MIB
+HOOK_GAIN = 2
+"""torch's PowerSGD hook sends whole what it would not make at least this much smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Shapes by name in the order of the forward pass, and the names of each bucket of ours;
+    `stored` entries of those that are not stored whole, bytes of each."""
+
+    shapes: Mapping[str, Sequence[int]]
+    buckets: Sequence[Sequence[str]] = ()
+    stored: Mapping[str, int] = field(default_factory=dict[str, int])
+    entry_bytes: int = FP32
+
+    def entries(self, name: str) -> int:
+        """Of a parameter, whether they are stored or not."""
+        return math.prod(self.shapes[name])
+
+    def numel(self, name: str) -> int:
+        """Stored entries of a parameter."""
+        return self.stored.get(name, self.entries(name))
+
+    @property
+    def stored_share(self) -> float:
+        """f of the SAMO paper: stored entries over all."""
+        return sum(map(self.numel, self.shapes)) / sum(map(self.entries, self.shapes))
+
+    @property
+    def matrices(self) -> list[str]:
+        """Whose entries sparse paths choose among."""
+        return [name for name in self.shapes if self.is_matrix(name)]
+
+    def is_matrix(self, name: str) -> bool:
+        """Whether sparse paths compress it."""
+        return len(self.shapes[name]) > 1
+
+    def bytes_of(self, names: Sequence[str]) -> int:
+        """Of the stored entries of these parameters."""
+        return self.entry_bytes * sum(map(self.numel, names))
+
+
+def messages(method: Method, sizes: Sizes, link: Link, *, interval: int) -> list[Message]:
+    """Collectives of a step of `method`, in the order in which they are sent; a Radius step is one
+    between two resamples of `interval` steps."""
+    if method.kind == COMPUTE:
+        return []
+    if method.kind == "ddp":
+        return _ddp(method, sizes, link)
+    sent = [_bucket(method, sizes, names, link, interval) for names in sizes.buckets]
+    late: list[Message] = []
+    if method.kind == "powersgd":
+        late = [
+            Message(seconds=link.all_reduce(FP32 * method.rank * _columns(method, sizes, names)))
+            for names in sizes.buckets
+            if sizes.is_matrix(names[0])
+        ]
+    # The vote goes out when backward is over; PowerSGD's second factors wait for it.
+    return [*sent, Message(seconds=link.all_reduce(VOTE)), *late]
+
+
+def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
+    """Entries of matrices that a sparse Radius step sends over all of them: d, f d of SAMO's."""
+    sent = sum(_selected(method, sizes.numel(name), interval) for name in sizes.matrices)
+    return sent / sum(map(sizes.entries, sizes.matrices))
+
+
+def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
+    """The same from the bytes that a rank says it sent by the ring model: what is left of them
+    without the vectors, which are always sent whole, with the gaps that align them."""
+    ring = 2 * (ranks - 1) / ranks
+    vectors = [sizes.numel(name) for name in sizes.shapes if not sizes.is_matrix(name)]
+    aligned = sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in vectors)
+    sent = bytes_sent / ring / sizes.entry_bytes - aligned
+    return sent / sum(map(sizes.entries, sizes.matrices))
+
+
+def _bucket(
+    method: Method, sizes: Sizes, names: Sequence[str], link: Link, interval: int
+) -> Message:
+    if method.kind in ("dense", "samo") or not sizes.is_matrix(names[0]):
+        seconds = link.all_reduce(sizes.bytes_of(names))
+    elif method.resamples:
+        kept = sum(_selected(method, sizes.numel(name), interval) for name in names)
+        seconds = link.all_reduce(sizes.entry_bytes * kept)
+    elif method.kind == "topk":
+        kept = sum(math.ceil(method.density * sizes.numel(name)) for name in names)
+        seconds = link.all_gather((FP32 + POSITION) * kept)
+    else:
+        rows = sum(sizes.shapes[n][0] for n in names if _is_smaller(method, sizes.shapes[n]))
+        whole = [n for n in names if not _is_smaller(method, sizes.shapes[n])]
+        seconds = link.all_reduce(FP32 * method.rank * rows + sizes.bytes_of(whole))
+    return Message(seconds=seconds, names=tuple(names))
+
+
+def _selected(method: Method, numel: int, interval: int) -> float:
+    """Entries of a matrix that a Radius step sends: ceil(d n), with the rolling schedule also the
+    T-th part that is sent densely."""
+    kept = math.ceil(method.density * numel)
+    return kept + (numel - kept) / interval if "rolling" in method.flags else kept
+
+
+def _is_smaller(method: Method, shape: Sequence[int], gain: int = 1) -> bool:
+    rows, columns = shape[0], math.prod(shape[1:])
+    return len(shape) > 1 and method.rank * (rows + columns) * gain < rows * columns
+
+
+def _columns(method: Method, sizes: Sizes, names: Sequence[str]) -> int:
+    """Of all the compressed matrices among `names`."""
+    shapes = [sizes.shapes[name] for name in names]
+    return sum(math.prod(shape[1:]) for shape in shapes if _is_smaller(method, shape))
+
+
+def _ddp(method: Method, sizes: Sizes, link: Link) -> list[Message]:
+    names = list(sizes.shapes)[::-1]
+    if method.hook == "powersgd":
+        small = [n for n in names if _is_smaller(method, sizes.shapes[n], HOOK_GAIN)]
+        whole = [n for n in names if n not in small]
+        rows = sum(sizes.shapes[n][0] for n in small)
+        payloads = (
+            sizes.bytes_of(whole),
+            FP32 * method.rank * rows,
+            FP32 * method.rank * _columns(method, sizes, small),
+        )
+        return [Message(seconds=link.all_reduce(payload)) for payload in payloads]
+    bytes_each = [(name, sizes.bytes_of([name])) for name in names]
+    caps = [method.bucket_mb * MIB] if method.bucket_mb else [DDP_FIRST_BUCKET, 25 * MIB]
+    share = 0.5 if method.hook == "fp16" else 1.0
+    return [
+        Message(seconds=link.all_reduce(share * sizes.bytes_of(bucket)), names=bucket)
+        for bucket in greedy_buckets(bytes_each, caps=caps)
+    ]

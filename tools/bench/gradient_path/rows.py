@@ -1,0 +1,145 @@
+"""From what ranks found to rows of a table: medians and predictions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench.common.alpha_beta import Link, Timeline, fit, predict
+from tools.bench.common.methods import Method, method
+from tools.bench.common.netlab import Network
+from tools.bench.gradient_path.messages import Sizes, counted_share, messages, sent_share
+
+SPREAD = 200
+"""T over which a resample's step is spread: the default of `--radius-interval`."""
+EMULATED, REAL = "emulated", "real"
+TARGET_RATE = "800mbit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method on one network, seconds and bytes of one step: median and least time of the slowest
+    rank, alpha-beta prediction, mean time blocked, bytes that a rank says it sent and that its
+    interface counted (None: not told, not counted). `resample`: median step of a resample, None
+    where the method has none; `spread`: a step with its share of one over `SPREAD` steps."""
+
+    method: str
+    median: float
+    least: float
+    predicted: float
+    blocked: float
+    bytes_sent: float | None
+    counted: float | None
+    resample: float | None = None
+    spread: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """All methods on one network under one protocol (`EMULATED` or `REAL` computing)."""
+
+    protocol: str
+    network: Network
+    link: Link
+    rows: Sequence[Row]
+    shares: Mapping[str, tuple[float, float]]
+    """Of each Radius method: entries of matrices sent over all, as counted and as demanded."""
+    stored: Mapping[str, float]
+    """f of each SAMO method: stored entries over all parameters."""
+    turns: Mapping[str, Sequence[float | None]]
+    """Seconds of each method's step in every round, None where that was a resample."""
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.method == name)
+
+    @property
+    def title(self) -> str:
+        """Protocol and network in words."""
+        return f"{self.protocol} computing, {self.network}"
+
+    def ratio(self, name: str, base: str) -> float:
+        """Step of one method over another's, median over the rounds in which both took one: what
+        else the machine did in a round was done to both."""
+        pairs = zip(self.turns[name], self.turns[base], strict=True)
+        return statistics.median(one / other for one, other in pairs if one and other)
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these methods were measured."""
+        return set(names) <= {row.method for row in self.rows}
+
+
+def table(result: Mapping[str, Any], network: Network) -> Table:
+    """Make a table of what rank 0 wrote, with the predictions of its own run."""
+    settings, steps = result["settings"], result["steps"]
+    interval = settings["interval"]
+    link = fit(network.ranks, small=_timed(result, 0), large=_timed(result, -1))
+    shapes = dict(result["parameters"])
+    rows: list[Row] = []
+    shares: dict[str, tuple[float, float]] = {}
+    stored: dict[str, float] = {}
+    for name in steps:
+        kind = method(name, interval=interval)
+        sizes = Sizes(
+            shapes=shapes, entry_bytes=kind.entry_bytes, **result["coordinates"].get(name, {})
+        )
+        base = kind.compute
+        timeline = Timeline(
+            **result["arrivals"][base],
+            step=statistics.median(step["seconds"] for step in steps[base]),
+        )
+        sent = messages(kind, sizes, link, interval=interval)
+        row = _row(kind, steps[name], predict(timeline, sent, overlap=kind.overlap))
+        rows.append(row)
+        if kind.resamples and row.bytes_sent is not None:
+            counted = counted_share(sizes, network.ranks, row.bytes_sent)
+            shares[name] = (counted, sent_share(kind, sizes, interval=interval))
+        if kind.kind.startswith("samo"):
+            stored[name] = sizes.stored_share
+    return Table(
+        protocol=settings["protocol"],
+        network=network,
+        link=link,
+        rows=rows,
+        shares=shares,
+        stored=stored,
+        turns={
+            name: [None if _is_resample(name, step) else step["seconds"] for step in found]
+            for name, found in steps.items()
+        },
+    )
+
+
+def _timed(result: Mapping[str, Any], which: int) -> tuple[int, float]:
+    """Bytes and median seconds of the smallest (0) or largest (-1) all-reduce."""
+    size = sorted(result["links"], key=int)[which]
+    return int(size), statistics.median(result["links"][size])
+
+
+def _is_resample(name: str, step: Mapping[str, Any]) -> bool:
+    return method(name).resamples and step["density"] >= 1.0
+
+
+def _row(kind: Method, steps: Sequence[Mapping[str, Any]], predicted: float) -> Row:
+    resamples = [step for step in steps if _is_resample(kind.name, step)]
+    plain = [step for step in steps if step not in resamples]
+
+    def median(name: str) -> float | None:
+        values = [step[name] for step in plain if step[name] is not None]
+        return statistics.median(values) if values else None
+
+    usual, blocked = median("seconds"), median("blocked")
+    assert usual is not None and blocked is not None, "every step is timed"
+    resample = statistics.median(s["seconds"] for s in resamples) if resamples else None
+    return Row(
+        method=kind.name,
+        median=usual,
+        least=min(step["seconds"] for step in plain),
+        predicted=predicted,
+        blocked=blocked,
+        bytes_sent=median("bytes_sent"),
+        counted=median("counted"),
+        resample=resample,
+        spread=None if resample is None else (usual * (SPREAD - 1) + resample) / SPREAD,
+    )

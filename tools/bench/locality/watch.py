@@ -1,0 +1,173 @@
+"""Watches which entries of each matrix are on top, step by step, in a trainer of ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config import Config, parse, resolve
+from megatron.data_parallel.reducer import Step
+from megatron.errors import ConfigError
+from megatron.launch import detect_launch
+from megatron.metrics import NullMetrics
+from megatron.optimizer.rules import Hyper
+from megatron.origin import locate_checkpoint
+from megatron.pretrain import build_groups, build_trainer
+from megatron.runtime import start, stop
+from megatron.training import Trainer
+from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
+from tools.bench.locality.report import Curve
+
+GRADIENT, UPDATE = "gradient", "update"
+
+
+@dataclass
+class Counter:
+    """How often each entry of one tensor was among its `ceil(top n)` largest.
+
+    `shared` are the shares of one step's entries that the next step marked too; `from_first` those
+    that the first step's marks and the last one's share.
+    """
+
+    top: float
+    steps: int = 0
+    counts: torch.Tensor | None = None
+    shared: list[float] = field(default_factory=list)
+    from_first: float = 1.0
+    _last: torch.Tensor | None = None
+    _first: torch.Tensor | None = None
+
+    def add(self, values: torch.Tensor) -> None:
+        """Mark the largest magnitudes of a flat tensor; every call brings the same entries."""
+        count = math.ceil(self.top * values.numel())
+        marks = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+        marks[values.abs().topk(count, sorted=False).indices] = True
+        if self.counts is None or self._last is None or self._first is None:
+            self.counts = torch.zeros(values.numel(), dtype=torch.int32, device=values.device)
+            self._first = marks
+        else:
+            self.shared.append(int((marks & self._last).sum()) / count)
+            self.from_first = int((marks & self._first).sum()) / count
+        self.counts += marks
+        self._last = marks
+        self.steps += 1
+
+
+class Watch:
+    """Takes the place of an optimizer's `step` and counts around it."""
+
+    def __init__(
+        self, trainer: Trainer, *, tops: Sequence[float], kinds: Mapping[str, str]
+    ) -> None:
+        self._trainer, self._inner = trainer, trainer.optimizer.step
+        self.counters: dict[tuple[str, str, float], dict[str, Counter]] = {}
+        self._watched: list[tuple[str, str]] = []
+        """Kind and name of each matrix."""
+        for info, _, _ in trainer.engine.slices():
+            kind = next((kind for part, kind in kinds.items() if part in info.name), None)
+            if kind is not None and info.param.ndim == 2:
+                self._watched.append((kind, info.name))
+                for what in (GRADIENT, UPDATE):
+                    for top in tops:
+                        group = self.counters.setdefault((kind, what, top), {})
+                        group[info.name] = Counter(top)
+        trainer.optimizer.step = self.step  # type: ignore[method-assign]
+
+    def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
+        """Count the gradient, let the optimizer take it, count the update it made."""
+        engine, optimizer = self._trainer.engine, self._trainer.optimizer
+        old: dict[str, torch.Tensor] = {}
+        places = {info.name: (info, bucket, where) for info, bucket, where in engine.slices()}
+        for kind, name in self._watched:
+            info, bucket, where = places[name]
+            reduced = step.reduced[bucket.index]
+            if reduced.index is not None:
+                raise ConfigError("this run sends part of its gradients; watch a dense one")
+            entries = math.prod(info.logical_shape)
+            self._add(kind, GRADIENT, name, where.of(reduced.values)[:entries].float())
+            old[name] = where.of(optimizer.states[bucket.index].master).clone()
+        self._inner(step, lr=lr, weight_decay=weight_decay)
+        for kind, name in self._watched:
+            info, bucket, where = places[name]
+            decay = weight_decay if bucket.weight_decay else 0.0
+            moments = [where.of(moment) for moment in optimizer.states[bucket.index].moments]
+            hyper = Hyper(t=optimizer.applied, lr=lr, weight_decay=decay)
+            update = optimizer.rule.direction(old[name], moments, hyper)
+            self._add(kind, UPDATE, name, update[: math.prod(info.logical_shape)])
+
+    def curves(self) -> list[Curve]:
+        """What was counted, over all matrices of a kind."""
+        found = []
+        for (kind, what, top), group in self.counters.items():
+            counts = torch.cat([c.counts for c in group.values() if c.counts is not None])
+            counters = list(group.values())
+            found.append(
+                Curve.of_counts(
+                    counts.tolist(),
+                    kind=kind,
+                    what=what,
+                    top=top,
+                    steps=counters[0].steps,
+                    shared=_mean([share for c in counters for share in c.shared]),
+                    from_first=_mean([c.from_first for c in counters]),
+                )
+            )
+        return found
+
+    def _add(self, kind: str, what: str, name: str, values: torch.Tensor) -> None:
+        for (group_kind, group_what, _), group in self.counters.items():
+            if (group_kind, group_what) == (kind, what):
+                group[name].add(values)
+
+
+def watch(
+    flags: Sequence[str], *, steps: int, tops: Sequence[float], kinds: Mapping[str, str]
+) -> tuple[list[Curve], dict[str, Any]]:
+    """Train `steps` steps as flags say, on one rank, and count. Raises `ConfigError` where the run
+    ends before, or is not dense."""
+    launch = detect_launch()
+    config = resolve(parse(flags, paths=GRADIENT_PATHS), launch.world_size)
+    if launch.world_size != 1:
+        raise ConfigError(f"{launch.world_size} ranks: this tool runs alone; start it without them")
+    run_dir = Path(config.run.run_dir or "")
+    runtime = start(launch, config)
+    try:
+        groups = build_groups(config, launch)
+        origin = locate_checkpoint(config, run_dir, say=lambda text: None)
+        trainer = build_trainer(
+            GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), origin
+        )
+        first = _first_step(trainer, config, steps)
+        watching = Watch(trainer, tops=tops, kinds=kinds)
+        for _ in range(steps):
+            trainer.train_step()
+        facts = {
+            "first step": first,
+            "steps": steps,
+            "of": trainer.total_iterations,
+            "layers": config.model.num_layers,
+            "hidden": config.model.hidden_size,
+            "tokens in a step": config.model.seq_length * (config.training.global_batch_size or 0),
+        }
+        return watching.curves(), facts
+    finally:
+        stop()
+
+
+def _first_step(trainer: Trainer, config: Config, steps: int) -> int:
+    left = trainer.total_iterations - trainer.progress.iteration
+    if left < steps:
+        raise ConfigError(
+            f"--steps {steps}: the run ends {left} steps after step {trainer.progress.iteration}; "
+            "give --at an earlier checkpoint, or fewer steps"
+        )
+    return trainer.progress.iteration + 1
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,155 @@
+"""What the steps of the benchmark of message-driven pipelines come to, beside paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron.pipeline.schedule import Kind, Operation
+from tools.bench.common.netlab import NO_LIMIT, Network
+from tools.bench.message_driven.uneven_stage import (
+    CONTENDERS,
+    ONLY_ON_PAPER,
+    REFERENCE,
+    Contender,
+    factor_of,
+)
+from tools.planner.timeline import Factor
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """What the ranks of one network run; seconds of an even stage's passes."""
+
+    forward: float
+    backward: float
+    shape: tuple[int, ...]
+    profiles: Sequence[str]
+    microbatches: Sequence[int]
+    rounds: int
+
+    def busy(self, stage: int, microbatches: int, factor: Factor) -> float:
+        """Seconds that a stage sleeps in a step."""
+        seconds = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
+        passes = [Operation(kind, number) for kind in Kind for number in range(microbatches)]
+        return sum(seconds[each.kind] * float(factor(stage, each)) for each in passes)
+
+    def transfer(self, network: Network) -> float:
+        """Seconds of a message on an idle link, 0 where links have no rate."""
+        if network.rate == NO_LIMIT:
+            return 0.0
+        size = FP32_BYTES
+        for length in self.shape:
+            size *= length
+        # A packet crosses the link of its sender and that of its receiver, at the same time.
+        return 8 * size / _number(network.rate.removesuffix("bit")) + 2 * _number(network.delay)
+
+
+def rows_of(
+    network: Network, emulation: Emulation, steps: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A row for each case and contender; times are medians over rounds, in seconds.
+
+    `seconds`: None where the contender is only on paper; `ratio`: over the reference's, round by
+    round; `bubbles`: of each stage idle over busy time;
+    `paper`: the step where nothing but passes and transfers takes time, `paper_ratio` that of
+    those; `in_flight`: most microbatches that a stage held.
+    """
+    taken = {
+        (step["profile"], step["microbatches"], step["contender"], step["round"]): step
+        for step in steps
+    }
+    rounds = sorted({step["round"] for step in steps})
+    rows: list[dict[str, Any]] = []
+    for profile in emulation.profiles:
+        factors = [factor_of(profile, number) for number in rounds]
+        for count in emulation.microbatches:
+            papers = {
+                contender.name: _on_paper(contender, network, emulation, count, factors)
+                for contender in (*CONTENDERS, ONLY_ON_PAPER)
+            }
+            for name, paper in papers.items():
+                row: dict[str, Any] = {
+                    "network": str(network),
+                    "stages": network.ranks,
+                    "profile": profile,
+                    "microbatches": count,
+                    "contender": name,
+                    "seconds": None,
+                    "paper": median(paper),
+                    "paper_ratio": _ratio(paper, papers[REFERENCE]),
+                }
+                if name != ONLY_ON_PAPER.name:
+                    mine, theirs = (
+                        [taken[profile, count, which, number] for number in rounds]
+                        for which in (name, REFERENCE)
+                    )
+                    seconds = [step["seconds"] for step in mine]
+                    row |= {
+                        "seconds": median(seconds),
+                        "ratio": _ratio(seconds, [step["seconds"] for step in theirs]),
+                        "bubbles": _bubbles(network.ranks, emulation, count, seconds, factors),
+                        "in_flight": max(_held(rank) for step in mine for rank in step["passes"]),
+                    }
+                rows.append(row)
+    return rows
+
+
+def _on_paper(
+    contender: Contender,
+    network: Network,
+    emulation: Emulation,
+    count: int,
+    factors: Sequence[Factor],
+) -> list[float]:
+    """Seconds of the step in each round."""
+    seconds = {
+        "forward": emulation.forward,
+        "backward": emulation.backward,
+        "transfer": emulation.transfer(network),
+    }
+    steps = (contender.on_paper(network.ranks, count, factor=f, **seconds) for f in factors)
+    return [float(step.length) for step in steps]
+
+
+def _bubbles(
+    stages: int,
+    emulation: Emulation,
+    count: int,
+    seconds: Sequence[float],
+    factors: Sequence[Factor],
+) -> list[float]:
+    """Of each stage, the median over rounds of its idle over its busy time."""
+    return [
+        median(
+            taken / emulation.busy(stage, count, factor) - 1
+            for taken, factor in zip(seconds, factors, strict=True)
+        )
+        for stage in range(stages)
+    ]
+
+
+def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def _held(passes: Sequence[Sequence[Any]]) -> int:
+    """Most microbatches between forward and backward."""
+    held = most = 0
+    for kind, *_ in passes:
+        held += 1 if kind == "forward" else -1
+        most = max(most, held)
+    return most
+
+
+def _number(text: str) -> float:
+    """A rate or time as tc writes it, without `bit`."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]*)", text)
+    assert found is not None, "netlab.sh has refused anything else"
+    return float(found[1]) * _UNITS[found[2]]

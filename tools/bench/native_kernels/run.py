@@ -1,0 +1,219 @@
+"""The two ways in which Radius moves entries on a CPU, side by side: kernels in C, and torch.
+
+    python -m tools.bench.native_kernels.run --out docs/benchmarks        a minute, one thread, 1 GB
+
+By density, nanoseconds for each entry of a bucket, chosen or not: to gather what is sent; to take
+it, which leaves zeros; to place it chunk by chunk for an update rule that then does nothing. In C
+by a bitmap, in torch by int32 offsets; they take turns. Writes native_kernels.md and .json where
+the best instruction set is AVX-512, native_kernels_avx2.md and .json where it is AVX2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from megatron.data_parallel.reducer import Reduced
+from megatron.errors import ConfigError, SparsetronError
+from megatron.optimizer.rules import Hyper
+from megatron.processor import processor_model
+from megatron.sparse.selection import draw_seeded, select_largest
+from radius.bitmap import BitmapIndex
+from radius.chunk_index import ChunkIndex
+from radius.native_library import INSTRUCTION_SETS, instruction_sets
+from tools.bench.common.page_files import write_page
+
+CASES = (
+    *((density, "largest") for density in (0.9, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0625, 0.03)),
+    *((density, "seeded") for density in (0.4, 0.2, 0.1)),
+)
+"""Densities, and how entries are chosen: the largest of random values, or a draw of blocks."""
+COMPILED, TORCH = "compiled", "torch"
+WORK = ("gather", "take", "place")
+STEP = ("gather", "place")
+"""What a sparse step does, with a residual of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Least nanoseconds an entry by work and by who does it, and bytes an entry of each index."""
+
+    density: float
+    select: str
+    took: Mapping[str, Mapping[str, float]]
+    index_bytes: Mapping[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Compiled / torch, of what a step does."""
+        compiled, plain = (sum(self.took[work][who] for work in STEP) for who in (COMPILED, TORCH))
+        return compiled / plain
+
+
+class Nothing:
+    """An update rule without arithmetic, which may note the gradients that it is given."""
+
+    moments: tuple[str, ...] = ()
+    adamw = None
+
+    def __init__(self, noted: list[torch.Tensor] | None = None) -> None:
+        self._noted = noted
+
+    def apply(self, weight: torch.Tensor, grad: torch.Tensor, *_: Any) -> None:
+        """Leave everything as it is."""
+        if self._noted is not None:
+            self._noted.append(grad.clone())
+
+
+class Mover:
+    """One kind of index, and a step's work with it."""
+
+    def __init__(self, index: BitmapIndex | ChunkIndex, flat: torch.Tensor) -> None:
+        self.index, self._flat, self._left = index, flat, flat.clone()
+        self.values = torch.empty(index.numel)
+        self._rule: Any = Nothing()
+        self._reduced = Reduced(values=self.values, index=index)
+
+    def prepare(self) -> None:
+        """Put back what `take` took."""
+        self._left.copy_(self._flat)
+
+    def gather(self) -> None:
+        """Write what is sent to `values`."""
+        self.index.gather(self._flat, self.values)
+
+    def take(self) -> None:
+        """The same, and zeros where it was."""
+        self.index.take(self._left, self.values)
+
+    def place(self) -> None:
+        """Bring `values` to an update rule."""
+        hyper = Hyper(t=1, lr=0.0, weight_decay=0.0)
+        self.index.apply(self._rule, self._reduced, self._flat, (), hyper, factor=0.5)
+
+    def results(self) -> list[torch.Tensor]:
+        """What each of them leaves: to be equal, whoever does it."""
+        placed: list[torch.Tensor] = []
+        self.gather()
+        gathered = self.values.clone()
+        self.take()
+        self._rule = Nothing(placed)
+        self.place()
+        self._rule = Nothing()
+        return [gathered, self.values.clone(), self._left.clone(), torch.cat(placed)]
+
+
+def measure(density: float, select: str, *, entries: int, rounds: int) -> Row:
+    """One case. Raises `SparsetronError` where the two do not move the same."""
+    flat, wanted = torch.randn(entries), int(density * entries)
+    if select == "largest":
+        selection = select_largest(torch.randn(entries), wanted)
+    else:
+        selection = draw_seeded(entries, wanted, seed=1, step=1, name="bench")
+    indices = {COMPILED: BitmapIndex(entries, flat.device), TORCH: ChunkIndex(entries)}
+    for index in indices.values():
+        index.choose(0, selection)
+    movers = {who: Mover(index, flat) for who, index in indices.items()}
+    pairs = zip(*(mover.results() for mover in movers.values()), strict=True)
+    if not all(torch.equal(compiled, plain) for compiled, plain in pairs):
+        raise SparsetronError(f"density {density}: the two do not move the same")
+    seconds: dict[str, dict[str, list[float]]] = {work: {w: [] for w in movers} for work in WORK}
+    for number in range(rounds + 1):
+        turns = list(movers.items())
+        for who, mover in turns if number % 2 else reversed(turns):
+            mover.prepare()
+            for work in WORK:
+                took = _timed(getattr(mover, work))
+                if number:
+                    seconds[work][who].append(took)
+    return Row(
+        density=density,
+        select=select,
+        took={
+            work: {who: 1e9 * min(each) / entries for who, each in by_who.items()}
+            for work, by_who in seconds.items()
+        },
+        index_bytes={who: mover.index.nbytes / entries for who, mover in movers.items()},
+    )
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
+
+
+def page_part(instruction_set: str) -> str:
+    """Return the part of `write_page` for an instruction set: a run on one CPU keeps the others'
+    pages."""
+    return "" if instruction_set == INSTRUCTION_SETS[-1] else instruction_set.lower()
+
+
+def as_markdown(rows: Sequence[Row], options: argparse.Namespace, load: float) -> str:
+    """The table, with the ratio of what a step does."""
+    columns = [f"{work}, {who}" for work in WORK for who in (COMPILED, TORCH)]
+    lines = [
+        f"{processor_model()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; "
+        f"one thread of {os.cpu_count()} cores, load {load} at the start; a bucket of "
+        f"{options.entries:,} fp32 entries. Nanoseconds an entry, the least of "
+        f"{options.rounds} rounds, and bytes an entry of index.",
+        "",
+        f"| density | chosen | {' | '.join(columns)} | index, compiled | index, torch "
+        "| gather and place, compiled / torch |",
+        "|---:|---|" + "---:|" * (len(columns) + 3),
+    ]
+    for row in rows:
+        cells = [row.took[work][who] for work in WORK for who in (COMPILED, TORCH)]
+        numbers = [*cells, row.index_bytes[COMPILED], row.index_bytes[TORCH], row.ratio]
+        told = " | ".join(f"{number:.3f}" for number in numbers)
+        lines.append(f"| {row.density} | {row.select} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--entries", type=int, default=1 << 25, help="of the bucket (33554432)")
+    parser.add_argument("--rounds", type=int, default=9, help="of which the least time counts (9)")
+    parser.add_argument("--out", type=Path, help="folder for the page and its .json")
+    options = parser.parse_args(arguments)
+    for name in ("entries", "rounds"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: must be at least 1")
+    if not instruction_sets():
+        raise ConfigError(
+            "the kernels of radius/native.c are not here: they take an x86-64 with AVX2, and a "
+            "C compiler when the package is installed; run pip install again"
+        )
+    load = round(os.getloadavg()[0], 1)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = [measure(*case, entries=options.entries, rounds=options.rounds) for case in CASES]
+    text = as_markdown(rows, options, load)
+    print(text)
+    found = {
+        "cpu": processor_model(),
+        "entries": options.entries,
+        "rows": [asdict(row) for row in rows],
+    }
+    part = page_part(instruction_sets()[-1])
+    write_page(options.out, text=text, values=found, part=part, indent=None)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SparsetronError as error:
+        print(f"native_kernels: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

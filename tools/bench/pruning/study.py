@@ -1,0 +1,106 @@
+"""Which runs the study of pruning is made of. No torch."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from tools.bench.convergence.model import shape_of, stored
+from tools.bench.convergence.radius import INTERVAL
+from tools.bench.convergence.study import (
+    DENSE,
+    EARLY,
+    SEEDS,
+    START,
+    Optimizer,
+    Plan,
+    Run,
+    Ticket,
+    checked,
+)
+
+MOST_RUNS = 24
+SPARSITY = Fraction(9, 10)
+REWIRED = (Fraction(9, 10), Fraction(8, 10), Fraction(7, 10))
+EARLY_BIRD_INTERVAL = 10
+DSR_INTERVAL = 50
+"""Steps between masks drawn, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
+SMALL_SHAPE = shape_of(stored(Plan.sequence, SPARSITY), Plan.sequence)
+"""Of the dense model with as many parameters as the pruned one stores."""
+
+
+def study() -> tuple[Run, ...]:
+    """All runs, those first that matter most: a study may be stopped at any of them. Its dense
+    runs are those of the study of Radius, so that one folder of runs serves both."""
+    runs = [Run(variant=DENSE, seed=seed) for seed in SEEDS]
+    runs += [pruned("magnitude", seed=seed) for seed in SEEDS]
+    runs += [pruned("random", seed=seed) for seed in SEEDS]
+    runs += [early_bird(seed=seed) for seed in SEEDS]
+    runs += [small()]
+    runs += [Run(variant=DENSE, seed=SEEDS[0], optimizer="sgd")]
+    runs += [pruned(ticket, optimizer="sgd") for ticket in ("magnitude", "random")]
+    runs += [with_radius()]
+    for sparsity in REWIRED:
+        runs += [from_scratch(sparsity, rewired=True), from_scratch(sparsity, rewired=False)]
+    runs += [from_scratch(SPARSITY, rewired=True, keep_moments=True)]
+    return checked(runs, most=MOST_RUNS)
+
+
+def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam") -> Run:
+    """Pruned at once where it leaves the dense run."""
+    return Run(
+        variant=f"{ticket}_{float(SPARSITY):g}",
+        seed=seed,
+        optimizer=optimizer,
+        start=START,
+        path="samo",
+        sparsity=SPARSITY,
+        ticket=ticket,
+    )
+
+
+def early_bird(*, seed: int = SEEDS[0]) -> Run:
+    """Pruned as soon as what pruning would keep holds still."""
+    return Run(
+        variant=f"early_bird_{float(SPARSITY):g}",
+        seed=seed,
+        start=EARLY,
+        path="samo",
+        every=(("samo-early-bird-interval", EARLY_BIRD_INTERVAL),),
+        sparsity=SPARSITY,
+        ticket="early-bird",
+    )
+
+
+def small(*, seed: int = SEEDS[0]) -> Run:
+    """A dense model of the same family with as many parameters."""
+    layers, hidden = SMALL_SHAPE
+    return Run(variant=f"dense_{layers}x{hidden}", seed=seed, shape=SMALL_SHAPE)
+
+
+def with_radius(density: str = "0.4") -> Run:
+    """Pruned, and of what is left a part is sent."""
+    return Run(
+        variant=f"magnitude_{float(SPARSITY):g}-radius_{density}",
+        seed=SEEDS[0],
+        start=START,
+        path="samo+radius",
+        interval=INTERVAL,
+        sparsity=SPARSITY,
+        ticket="magnitude",
+        flags=(("radius-density", density),),
+    )
+
+
+def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> Run:
+    """Sparse from the beginning, by a random mask that stays or by one that DSR changes;
+    `keep_moments`: of what a rewiring leaves in place."""
+    kept = "-kept_moments" * keep_moments
+    return Run(
+        variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{kept}-from_scratch",
+        seed=SEEDS[0],
+        path="samo",
+        every=(("dsr-interval", DSR_INTERVAL),) if rewired else (),
+        sparsity=sparsity,
+        ticket="random",
+        flags=(("dsr-reset-moments", "new"),) if keep_moments else (),
+    )
