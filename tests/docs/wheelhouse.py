@@ -63,7 +63,7 @@ def _files(package: Distribution) -> Iterator[tuple[str, bytes]]:
     data = f"{_stem(_canonical(package.name), package.version)}.data"
     scripts, prefix = (
         Path(sysconfig.get_path("scripts")).resolve(),
-        Path(sysconfig.get_path("data")),
+        Path(sysconfig.get_path("data")).resolve(),
     )
     for file in package.files or ():
         path = Path(str(file.locate())).resolve()

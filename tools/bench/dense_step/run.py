@@ -4,8 +4,8 @@
 
 `one`: our whole training step on one process of two threads against Hugging Face GPT-2 in a plain
 PyTorch loop. `ddp`: two gloo ranks of one thread each, against torch's DistributedDataParallel
-around the same model. Both by default, in both dtypes. Writes dense_step.json and .md to FOLDER.
-Exit code 1 if a target was missed.
+around the same model. Both by default, in both dtypes. Writes README.md and results.json to
+FOLDER. Exit code 1 if a target was missed.
 """
 
 from __future__ import annotations

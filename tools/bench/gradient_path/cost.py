@@ -153,4 +153,4 @@ STUDIES = {
         judge=samo_targets,
     ),
 }
-"""By `--set` of gradient_path.py."""
+"""By `--set` of `run.py`."""

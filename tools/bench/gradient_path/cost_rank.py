@@ -1,6 +1,6 @@
 """One rank of the cost benchmark: steps of each method in turn, with stopwatches.
 
-Started once for each rank by `path_cost.py`, with its settings as JSON. Rank 0 writes the median
+Started once for each rank by `cost.py`, with its settings as JSON. Rank 0 writes the median
 seconds by kind of step and phase to `cost.json` in the folder that the settings name.
 """
 

@@ -1,6 +1,6 @@
 """One rank of the gradient-path benchmark: every method in turn, step by step.
 
-Started once for each rank by `gradient_path.py`, with its settings as JSON. Rank 0 writes what all
+Started once for each rank by `run.py`, with its settings as JSON. Rank 0 writes what all
 ranks found to `result.json` in the folder that the settings name.
 """
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return compare(options)
     except ConfigError as error:
-        print(f"gradient_path.py: {error}", file=sys.stderr)
+        print(f"gradient_path: {error}", file=sys.stderr)
         return 2
 
 

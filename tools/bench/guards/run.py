@@ -1,7 +1,7 @@
 """What the guards cost: training steps with them and without, interleaved in one run.
 
     python -m tools.bench.guards.run [--rounds N]                       one rank
-    torchrun --standalone --nproc-per-node 2 tools/bench/guards/run.py  two
+    torchrun --standalone --nproc-per-node 2 -m tools.bench.guards.run  two
 
 With: phases and collectives written to the heartbeat file, the watchdog's thread, signals and files
 looked for at each step. Without: none of these. The comparison of replicas is timed by itself and

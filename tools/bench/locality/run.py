@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("nothing to look at; give RUN, --kept, or flags after --")
         write_report(options.out, curves, kept, facts, say=print)
     except SparsetronError as error:
-        print(f"locality.py: {error}", file=sys.stderr)
+        print(f"locality: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -1,11 +1,11 @@
 """The two ways in which Radius moves entries on a CPU, side by side: kernels in C, and torch.
 
-    python -m tools.bench.native_kernels.run --out docs/benchmarks        a minute, one thread, 1 GB
+    python -m tools.bench.native_kernels.run --out FOLDER        a minute, one thread, 1 GB
 
 By density, nanoseconds for each entry of a bucket, chosen or not: to gather what is sent; to take
 it, which leaves zeros; to place it chunk by chunk for an update rule that then does nothing. In C
-by a bitmap, in torch by int32 offsets; they take turns. Writes native_kernels.md and .json where
-the best instruction set is AVX-512, native_kernels_avx2.md and .json where it is AVX2.
+by a bitmap, in torch by int32 offsets; they take turns. Writes README.md and results.json where
+the best instruction set is AVX-512, avx2.md and avx2.json where it is AVX2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of all-reduce coarsening. Started for each by `offload.py`, with its
+"""One rank of the benchmark of all-reduce coarsening. Started for each by `run.py`, with its
 settings as JSON; rank 0 writes the seconds of the slowest rank to `result.json`."""
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 The same GPT takes whole training steps in fp32, in bf16 and in fp16. On a CPU that does not
 multiply 16-bit operands, bf16 and fp16 also run by torch's own 16-bit kernels, which
 `megatron.processor` avoids. Contenders take turns, so that other work on the machine slows all of
-them. Writes precision_step.json and .md to FOLDER, with a suffix for the CPU's instruction set.
+them. Writes a page and its numbers to FOLDER, named for the CPU's instruction set (avx2.md,
+avx2.json).
 Exit code 1 if a bf16 step takes more than 1.3 times as long as one in fp32.
 """
 

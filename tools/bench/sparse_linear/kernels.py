@@ -1,4 +1,4 @@
-"""The ways to compute a pruned fully connected layer that torch has, for sparse_linear.py.
+"""The ways to compute a pruned fully connected layer that torch has, for `run.py`.
 
 y = x W^T; backward finds the input's gradient g W, and g^T x at the weights that exist. A sparse
 kernel gets what suits it best beforehand: the index of W and of W^T, activations in either order.

@@ -1,13 +1,13 @@
 """What loss a gradient path has after how much time, where the network is slow.
 
-    python -m tools.bench.time_to_loss.run --out docs/benchmarks      as root; ten minutes, 4 ranks
-    python -m tools.bench.time_to_loss.run --rates none               the loopback alone, no root
+    python -m tools.bench.time_to_loss.run --out FOLDER      as root; ten minutes, 4 ranks
+    python -m tools.bench.time_to_loss.run --rates none      the loopback alone, no root
 
 Fewer bytes a step are one thing, more steps to the same loss another. Losses by step are those of
-the convergence study, of its first seed (`convergence.jsonl`); what a step of each path lasts is
-measured here on four ranks, as `gradient_path.py` does with emulated computing, since that is the
-number of ranks that the study's baselines are of. Writes README.md, results.json and
-figure.png.
+the convergence study, of its first seed (`tools/bench/convergence/results.jsonl`); what a step of
+each path lasts is measured here on four ranks, as `gradient_path/run.py` does with emulated
+computing, since that is the number of ranks that the study's baselines are of. Writes README.md,
+results.json and figure.png.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
         here = [row for row in rows if (row["group"], row["seed"]) == (group, SEEDS[0])]
         if not here or here[0]["valid_loss"] is None:
             raise ConfigError(
-                f"--results: no finished run {group!r} of seed {SEEDS[0]}; convergence.py makes it"
+                f"--results: no finished run {group!r} of seed {SEEDS[0]}; "
+                "tools.bench.convergence.run makes it"
             )
         found[name] = here[0]
     return found
@@ -203,7 +204,7 @@ def _note(run: Trained) -> list[str]:
     return textwrap.wrap(
         "Losses: the first seed of [convergence](../convergence/README.md), by step; paths take "
         f"over from the dense run after {run['start']:.0%} of the steps. Time: a step of {RANKS} "
-        f"ranks with emulated computing ({computing}; the model is that of [gradient_path.md]"
+        f"ranks with emulated computing ({computing}; the model is that of [gradient_path]"
         f"(../gradient_path/README.md)), where one of {run['interval']} steps is a resample, as in "
         f"those runs. Training loss is smoothed over {SMOOTHED / WINDOWS:.0%} of the run. A path "
         "that takes less time is over when the dense run's learning rate is still high: to be "
