@@ -252,11 +252,4 @@ ELSEWHERE = {
     "version": "pip show sparsetron",
 }
 """What flags of other programs are here where that is more than the name of one field."""
-
-UNREAD_TOKENIZERS = {
-    "TikTokenizer": "tiktoken files are not read; convert_tiktoken_to_fast of "
-    "transformers.integrations.tiktoken writes a tokenizer.json of one, for HuggingFaceTokenizer",
-}
-"""Megatron-LM's names of `--tokenizer-type` that are not read here, and the way to what is."""
-
 MEGATRON_NAMES: tuple[OldName | Ignored | Refused, ...] = OLD_NAMES + IGNORED + REFUSED

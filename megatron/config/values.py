@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.config.megatron_names import UNREAD_TOKENIZERS
 from megatron.config.options import Spec
 from megatron.errors import ConfigError
 
@@ -20,6 +19,12 @@ _NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 LARGEST_INTEGER = 2**63 - 1
+UNREAD_TOKENIZERS = {
+    "TikTokenizer": "tiktoken files are not read; convert_tiktoken_to_fast of "
+    "transformers.integrations.tiktoken writes a tokenizer.json of one, for HuggingFaceTokenizer",
+}
+"""Megatron-LM's names of `--tokenizer-type` that are not read here, each with what to do instead."""
+
 _SHOWN = 60
 """Characters of a value that a message repeats."""
 

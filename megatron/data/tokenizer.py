@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron.config.megatron_names import UNREAD_TOKENIZERS
+from megatron.config.values import UNREAD_TOKENIZERS
 from megatron.data.local_file import one_line, stat_of
 from megatron.data.sidecar import MAX_IDS
 from megatron.data.subword import (
