@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.data_parallel.dense_path import DensePath, ProductPath
 from megatron.data_parallel.gradient_path import GradientPath
-from megatron.data_parallel.path import DensePath, ProductPath
 from megatron.pretrain import leave, pretrain
 from megatron.tasks.gpt import GPTTask
 from radius.baselines.powersgd_path import PowerSGDPath

@@ -20,12 +20,12 @@ from megatron.data_parallel.bucket_plan import (
     shard_length,
 )
 from megatron.data_parallel.gradient_path import GradientPath
-from megatron.low_memory.spans import recompute_spans, recomputes_attention
+from megatron.low_memory.checkpoint_interval import recompute_spans, recomputes_attention
 from megatron.model.flops import is_of_heads
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.tensor_shard import TensorShard, padded_rows
-from megatron.pipeline.schedule import POSTED, Kind, Operation, Place, interleaved, warm_up
+from megatron.pipeline.schedule import POSTED, Kind, Operation, StagePosition, interleaved, warm_up
 
 # ---- parameters of each rank ---------------------------------------------------------------------
 #
@@ -38,7 +38,7 @@ WORD_TABLE = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class RankGrid:
     """A configuration on a number of ranks. `vocabulary`: entries, before padding; `cap`: entries
     of a gradient bucket; `device`: "cpu" or "cuda"; `cuda_aware_mpi`: whether MPI reads and writes
     a GPU's memory itself."""
@@ -102,7 +102,7 @@ class Grid:
     def _chunk(
         self, layers: Sequence[int], tp_rank: int, *, has_embedding: bool, has_head: bool
     ) -> Iterator[ParamShape]:
-        model, cut = self.config.model, _Cutter(self, tp_rank)
+        model, cut = self.config.model, _Sharder(self, tp_rank)
         if has_embedding:
             yield cut.table(WORD_TABLE, tied=model.tied)
             if model.position_embedding_type == "learned_absolute":
@@ -124,15 +124,15 @@ def logical_shapes(
     """The whole model's parameters by logical name, however they are cut and padded."""
     dims = ParallelDims(tp=1, dp=1, pp=config.parallel.pipeline_model_parallel_size)
     # Shapes do not depend on the buckets or the device.
-    grid = Grid(config=config, dims=dims, path=path, vocabulary=vocabulary, cap=1, device="cpu")
+    grid = RankGrid(config=config, dims=dims, path=path, vocabulary=vocabulary, cap=1, device="cpu")
     return {name: shape for stage in range(dims.pp) for name, shape in grid.shapes(stage).items()}
 
 
 @dataclass(frozen=True)
-class _Cutter:
+class _Sharder:
     """Makes parameters of what a tensor-parallel rank holds of a tensor."""
 
-    grid: Grid
+    grid: RankGrid
     rank: int
 
     def whole(self, name: str, shape: tuple[int, ...]) -> ParamShape:
@@ -162,7 +162,7 @@ class _Cutter:
         return ParamShape(name=name, logical_shape=shape, rows=rows, tp_shard=shard, tied=tied)
 
 
-def _layer(model: ModelConfig, cut: _Cutter, name: str) -> Iterator[ParamShape]:
+def _layer(model: ModelConfig, cut: _Sharder, name: str) -> Iterator[ParamShape]:
     hidden, inner = model.hidden_size, model.num_attention_heads * model.head_dim
     mixed = inner + 2 * model.query_groups * model.head_dim
     blocks = 2 if model.swiglu else 1
@@ -178,14 +178,14 @@ def _layer(model: ModelConfig, cut: _Cutter, name: str) -> Iterator[ParamShape]:
     yield from _rows(model, cut, f"{name}.mlp.dense_4h_to_h", (hidden, model.ffn_size))
 
 
-def _norm(model: ModelConfig, cut: _Cutter, name: str, size: int) -> Iterator[ParamShape]:
+def _norm(model: ModelConfig, cut: _Sharder, name: str, size: int) -> Iterator[ParamShape]:
     yield cut.whole(f"{name}.weight", (size,))
     if model.normalization == "LayerNorm":
         yield cut.whole(f"{name}.bias", (size,))
 
 
 def _columns(
-    model: ModelConfig, cut: _Cutter, name: str, shape: tuple[int, int], *, blocks: int = 1
+    model: ModelConfig, cut: _Sharder, name: str, shape: tuple[int, int], *, blocks: int = 1
 ) -> Iterator[ParamShape]:
     yield cut.part(f"{name}.weight", shape, blocks=blocks)
     if model.bias:
@@ -193,7 +193,7 @@ def _columns(
 
 
 def _rows(
-    model: ModelConfig, cut: _Cutter, name: str, shape: tuple[int, int]
+    model: ModelConfig, cut: _Sharder, name: str, shape: tuple[int, int]
 ) -> Iterator[ParamShape]:
     yield cut.part(f"{name}.weight", shape, axis=1)
     if model.bias:
@@ -232,11 +232,11 @@ class MessageCounts:
     kept: int
 
 
-def message_counts(grid: Grid, stage: int, microbatches: int, in_flight: int) -> MessageCounts:
+def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int) -> MessageCounts:
     """The most of a rank of this stage in a step of so many microbatches; `in_flight`: chunk inputs
     that it holds at most."""
     parallel, stages, chunks = grid.config.parallel, grid.dims.pp, len(grid.split[stage])
-    place = Place(stage=stage, stages=stages, chunks=chunks)
+    place = StagePosition(stage=stage, stages=stages, chunks=chunks)
     passes = [Operation(kind, 0, chunk) for chunk in range(chunks) for kind in Kind]
     comes = [each.kind for p in passes if (each := place.needs(p)) is not None]
     goes = [each.kind for p in passes if (each := place.makes(p)) is not None]
@@ -253,7 +253,7 @@ def message_counts(grid: Grid, stage: int, microbatches: int, in_flight: int) ->
 
 
 def message_bytes(
-    grid: Grid, stage: int, size: int, *, microbatches: int, in_flight: int
+    grid: RankGrid, stage: int, size: int, *, microbatches: int, in_flight: int
 ) -> MessageBytes:
     """Of messages of so many bytes."""
     if grid.dims.pp == 1:
@@ -297,7 +297,7 @@ class StateBytes:
         return sum(self.kept.values()) + sum(self.passing.values())
 
 
-def state_bytes(grid: Grid, rank: RankShapes) -> StateBytes:
+def state_bytes(grid: RankGrid, rank: RankShapes) -> StateBytes:
     """Model state and the gradient path's of a rank."""
     config = grid.config
     own = grid.path.plan_bytes(config, rank)
@@ -384,7 +384,7 @@ class ActivationBytes:
 class Activations:
     """Sizes of one microbatch's activations in a grid."""
 
-    grid: Grid
+    grid: RankGrid
 
     @cached_property
     def _rows(self) -> int:
@@ -612,7 +612,7 @@ class Activations:
         return interleaved(stage, stages, chunks, enough)
 
 
-def microbatches_of(grid: Grid) -> int:
+def microbatches_of(grid: RankGrid) -> int:
     """Of one pipeline in a step of the whole global batch."""
     training = grid.config.training
     assert training.global_batch_size is not None, "the configuration is resolved"

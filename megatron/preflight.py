@@ -11,15 +11,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
 from megatron.config import Config, DataConfig
-from megatron.config.parallel_rules import check_vocabulary
+from megatron.config.validate import check_vocabulary
 from megatron.errors import DataError
-from megatron.origin import Origin, locate_checkpoint
 
 SKIP = "where only the compute nodes have the data, give --check-paths false"
 
 
-def check_paths(config: Config, run_dir: Path, *, say: Callable[[str], None]) -> Origin | None:
+def check_paths(
+    config: Config, run_dir: Path, *, say: Callable[[str], None]
+) -> CheckpointSource | None:
     """Where the run would start from, once data, tokenizer and checkpoint are found to be there.
 
     Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
@@ -43,7 +45,7 @@ def check_paths(config: Config, run_dir: Path, *, say: Callable[[str], None]) ->
 
 def check_data(data: DataConfig) -> None:
     """Raise `DataError` for a data set or a tokenizer's file that is missing or cannot be read."""
-    from megatron.data.index_file import check_header
+    from megatron.data.indexed_dataset import check_header
     from megatron.data.vocabulary import find_vocabulary
 
     prefixes = _prefixes(data)

@@ -24,15 +24,26 @@ from megatron.config import Config, parse, resolve, to_yaml
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.gradient_path import GradientPath, PathParts
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, PeerError
-from megatron.guards.failures import Failures
-from megatron.guards.heartbeat import FOLDER, Heartbeat
-from megatron.guards.requests import Requests
-from megatron.guards.terminate import before_abort
-from megatron.guards.watchdog import Watchdog
-from megatron.launch import Launch, detect_launch
+from megatron.fault_tolerance.exit_signals import ExitSignals
+from megatron.fault_tolerance.failures import Failures
+from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
+from megatron.fault_tolerance.run_lock import check_free
+from megatron.fault_tolerance.watchdog import Watchdog, before_abort
+from megatron.launch import (
+    Launch,
+    Runtime,
+    detect_launch,
+    job_environment,
+    leave_mpi,
+    needs_mpi,
+    require_mpi,
+    set_cuda_variables,
+    start,
+    stop,
+    wait_for_all,
+)
 from megatron.metrics import check_trackers, cut_metrics
-from megatron.mpi_world import leave_mpi, require_mpi
-from megatron.run_folder import (
+from megatron.run_dir import (
     announce,
     finish,
     keep_config,
@@ -41,27 +52,17 @@ from megatron.run_folder import (
     prepare_run_dir,
     write_pictures,
 )
-from megatron.run_lock import check_free
-from megatron.runtime import (
-    Runtime,
-    job_environment,
-    needs_mpi,
-    set_cuda_variables,
-    start,
-    stop,
-    wait_for_all,
-)
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.find import CheckpointSource
     from megatron.data_parallel.engine import GradientEngine
     from megatron.metrics import Metrics
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
-    from megatron.origin import Origin
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.stage import Stage
     from megatron.pipeline.transport import Transport
-    from megatron.tasks.task import OpenTask, Task
+    from megatron.tasks.task import LoadedTask, Task
     from megatron.timers import Timers
     from megatron.training import Trainer
 
@@ -168,7 +169,7 @@ def run(
 
     The caller closes `held` after it has reported how the run ended.
     """
-    requests = Requests(run_dir if launch.rank == 0 else None)
+    requests = ExitSignals(run_dir if launch.rank == 0 else None)
     # A scheduler's warning may come while torch is imported; the others may end a start that waits.
     requests.install(signal.SIGUSR1)
     runtime = start(launch, config)
@@ -236,10 +237,10 @@ def open_run(
     run_dir: Path,
     attempt: str,
     say: Callable[[str], None],
-) -> Origin | None:
+) -> CheckpointSource | None:
     """Rank 0 opens the folder and decides for all where to start from. Collective."""
-    from megatron.guards.sameness import compare_starts
-    from megatron.origin import Origin, locate_checkpoint
+    from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
+    from megatron.fault_tolerance.consistency import compare_starts
 
     def locate() -> str:
         if not runtime.is_writer:
@@ -250,7 +251,7 @@ def open_run(
 
     compare_starts(config, run_dir, groups.world)
     found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
-    return Origin(Path(found[0]), own=found[1]) if found else None
+    return CheckpointSource(Path(found[0]), own=found[1]) if found else None
 
 
 def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
@@ -281,7 +282,7 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
 
 
 def open_metrics(
-    task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: Origin | None
+    task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: CheckpointSource | None
 ) -> Metrics:
     """Log, metrics files and trackers of the writing rank."""
     from megatron.checkpoint.verify import read_manifest
@@ -314,17 +315,17 @@ def build_trainer(
     groups: ProcessGroups,
     run_dir: Path,
     metrics: Metrics,
-    origin: Origin | None,
+    origin: CheckpointSource | None,
     heartbeat: Heartbeat | None = None,
-    requests: Requests | None = None,
+    requests: ExitSignals | None = None,
 ) -> Trainer:
     """Put a run together, at the state of `origin` if there is one. Collective."""
-    from megatron.guards.sameness import compare_data
+    from megatron.checkpoint.checkpointer import Checkpointer
+    from megatron.fault_tolerance.consistency import compare_data
     from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
     from megatron.pipeline.stage import Stage
     from megatron.profiling import Profiler
-    from megatron.run_state import RunState
-    from megatron.training import Progress, Trainer
+    from megatron.training import Trainer, TrainState
 
     on_cuda = runtime.device.type == "cuda"
 
@@ -341,7 +342,7 @@ def build_trainer(
     engine = build_engine(config, infos, parts, groups)
     optimizer, how = build_optimizer(config, engine)
     scaler = loss_scaler(config)
-    state = RunState(
+    state = Checkpointer(
         config=config,
         run_dir=run_dir,
         groups=groups,
@@ -358,7 +359,7 @@ def build_trainer(
         metrics.say(note)
     if origin is None:
         metrics.say("no checkpoint was ever committed here: starting at step 0")
-    progress = state.restore(origin) if origin is not None else Progress()
+    progress = state.restore(origin) if origin is not None else TrainState()
     return Trainer(
         config=config,
         device=runtime.device,
@@ -378,7 +379,7 @@ def build_trainer(
         saver=state,
         progress=progress,
         heartbeat=heartbeat,
-        requests=requests or Requests(),
+        requests=requests or ExitSignals(),
     )
 
 
@@ -405,7 +406,7 @@ def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptim
     """What keeps and updates this rank's states, and sentences for the log."""
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.optimizer.build import update_rule
-    from megatron.optimizer.offload import OffloadedOptimizer
+    from megatron.optimizer.cpu_offload import OffloadedOptimizer
 
     rule = update_rule(config)
     if not config.offload.optimizer_cpu_offload:
@@ -435,22 +436,22 @@ def build_pipeline(
     config: Config,
     runtime: Runtime,
     groups: ProcessGroups,
-    opened: OpenTask,
+    opened: LoadedTask,
     stage: Stage,
     engine: GradientEngine,
     timers: Timers,
     heartbeat: Heartbeat,
 ) -> Pipeline:
     """What runs a batch through this rank's stage and those of its pipeline. Collective."""
-    from megatron.pipeline.course import MessageDriven
+    from megatron.pipeline.message_driven import MessageDriven
     from megatron.pipeline.runner import Pipeline
-    from megatron.pipeline.schedule import Place
+    from megatron.pipeline.schedule import StagePosition
     from megatron.pipeline.transport import ArrivalTransport
 
     chunks = len(stage.chunks)
     shape = opened.message_shape(groups)
     transport = open_stage_transport(config, runtime, groups, shape=shape, chunks=chunks)
-    place = Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
+    place = StagePosition(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
 
     def at(phase: str) -> None:
         # The attribute is looked up at each call: tests wrap it after the pipeline is built.
@@ -508,12 +509,12 @@ def build_parts(
     config: Config,
     infos: Sequence[ParamInfo],
     groups: ProcessGroups,
-    origin: Origin | None,
+    origin: CheckpointSource | None,
     identity: Mapping[str, Any],
 ) -> PathParts:
     """What the gradient path brings to a run that starts from `origin`. Collective: a checkpoint of
     another model fails on every rank alike."""
-    from megatron.run_state import opened
+    from megatron.checkpoint.checkpointer import opened
 
     with ExitStack() as stack:
         # By itself: a path may ask other ranks while it is built, and must find them all there.

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.loader import BatchReader, DeviceMicrobatch, Readers
+from megatron.data.data_loader import BatchReader, DeviceMicrobatch, Readers
 from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.reduce_scatter import sums_gradients
 from megatron.data_parallel.reducer import Step, StepContext
-from megatron.data_parallel.sharded import sums_gradients
 from megatron.errors import EXIT_DONE, EXIT_REQUEUE, NumericsError, PeerError
-from megatron.guards.heartbeat import Heartbeat
-from megatron.guards.replicas import compare_replicas
-from megatron.guards.requests import Request, Requests
-from megatron.guards.spikes import is_spike, remember
+from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
+from megatron.fault_tolerance.heartbeat import Heartbeat
+from megatron.fault_tolerance.loss_spikes import is_spike, remember
+from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.metrics import Metrics, NullMetrics, StepRecord, Workload
 from megatron.metrics.memory import peak_memory_bytes, restart_peak_memory
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
@@ -41,7 +41,7 @@ from megatron.timers import Timers
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a run has come. `iteration` counts steps tried, `applied_samples` only those of
     steps that were applied: schedules follow it, so that a skipped step does not advance them.
     `skipped_in_row` are the latest steps that count for `--max-skipped-steps`; `losses` the latest
@@ -55,7 +55,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainOutcome:
     """How `train` ended: `left` names why it went before the last step, None if it did not."""
 
     exit_code: int
@@ -65,7 +65,7 @@ class Outcome:
 class Saver(Protocol):
     """Writes checkpoints. Every rank calls it at the same step boundaries."""
 
-    def save(self, progress: Progress, *, wait: bool) -> None:
+    def save(self, progress: TrainState, *, wait: bool) -> None:
         """Save the present step; with `wait` it is committed when this returns."""
         ...
 
@@ -100,9 +100,9 @@ class Trainer:
     flops_per_sample: float
     workload: Workload
     saver: Saver
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainState = field(default_factory=TrainState)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    requests: Requests = field(default_factory=Requests)
+    requests: ExitSignals = field(default_factory=ExitSignals)
     peer_failure: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
@@ -116,14 +116,14 @@ class Trainer:
 
     # ---- the run -------------------------------------------------------------------------------
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainOutcome:
         """Train to the end, or to the first reason to leave; the last step is always saved."""
         try:
             return self._run()
         finally:
             self.profiler.close()
 
-    def _run(self) -> Outcome:
+    def _run(self) -> TrainOutcome:
         if self.config.training.skip_train:
             self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
@@ -132,15 +132,17 @@ class Trainer:
                 "give --skip-train to evaluate again"
             )
             if self._has_test_loss():
-                return Outcome(EXIT_DONE)
+                return TrainOutcome(EXIT_DONE)
         elif (left := self._train_steps_and_settle()) is not None:
             return left
         request = self._evaluate("test", self.readers.test)
-        if request is Request.STOP:
+        if request is ExitRequest.STOP:
             self.requests.left()
-        return Outcome(EXIT_REQUEUE, request.left) if request.leaves else Outcome(EXIT_DONE)
+        return (
+            TrainOutcome(EXIT_REQUEUE, request.left) if request.leaves else TrainOutcome(EXIT_DONE)
+        )
 
-    def _train_steps_and_settle(self) -> Outcome | None:
+    def _train_steps_and_settle(self) -> TrainOutcome | None:
         try:
             return self._train_steps()
         except NumericsError:
@@ -149,7 +151,7 @@ class Trainer:
             self.saver.settle(wait=True)
             raise
 
-    def _train_steps(self) -> Outcome | None:
+    def _train_steps(self) -> TrainOutcome | None:
         evaluation = self.config.evaluation
         if evaluation.eval_at_start and self.progress.iteration == 0:
             self._evaluate("valid", self.readers.valid)
@@ -167,31 +169,31 @@ class Trainer:
                 request = max(request, self._evaluate("valid", self.readers.valid))
             outcome = None if last else self._reason_to_leave(request)
             interval = self.config.checkpoint.save_interval
-            now = last or outcome is not None or request is Request.SAVE
+            now = last or outcome is not None or request is ExitRequest.SAVE
             if now or (interval and iteration % interval == 0):
                 self._save(request, wait=now)
             if outcome is not None:
                 return outcome
         return None
 
-    def _reason_to_leave(self, request: Request) -> Outcome | None:
+    def _reason_to_leave(self, request: ExitRequest) -> TrainOutcome | None:
         interval = self.config.training.exit_interval
         if interval and self.progress.iteration % interval == 0:
-            return Outcome(EXIT_DONE, "exit-interval")
+            return TrainOutcome(EXIT_DONE, "exit-interval")
         if request.leaves:
-            return Outcome(EXIT_REQUEUE, request.left)
+            return TrainOutcome(EXIT_REQUEUE, request.left)
         return None
 
-    def _save(self, request: Request, *, wait: bool) -> None:
+    def _save(self, request: ExitRequest, *, wait: bool) -> None:
         self.heartbeat.at("save")
-        if request is Request.SIGTERM:
+        if request is ExitRequest.SIGTERM:
             self._rule_out_failure()
         compare_replicas(self.optimizer, self.groups, step=self.progress.iteration)
         with self.timers("save-checkpoint"):
             self.saver.save(self.progress, wait=wait)
-        if request is Request.SAVE:
+        if request is ExitRequest.SAVE:
             self.requests.saved()
-        elif request is Request.STOP:
+        elif request is ExitRequest.STOP:
             self.requests.left()
 
     def _rule_out_failure(self) -> None:
@@ -221,7 +223,7 @@ class Trainer:
 
     # ---- one step ------------------------------------------------------------------------------
 
-    def train_step(self) -> tuple[StepRecord, Request]:
+    def train_step(self) -> tuple[StepRecord, ExitRequest]:
         """One global batch: its record, and what the ranks are asked for after it (Algorithm 1 of
         the AxoNN paper)."""
         began = time.perf_counter()
@@ -296,7 +298,7 @@ class Trainer:
             path=stats.extra,
             axis_bytes=self._bytes_sent(),
         )
-        return record, Request(step.request)
+        return record, ExitRequest(step.request)
 
     def _is_good(self, step: Step, loss: float) -> bool:
         """Whether the step is applied; all ranks find the same, from numbers they share."""
@@ -340,14 +342,14 @@ class Trainer:
     # ---- evaluation ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, kind: str, reader: BatchReader | None) -> Request:
+    def _evaluate(self, kind: str, reader: BatchReader | None) -> ExitRequest:
         """Mean token loss over the first `eval_iters` global batches of a split.
 
         The same samples every time, so that evaluations of a run compare with each other. A rank
         that is asked to leave ends it, on every rank, without a result; returns that request.
         """
         iterations = self.config.evaluation.eval_iters
-        request = Request.NONE
+        request = ExitRequest.NONE
         if reader is None or not iterations:
             return request
         self.stage.train(False)
@@ -403,13 +405,15 @@ class Trainer:
         sent = {name: group.traffic.take() for name, group in axes.items()}
         return {name: count for name, count in sent.items() if axes[name].size > 1}
 
-    def _pending(self) -> Request:
+    def _pending(self) -> ExitRequest:
         """The most urgent request that reached this rank."""
         minutes = self.config.training.exit_duration_in_mins
         time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
-        return max(self.requests.pending(), Request.DURATION if time_is_up else Request.NONE)
+        return max(
+            self.requests.pending(), ExitRequest.DURATION if time_is_up else ExitRequest.NONE
+        )
 
-    def _agree_on(self, request: Request, *, tag: int) -> Request:
+    def _agree_on(self, request: ExitRequest, *, tag: int) -> ExitRequest:
         """The most urgent request of all ranks; `PeerError` unless all are at the same `tag`."""
         vote = torch.tensor([int(request), tag, -tag], dtype=torch.int64)
         self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about=f"vote {tag}")
@@ -419,7 +423,7 @@ class Trainer:
                 f"ranks are out of step: this rank is at evaluation batch {tag}, others between "
                 f"{-oldest} and {newest}; a collective was skipped or repeated"
             )
-        return Request(most_urgent)
+        return ExitRequest(most_urgent)
 
     def _is_logged(self) -> bool:
         every = self.config.logging.log_interval

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from radius.index import BucketIndex
 
 
-class Choice(NamedTuple):
+class IndexChoice(NamedTuple):
     """What is chosen in `[start, start + length)` of an index."""
 
     index: BucketIndex
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         return self.index.packed(self.start, self.length)
 
 
-def hash_of(choices: Iterable[Choice]) -> int:
+def hash_of(choices: Iterable[IndexChoice]) -> int:
     """64 bits, as a signed number."""
     digest = hashlib.blake2b(digest_size=8)
     for choice in choices:
@@ -40,7 +40,7 @@ def hash_of(choices: Iterable[Choice]) -> int:
 
 
 def take_first_choice(
-    choices: Sequence[Choice], group: dist.ProcessGroup | None, device: torch.device
+    choices: Sequence[IndexChoice], group: dist.ProcessGroup | None, device: torch.device
 ) -> int:
     """Compare what the ranks have chosen by a hash, and where it differs let every rank have the
     choice of the group's first rank. Returns the bytes that this rank handed to collectives, whose

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.reducer import Entries, SparseIndex
-from megatron.sparse.selection import CHUNK, Given, Selection
-from radius.index import BucketIndex, Part, new_index
+from megatron.data_parallel.reducer import PerEntryState, SparseIndex
+from megatron.sparse.selection import CHUNK, GivenSelection, Selection
+from radius.index import BucketIndex, IndexPart, new_index
 from radius.residual import Residual, squares
 
 INDEX = "index/"
@@ -38,12 +38,12 @@ class RadiusBucket:
     norm of what the latest step, a resample, sent of earlier ones."""
 
     bucket: GradBucket
-    parts: Sequence[Part]
+    parts: Sequence[IndexPart]
     residual: Residual
     bits: bool
     index: BucketIndex | None = None
     phase: Phase = Phase.WHOLE
-    flushed: Sequence[Part] = ()
+    flushed: Sequence[IndexPart] = ()
     sent: SparseIndex | None = None
     gathered: torch.Tensor | None = None
     mean: Sequence[torch.Tensor] = ()
@@ -67,7 +67,7 @@ class RadiusBucket:
         self.residual.join(self.index, loss_scale)
         return self.bucket.grad
 
-    def gather_rolling(self, flushed: Sequence[Part], loss_scale: float) -> torch.Tensor:
+    def gather_rolling(self, flushed: Sequence[IndexPart], loss_scale: float) -> torch.Tensor:
         """The chosen entries, and all of some parts with what waits there."""
         index, grad = self.index, self.bucket.grad
         assert index is not None, "a rolling step comes after a resample"
@@ -134,7 +134,7 @@ class RadiusBucket:
     def _new_index(self) -> BucketIndex:
         return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
-    def choose(self, part: Part, selection: Selection, *, compare: bool) -> tuple[int, int]:
+    def choose(self, part: IndexPart, selection: Selection, *, compare: bool) -> tuple[int, int]:
         """Choose anew in a part; with `compare`, how many were chosen on this rank, and how many of
         those are again."""
         assert self.index is not None, "opened at the first resample"
@@ -161,14 +161,14 @@ class RadiusBucket:
         self.index.clear(pending)
         return float(squares(pending))
 
-    def chosen_state(self) -> Iterator[tuple[str, Entries]]:
+    def chosen_state(self) -> Iterator[tuple[str, PerEntryState]]:
         """Which entries are chosen, by name."""
         if self.index is not None:
             for part in self.parts:
                 values = partial(self.chosen, part)
-                yield f"{INDEX}{part.name}", Entries(param=part.name, values=values)
+                yield f"{INDEX}{part.name}", PerEntryState(param=part.name, values=values)
 
-    def waiting_state(self) -> Iterator[tuple[str, Entries]]:
+    def waiting_state(self) -> Iterator[tuple[str, PerEntryState]]:
         """What waits, by name; nothing where nothing can be waiting."""
         pending = self.residual.pending
         if pending is not None and self.index is not None:
@@ -176,9 +176,9 @@ class RadiusBucket:
             for part in self.parts:
                 values = partial(_within, pending, part)
                 unless = f"{INDEX}{part.name}"
-                yield part.name, Entries(param=part.name, values=values, unless=unless)
+                yield part.name, PerEntryState(param=part.name, values=values, unless=unless)
 
-    def chosen(self, part: Part) -> torch.Tensor:
+    def chosen(self, part: IndexPart) -> torch.Tensor:
         """Whether each entry of a part is chosen: bool, on the CPU. Makes the host wait."""
         if self.index is None:
             return torch.zeros(part.length, dtype=torch.bool)
@@ -191,7 +191,7 @@ class RadiusBucket:
             return
         index = self.index = self._new_index()
         for part in self.parts:
-            index.choose(part.start, Given(shared[f"{INDEX}{part.name}"]))
+            index.choose(part.start, GivenSelection(shared[f"{INDEX}{part.name}"]))
         self.residual.empty()
         for part in self.parts:
             if part.name in own:
@@ -199,7 +199,7 @@ class RadiusBucket:
                 _within(pending, part).copy_(own[part.name])
 
 
-def _within(flat: torch.Tensor, part: Part) -> torch.Tensor:
+def _within(flat: torch.Tensor, part: IndexPart) -> torch.Tensor:
     return flat[part.start : part.stop]
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
-from radius.agreement import Choice, take_first_choice
-from radius.by_hand import exact_density, gather_sent
+from radius.agreement import IndexChoice, take_first_choice
+from radius.functional import exact_density, gather_sent
 from radius.index import BucketIndex, keeps_bits, new_index, quota
 from radius.torch_update import TorchUpdate
 
@@ -32,7 +32,7 @@ APPLIED = "applied"
 
 
 @dataclass
-class Kept:
+class MatrixState:
     """What Radius keeps of one matrix, flat and in the order of its memory. `residual`: the
     gradients not sent yet, fp32, without loss scale; entries in the index mean nothing there.
     `local`: this rank's gradient from backward to step."""
@@ -105,10 +105,10 @@ class RadiusHook:
         self.applied = applied
         self.payload_bytes = 0
         """Handed to all-reduce by this rank so far, and to broadcast where choices differed."""
-        self.kept: dict[torch.Tensor, Kept] = {}
+        self.kept: dict[torch.Tensor, MatrixState] = {}
         self._loss_scale = loss_scale
         self._optimizer, self._update = optimizer, TorchUpdate(optimizer)
-        self._under_way: list[tuple[torch.Tensor, Kept]] = []
+        self._under_way: list[tuple[torch.Tensor, MatrixState]] = []
         self._complete = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -143,7 +143,7 @@ class RadiusHook:
         return self._mean(bucket.buffer()).then(_first)
 
     def _reduce_chosen(
-        self, buffer: torch.Tensor, parts: list[torch.Tensor], matrices: list[Kept | None]
+        self, buffer: torch.Tensor, parts: list[torch.Tensor], matrices: list[MatrixState | None]
     ) -> torch.futures.Future[torch.Tensor]:
         """One short vector for the bucket: what is chosen of matrices, all of the others."""
         sizes = [
@@ -207,13 +207,13 @@ class RadiusHook:
     def _select(self) -> None:
         for parameter, update in self._update.matrices():
             if parameter not in self.kept:
-                self.kept[parameter] = Kept.of(parameter, self.density)
+                self.kept[parameter] = MatrixState.of(parameter, self.density)
             count = quota(self.density, update.numel())
             self.kept[parameter].index.choose(0, select_largest(update, count))
         # Groups list parameters in the same order on every rank.
         chosen = [(p, self.kept[p]) for p in self._parameters() if p in self.kept]
         if chosen:
-            choices = [Choice(kept.index, 0, parameter.numel()) for parameter, kept in chosen]
+            choices = [IndexChoice(kept.index, 0, parameter.numel()) for parameter, kept in chosen]
             device = chosen[0][0].device
             self.payload_bytes += take_first_choice(choices, self.group, device)
 
@@ -235,7 +235,7 @@ class RadiusHook:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take back what `state_dict` gave on this rank. Raises `ConfigError` where it is not of
         these parameters."""
-        kept: dict[torch.Tensor, Kept] = {}
+        kept: dict[torch.Tensor, MatrixState] = {}
         unknown = set(state) - {APPLIED}
         for number, parameter in enumerate(self._parameters()):
             names = f"index.{number}", f"residual.{number}"
@@ -251,9 +251,9 @@ class RadiusHook:
 
     def _loaded(
         self, parameter: torch.Tensor, index: str, residual: str, state: Mapping[str, torch.Tensor]
-    ) -> Kept:
+    ) -> MatrixState:
         """What was saved of one matrix."""
-        kept = Kept.of(parameter, self.density)
+        kept = MatrixState.of(parameter, self.density)
         entries = parameter.numel()
         if index not in state or residual not in state:
             raise ConfigError(f"{index}, {residual}: one is missing; load the whole state_dict")

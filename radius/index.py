@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.sparse.selection import Selection
-    from megatron.sparse.shard import Shard
+    from megatron.sparse.shard import FlatShard
 
 LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
 """The least density at which a bitmap serves on a CPU, by instruction set: where gathering and
@@ -28,7 +28,7 @@ def quota(density: Fraction, entries: int) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """A parameter, or one of the T parts that a rolling schedule cuts it into: `wanted` of its
     entries are sent between resamples. Those on this rank, `places` tells which, lie in the bucket
     from `start` on; there may be none, and how many of them are chosen is known once they are.
@@ -36,7 +36,7 @@ class Part:
 
     name: str
     start: int
-    places: Shard
+    places: FlatShard
     wanted: int
     within: str = ""
 
@@ -55,7 +55,7 @@ class Part:
         """Where it ends."""
         return self.start + self.length
 
-    def cut(self, number: int, parts: int, density: Fraction) -> Part:
+    def cut(self, number: int, parts: int, density: Fraction) -> IndexPart:
         """The `number`-th of about equal `parts`, which together choose as many as the whole."""
         if parts == 1:
             return self
@@ -64,7 +64,7 @@ class Part:
         wanted = quota(density, hi) - quota(density, lo)
         start = self.start + self.places.below(lo)
         name = f"{self.name} {number}/{parts}"
-        return Part(name, start, self.places.part(lo, hi), wanted, within=self.name)
+        return IndexPart(name, start, self.places.part(lo, hi), wanted, within=self.name)
 
 
 class BucketIndex(SparseIndex, Protocol):
@@ -129,10 +129,10 @@ def keeps_bits(device: str, density: Fraction) -> bool:
 def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
     """For a bucket of this length: a bitmap, or offsets, which are for a CPU alone."""
     if not bits:
-        from radius.chunk_index import ChunkIndex
+        from radius.offset_index import OffsetIndex
 
-        return ChunkIndex(length)
-    from radius.bitmap import BitmapIndex
+        return OffsetIndex(length)
+    from radius.bitmap_index import BitmapIndex
 
     return BitmapIndex(length, device)
 

@@ -1,11 +1,13 @@
-"""What Radius keeps, in bytes: for the planner, and for the log beside what the paper keeps."""
+"""Bytes of the Radius index and residual, and of the messages of each step. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
-from radius.index import index_bytes, quota
+from megatron.data_parallel.bucket_plan import PathBytes, PlannedCollective, RankShapes, StepTraffic
+from radius.index import index_bytes, keeps_bits, quota
 from radius.native_library import instruction_sets
 
 PAPERS = 1 + 4
@@ -59,3 +61,102 @@ def _size(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size / 1000:.3g} kB"
+
+
+class SelectedCounts(NamedTuple):
+    """Of a bucket: how many entries there are to choose from, and how many are chosen; on ranks
+    that share a tensor, if what is chosen is spread evenly over them."""
+
+    bucket: int
+    numel: int
+    entries: int
+    chosen: int
+
+
+def planned_bytes(
+    rank: RankShapes,
+    *,
+    density: Fraction,
+    residual: str,
+    rolling_interval: int | None,
+    value_bytes: int,
+) -> PathBytes:
+    """Once entries are chosen and others wait. `values`: see `memory.radius_bytes`, which counts
+    entries where this counts buckets, to the byte."""
+    index = waiting = values = rest = everything = 0
+    bits = keeps_bits(rank.device, density)
+    for bucket in _chosen(rank, density):
+        index += index_bytes(bucket.numel, bucket.chosen, bits=bits)
+        waiting += 4 * bucket.numel * (residual == "separate")
+        sent, each = bucket.chosen, value_bytes
+        if rolling_interval is not None:
+            sent += _flushed(bucket, rolling_interval)
+            each += 4 * (residual != "none")
+        values += each * sent
+        everything += -(-bucket.entries // 8)
+        rest += (bucket.entries - bucket.chosen) * (residual != "none")
+    kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
+    compact = {"values": values}
+    # A checkpoint has what is chosen, a bit for each entry, and what waits elsewhere.
+    return PathBytes(
+        kept=kept | compact if lasting else kept,
+        passing={} if lasting else compact,
+        shared=everything,
+        own=4 * rest,
+    )
+
+
+def planned_traffic(
+    rank: RankShapes,
+    *,
+    density: Fraction,
+    start: int,
+    interval: int,
+    rolling: bool,
+    steps: int,
+    value_bytes: int,
+) -> list[StepTraffic]:
+    """Of a run of so many steps none of which is skipped: dense ones up to the first resample, then
+    those of the schedule."""
+    whole = [
+        PlannedCollective("all-reduce", value_bytes * bucket.numel, number)
+        for number, bucket in enumerate(rank.buckets)
+    ]
+    first = -(-max(start, 1) // interval) * interval
+    if density >= 1 or first > steps:
+        return [StepTraffic("every step", steps, whole)]
+    resamples = 1 if rolling else steps // interval - first // interval + 1
+    sparse = dict(enumerate(whole))
+    for bucket in _chosen(rank, density):
+        sent = bucket.chosen + (_flushed(bucket, interval) if rolling else 0)
+        sparse[bucket.bucket] = PlannedCollective("all-reduce", value_bytes * sent, bucket.bucket)
+    found = [
+        StepTraffic("dense, before Radius starts", first - 1, whole),
+        StepTraffic("resample", resamples, whole),
+        StepTraffic("sparse", steps - first + 1 - resamples, list(sparse.values())),
+    ]
+    return [each for each in found if each.steps]
+
+
+def _chosen(rank: RankShapes, density: Fraction) -> Iterator[SelectedCounts]:
+    """Of each bucket of matrices."""
+    if density >= 1:
+        return
+    for number, bucket in enumerate(rank.buckets):
+        if bucket.kind.matrix:
+            entries, chosen = _counts(rank, list(bucket.slices), density)
+            yield SelectedCounts(number, bucket.numel, entries, chosen)
+
+
+def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[int, int]:
+    entries = chosen = 0
+    for name in names:
+        total = rank.total(name)
+        entries += rank.params[name].share(total)
+        chosen += rank.params[name].share(quota(density, total))
+    return entries, chosen
+
+
+def _flushed(bucket: SelectedCounts, interval: int) -> int:
+    """What a rolling step sends beside what is chosen, on average."""
+    return -(-(bucket.entries - bucket.chosen) // interval)

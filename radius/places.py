@@ -13,7 +13,7 @@ import torch
 
 from megatron.data_parallel.layout import BucketLayout
 from megatron.errors import ConfigError
-from megatron.sparse.shard import Shard
+from megatron.sparse.shard import FlatShard
 
 if TYPE_CHECKING:
     from megatron.parallel.groups import Group
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def find_places(
     model: ModelShard, stored: Mapping[str, int], layout: BucketLayout | None
-) -> dict[str, Shard]:
+) -> dict[str, FlatShard]:
     """Return where this rank's stored entries lie among the stored entries of whole tensors.
 
     Collective over the tensor-parallel group.
@@ -35,11 +35,11 @@ def find_places(
     Raises:
         ConfigError: tensor-parallel ranks would choose entries in different orders.
     """
-    found = {name: Shard(numel, numel) for name, numel in stored.items()}
+    found = {name: FlatShard(numel, numel) for name, numel in stored.items()}
     parts = {name: part for name in stored if (part := model.tp_shard(name)) is not None}
     tp = model.tp
     if tp is None or tp.size == 1:
-        return found | {name: Shard.of(part) for name, part in parts.items()}
+        return found | {name: FlatShard.of(part) for name, part in parts.items()}
     texts = tp.gather_text(json.dumps([[name, stored[name]] for name in parts]))
     by_rank = [dict(json.loads(text)) for text in texts]
     odd = [rank for rank, theirs in enumerate(by_rank) if list(theirs) != list(parts)]
@@ -50,7 +50,7 @@ def find_places(
             "order; give a larger --ddp-bucket-size"
         )
     for name, part in parts.items():
-        shard = Shard.of(part)
+        shard = FlatShard.of(part)
         if sum(theirs[name] for theirs in by_rank) < shard.total:
             shard = _among_stored(tp, name, part, stored[name], layout)
         found[name] = shard
@@ -59,9 +59,9 @@ def find_places(
 
 def _among_stored(
     tp: Group, name: str, part: TensorShard, stored: int, layout: BucketLayout | None
-) -> Shard:
+) -> FlatShard:
     """Of a tensor of which not all is stored: ranks tell what they store of each row."""
-    shard = Shard.of(part)
+    shard = FlatShard.of(part)
     row = shard.numel if shard.is_run else shard.row
     mask = layout.mask(name) if layout is not None else None
     if mask is None:
@@ -70,4 +70,4 @@ def _among_stored(
     assert int(mine.sum()) == stored
     everyone = mine.new_empty(tp.size * mine.numel())
     tp.all_gather(everyone, mine)
-    return Shard.of_stored(everyone.view(tp.size, -1), tp.rank)
+    return FlatShard.of_stored(everyone.view(tp.size, -1), tp.rank)

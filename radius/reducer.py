@@ -1,58 +1,69 @@
-"""When Radius sends what, and what it remembers: Algorithm 1 of the paper, and a rolling variant.
+"""The Radius reducer: sparse all-reduce of the selected entries, with error feedback.
 
-Steps are counted by t, the update that a step becomes. With the paper's schedule, interval T:
-
-    t          1 ... t0-1     t0       t0+1 ... t0+T-1     t0+T     ...
-    sends      gradient     gradient   chosen entries    gradient   chosen entries
-                                       of the gradient  + residual
-    chooses                   k of n                      k of n
-
-t0 is the first multiple of T from the start on. A step that is skipped does not advance t, so a
-resample that fails is tried again. `rolling` cuts each matrix into T parts; after t0 every step
-sends part t % T whole, with its residual, and chooses anew in it, beside what is chosen elsewhere.
+Algorithms 1 and 2 of the Radius paper, and the schedule `rolling`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import (
-    BucketUpdate,
-    Entries,
     GradientReducer,
-    Reduced,
+    OptimizerUpdate,
+    PerEntryState,
+    ReducedGrad,
     ReducerStats,
     StepContext,
     Work,
 )
 from megatron.errors import PeerError
 from megatron.parallel.tensor_shard import ModelShard
-from megatron.sparse.selection import (
-    Candidates,
-    Selection,
-    draw_seeded,
-    select_largest_each,
-)
-from megatron.sparse.shard import Shard
-from radius.agreement import Choice, hash_of
+from megatron.sparse.selection import Candidates, Selection, draw_seeded, select_largest_each
+from megatron.sparse.shard import FlatShard
+from radius.agreement import IndexChoice, hash_of
 from radius.bucket import Phase, RadiusBucket
-from radius.index import Part, keeps_bits, quota
+from radius.index import IndexPart, keeps_bits, quota
 from radius.places import find_places
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
-from radius.telling import Telling
-from radius.work import RadiusWork
+from radius.stats import RadiusStats
 
 if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
+
+
+@dataclass
+class RadiusWork:
+    """A reduction that was launched, or is to be once the ranks agree, and what to make of it.
+    `held`: those of the step that are to be."""
+
+    launch: Callable[[], Work]
+    read: Callable[[torch.Tensor], ReducedGrad]
+    held: list[RadiusWork]
+    under_way: Work | None = None
+
+    def wait(self) -> ReducedGrad:
+        # All leave with the first that is waited for, so that none stays idle meanwhile.
+        for work in self.held:
+            work.under_way = work.launch()
+        self.held.clear()
+        assert self.under_way is not None, "it was launched, or held until now"
+        return self.read(self.under_way.wait().values)
+
+    def drop(self) -> None:
+        self.held.clear()
+        if self.under_way is not None:
+            self.under_way.drop()
+
 
 STEPS = "radius/steps"
 """What a checkpoint calls the start, the first resample and the latest one, in t."""
@@ -85,7 +96,7 @@ class RadiusReducer(GradientReducer):
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
-        self._telling = Telling(settings, self.model_shard)
+        self._telling = RadiusStats(settings, self.model_shard)
         self._held: list[RadiusWork] = []
 
     @property
@@ -116,10 +127,12 @@ class RadiusReducer(GradientReducer):
         model, ranks = self.model_shard.total([all(copies), 1])
         return model == ranks
 
-    def _take_on(self, bucket: GradBucket, places: Mapping[str, Shard], bits: bool) -> RadiusBucket:
+    def _take_on(
+        self, bucket: GradBucket, places: Mapping[str, FlatShard], bits: bool
+    ) -> RadiusBucket:
         density = self.settings.density
         parts = [
-            Part(name, where.start, places[name], quota(density, places[name].total))
+            IndexPart(name, where.start, places[name], quota(density, places[name].total))
             for name, where in bucket.slices.items()
             if name in places
         ]
@@ -177,18 +190,18 @@ class RadiusReducer(GradientReducer):
             return own.gather_all(step.loss_scale)
         return own.bucket.grad
 
-    def _received(self, own: RadiusBucket, values: torch.Tensor) -> Reduced:
+    def _received(self, own: RadiusBucket, values: torch.Tensor) -> ReducedGrad:
         if self.settings.select == "gradient" and own.phase in CHOOSING:
             # The optimizer may overwrite it before it is known that the step is applied.
             own.mean = [part.clone() for part in own.of_parts(values)]
         rest = "frozen" if own.phase is Phase.ROLLING else "zero"
-        return Reduced(values=values, index=own.sent, rest=rest, gathered=own.gathered)
+        return ReducedGrad(values=values, index=own.sent, rest=rest, gathered=own.gathered)
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"
         return selects and self._phase(step) in CHOOSING
 
-    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
         own = self._own[bucket.index]
         values = self._to_select_by(own, update) if own.phase in CHOOSING else ()
         if own.phase is Phase.RESAMPLE:
@@ -219,7 +232,7 @@ class RadiusReducer(GradientReducer):
     # ---- choosing ------------------------------------------------------------------------------
 
     def _to_select_by(
-        self, own: RadiusBucket, update: BucketUpdate | None
+        self, own: RadiusBucket, update: OptimizerUpdate | None
     ) -> Sequence[torch.Tensor | None]:
         """Values for each part in which is chosen anew, None where that is drawn."""
         if self.settings.select == "seeded":
@@ -234,7 +247,7 @@ class RadiusReducer(GradientReducer):
         settings = self.settings
         compare = own.open_index()
         pieces = settings.interval if settings.schedule == "rolling" else 1
-        cuts: list[tuple[Part, torch.Tensor | None]] = []
+        cuts: list[tuple[IndexPart, torch.Tensor | None]] = []
         for part, whole in zip(own.parts, values, strict=True):
             for number in range(pieces):
                 cut = part.cut(number, pieces, settings.density)
@@ -261,7 +274,7 @@ class RadiusReducer(GradientReducer):
     def _choose(
         self,
         own: RadiusBucket,
-        parts: Sequence[tuple[Part, torch.Tensor | None]],
+        parts: Sequence[tuple[IndexPart, torch.Tensor | None]],
         *,
         compare: bool,
     ) -> None:
@@ -275,13 +288,13 @@ class RadiusReducer(GradientReducer):
             chosen, kept = own.choose(part, selection, compare=compare)
             self._telling.chose(own.bucket, chosen, kept)
 
-    def _drawn(self, part: Part) -> Selection:
+    def _drawn(self, part: IndexPart) -> Selection:
         seed, step, total = self.settings.seed, self._step.t, part.places.total
         return draw_seeded(
             total, part.wanted, seed=seed, step=step, name=part.name, shard=part.places
         )
 
-    def _largest(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> dict[str, Selection]:
+    def _largest(self, parts: Sequence[tuple[IndexPart, torch.Tensor]]) -> dict[str, Selection]:
         """By part, the largest of its values: of all that this rank holds alone, and of all that it
         shares with the tensor-parallel ranks, in one go each."""
         found: dict[str, Selection] = {}
@@ -309,7 +322,7 @@ class RadiusReducer(GradientReducer):
         if self._step.t % self.settings.interval:
             return
         chosen = [
-            Choice(own.index, part.start, part.length)
+            IndexChoice(own.index, part.start, part.length)
             for own in self._own
             if own.index is not None
             for part in own.parts
@@ -333,13 +346,13 @@ class RadiusReducer(GradientReducer):
 
     # ---- state ---------------------------------------------------------------------------------
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         if self._entries:
             yield STEPS, torch.tensor([self.settings.start, self._first, self._last])
         for own in self._own:
             yield from own.chosen_state()
 
-    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
+    def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
         for own in self._own:
             yield from own.waiting_state()
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
 from megatron.sparse.selection import CHUNK
-from radius.index import BucketIndex, Part
+from radius.index import BucketIndex, IndexPart
 
 LARGEST = 2.0**55
 """Of what an aborted step may leave in the gradient buffer: 65536 squares of it, which the norm of
@@ -45,7 +45,7 @@ class Residual:
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
         """Add all that waits to the gradient; saved state does not change."""
 
-    def join_part(self, index: BucketIndex, part: Part, loss_scale: float) -> None:
+    def join_part(self, index: BucketIndex, part: IndexPart, loss_scale: float) -> None:
         """Add what waits in one part to the gradient; saved state does not change."""
 
     def prepare(self, loss_scale: float) -> None:
@@ -55,7 +55,7 @@ class Residual:
     def keep(self, loss_scale: float) -> None:
         """The step was applied and sent what is chosen: the rest of the gradient waits from now."""
 
-    def flush(self, part: Part) -> None:
+    def flush(self, part: IndexPart) -> None:
         """The step was applied and sent all of this part."""
 
     def empty(self) -> None:
@@ -108,7 +108,7 @@ class SeparateResidual(Residual):
             index.clear(self._buffer)
             _add(self.bucket.grad, self._buffer, loss_scale)
 
-    def join_part(self, index: BucketIndex, part: Part, loss_scale: float) -> None:
+    def join_part(self, index: BucketIndex, part: IndexPart, loss_scale: float) -> None:
         if self._waits:
             waiting = self._buffer[part.start : part.stop]
             index.clear_part(self._buffer, part.start, part.length)
@@ -126,7 +126,7 @@ class SeparateResidual(Residual):
         else:
             _add(self._buffer, self.bucket.grad, 1.0 / loss_scale)
 
-    def flush(self, part: Part) -> None:
+    def flush(self, part: IndexPart) -> None:
         self._buffer[part.start : part.stop] = 0.0
 
     def empty(self) -> None:

@@ -29,7 +29,7 @@ class TorchUpdate:
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__}: its update is not known; must be torch's "
-                "AdamW, Adam or SGD; for others use radius.by_hand.select on your own update"
+                "AdamW, Adam or SGD; for others use radius.functional.select on your own update"
             )
         self.optimizer = optimizer
         self._old_weights: dict[torch.Tensor, torch.Tensor] = {}

@@ -14,23 +14,23 @@ from functools import partial
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.gradient_path import Rewirer, Rewiring
+from megatron.data_parallel.gradient_path import LayoutChange, MaskUpdater
 from megatron.data_parallel.layout import BucketLayout, Masks
-from megatron.data_parallel.reducer import Entries
+from megatron.data_parallel.reducer import PerEntryState
 from samo.layout import CompressedLayout
 from samo.mask import PackedMasks, flat_parts
-from samo.parts import Parts
+from samo.model_parts import ModelParts
 from samo.pruning import WHOLE, Scope, distance, magnitude
-from samo.shares import DRAWS
+from samo.schedule import DRAWS
 
 WhyIdle = Callable[[int, int], str]
 _STATE = "early-bird/"
 _COUNTS = f"{_STATE}counts"
 
 
-class EarlyBird(Rewirer):
-    """A `Rewirer` that prunes once, after `DRAWS` draws of which the largest distance between the
-    newest and another is below `limit`.
+class EarlyBird(MaskUpdater):
+    """A `MaskUpdater` that prunes once, after `DRAWS` draws of which the largest distance between
+    the newest and another is below `limit`.
 
     `infos`: the parameters to prune, those of this rank, of which it holds `parts`. A draw falls on
     each update that `interval` divides; `last` is the run's last update; `drawn`: the ticket is an
@@ -50,7 +50,7 @@ class EarlyBird(Rewirer):
         limit: float,
         last: int,
         drawn: bool = False,
-        parts: Parts = WHOLE,
+        parts: ModelParts = WHOLE,
         make_layout: Callable[[Masks], BucketLayout] = CompressedLayout,
         why_no_more: WhyIdle = lambda first, last: "",
     ) -> None:
@@ -71,7 +71,7 @@ class EarlyBird(Rewirer):
 
     def after_update(
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
-    ) -> Rewiring | None:
+    ) -> LayoutChange | None:
         """Draw a mask where one is due; the compressed layout where it is the ticket."""
         if self.settled or t % self.interval:
             return None
@@ -85,7 +85,7 @@ class EarlyBird(Rewirer):
             self._masks = [*self._masks, PackedMasks.of(masks.items())][1 - DRAWS :]
             return None
         self._ticket, self._masks = t, []
-        return Rewiring(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
+        return LayoutChange(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
 
     def why_idle(self, first: int, last: int) -> str:
         """Why no ticket can be drawn in these updates, or only too late for what waits for it."""
@@ -111,7 +111,7 @@ class EarlyBird(Rewirer):
         notes, self._notes = tuple(self._notes), []
         return notes
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """Number of draws, the ticket's update, and the masks that the next draw is compared with,
         under the numbers of their draws and the names of their parameters: bool, of what this rank
         holds of the whole ones. Each is unpacked as it is asked for."""
@@ -120,7 +120,7 @@ class EarlyBird(Rewirer):
             for name in masks:
                 yield (
                     f"{_STATE}{number}/{name}",
-                    Entries(param=name, values=partial(_flat, masks, name)),
+                    PerEntryState(param=name, values=partial(_flat, masks, name)),
                 )
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ MOST_ENTRIES = 2**31 - 1
 """Of a parameter on a CPU, whose positions are of 32 bits."""
 
 
-class Count(NamedTuple):
+class StoredCount(NamedTuple):
     """Entries of parameters that exist, and all of them: the paper's f is the ratio."""
 
     stored: int
@@ -59,7 +59,7 @@ class CompressedLayout:
         cut: Collection[str] = (),
     ) -> None:
         self._dense = DenseLayout()
-        self._indices: dict[str, Positions | Bitmap] = {}
+        self._indices: dict[str, PositionStore | BitmapStore] = {}
         for name in sorted(masks):
             mask = masks[name]
             assert mask.dtype == torch.bool and mask.dim() == 1, f"{name}: not a flat mask"
@@ -67,7 +67,9 @@ class CompressedLayout:
             _refuse_too_long(name, mask.numel(), on)
             if name in cut or not mask.all():
                 held = mask.cpu()
-                self._indices[name] = Positions(held) if on.type == "cpu" else Bitmap(held, on)
+                self._indices[name] = (
+                    PositionStore(held) if on.type == "cpu" else BitmapStore(held, on)
+                )
 
     @property
     def nbytes(self) -> int:
@@ -82,14 +84,14 @@ class CompressedLayout:
         """Whether this parameter is stored by an index, rather than whole."""
         return name in self._indices
 
-    def count(self, infos: Iterable[ParamInfo]) -> Count:
+    def count(self, infos: Iterable[ParamInfo]) -> StoredCount:
         """Of these parameters on this rank; vocabulary padding is no entry."""
         stored = everything = 0
         for info in infos:
             index, entries = self._indices.get(info.name), info.local_entries
             stored += entries if index is None else index.stored
             everything += entries
-        return Count(stored, everything)
+        return StoredCount(stored, everything)
 
     def numel(self, name: str, param: torch.Tensor) -> int:
         """Number of stored entries of this parameter."""
@@ -162,7 +164,7 @@ class CompressedLayout:
         return digest.hexdigest()
 
 
-class Positions:
+class PositionStore:
     """Which `stored` of the `length` entries of a flattened parameter exist, by ascending int32
     positions: what a CPU gathers by fastest."""
 
@@ -212,7 +214,7 @@ class Positions:
         return found
 
 
-class Bitmap:
+class BitmapStore:
     """The same by a bit for each entry, on `device`: what a GPU gathers by fastest."""
 
     def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
@@ -231,15 +233,15 @@ class Bitmap:
         return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """See `Positions.compress`."""
+        """See `PositionStore.compress`."""
         self._kernels.compress(self._bits, dense, out, add=add)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Positions.expand`."""
+        """See `PositionStore.expand`."""
         self._kernels.expand(self._bits, values, out)
 
     def mask(self) -> torch.Tensor:
-        """See `Positions.mask`."""
+        """See `PositionStore.mask`."""
         octets = self._bits.words.view(torch.uint8).view(-1).cpu().numpy()
         return torch.from_numpy(np.unpackbits(octets, count=self.length).view(np.bool_))
 

@@ -30,7 +30,7 @@ from samo.mask_file import (
     read_bits,
     refuse_misfits,
 )
-from samo.parts import Parts
+from samo.model_parts import ModelParts
 
 
 class PackedMasks(Mapping[str, torch.Tensor]):
@@ -101,7 +101,7 @@ def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) 
 
 
 def flat_parts(
-    infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: Parts
+    infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> PackedMasks:
     """The same of masks of which each rank has its part already. Collective over the stage."""
     counts = parts.summed({name: [int(mask.count_nonzero())] for name, mask in masks.items()})

@@ -16,28 +16,34 @@ from megatron.data_parallel.bucket_plan import (
     PathBytes,
     RankShapes,
 )
-from megatron.data_parallel.gradient_path import GradientPath, PathParts, Rewirer, Saved, Shapes
+from megatron.data_parallel.gradient_path import (
+    CheckpointView,
+    GradientPath,
+    MaskUpdater,
+    PathParts,
+    Shapes,
+)
 from megatron.data_parallel.layout import Masks
 from megatron.errors import ConfigError
-from samo.memory import index_bytes, memory_note, state_bytes
-from samo.options import SamoConfig
-from samo.refused_pairs import SAMO_PAIRS
+from samo.memory import index_bytes, memory_note, model_bits, state_bytes
+from samo.options import SAMO_PAIRS, SamoConfig
 from samo.schedule import (
-    Schedule,
+    RewiringSchedule,
+    first_ticket,
+    is_prunable,
+    stored_count,
     target_of,
     until_of,
     why_no_resample,
     why_none,
     why_too_many,
 )
-from samo.shares import first_ticket, is_prunable, stored_count
-from samo.storage import model_bits
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.parallel.groups import ProcessGroups
     from samo.layout import CompressedLayout
-    from samo.parts import Parts
+    from samo.model_parts import ModelParts
 
 
 class SamoPath(GradientPath):
@@ -64,20 +70,20 @@ class SamoPath(GradientPath):
         config: Config,
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
-        saved: Saved | None = None,
+        saved: CheckpointView | None = None,
     ) -> PathParts:
         from megatron.data_parallel.exchange import Exchange
-        from megatron.data_parallel.sharded import mean_reducer
+        from megatron.data_parallel.reduce_scatter import mean_reducer
         from samo.layout import CompressedLayout
-        from samo.parts import Parts
-        from samo.ticket import first_masks
+        from samo.model_parts import ModelParts
+        from samo.tickets import first_masks
 
         options, total = _options(config), config.total_iterations()
         seed = config.training.seed
         if not config.training.skip_train:
             # Only the number of ranks tells how many steps so many samples are.
             _check_length(config, total)
-        parts = Parts(infos, groups)
+        parts = ModelParts(infos, groups)
         make_layout = partial(CompressedLayout, device=infos[0].param.device, cut=parts.cut_names)
 
         def draw() -> CompressedLayout:
@@ -120,9 +126,11 @@ def _options(config: Config) -> SamoConfig:
     return options
 
 
-def _schedule(options: SamoConfig, total: int) -> Schedule:
+def _schedule(options: SamoConfig, total: int) -> RewiringSchedule:
     assert options.dsr_interval is not None
-    return Schedule(interval=options.dsr_interval, until=options.dsr_until or until_of(total))
+    return RewiringSchedule(
+        interval=options.dsr_interval, until=options.dsr_until or until_of(total)
+    )
 
 
 def _check_length(config: Config, total: int) -> None:
@@ -158,9 +166,9 @@ def _rewirer(
     config: Config,
     infos: Sequence[ParamInfo],
     layout: CompressedLayout,
-    parts: Parts,
+    parts: ModelParts,
     make_layout: Callable[[Masks], CompressedLayout],
-) -> Rewirer | None:
+) -> MaskUpdater | None:
     from samo.early_bird import EarlyBird
     from samo.pruning import prunable
 
@@ -188,10 +196,10 @@ def _dsr(
     config: Config,
     pruned: Sequence[ParamInfo],
     layout: CompressedLayout,
-    parts: Parts,
+    parts: ModelParts,
     make_layout: Callable[[Masks], CompressedLayout],
-) -> Rewirer:
-    from samo.rewiring import DsrRewirer, RewiringSettings
+) -> MaskUpdater:
+    from samo.dsr import DsrMaskUpdater, RewiringSettings
 
     options = _options(config)
     fraction = Fraction(str(options.dsr_fraction))
@@ -206,11 +214,11 @@ def _dsr(
         reset_moments=options.dsr_reset_moments == "all",
         seed=config.training.seed,
     )
-    return DsrRewirer([info.name for info in pruned], settings, make_layout, parts=parts)
+    return DsrMaskUpdater([info.name for info in pruned], settings, make_layout, parts=parts)
 
 
 def _notes(
-    config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: Parts
+    config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: ModelParts
 ) -> Iterator[str]:
     """Of the whole model. Collective over a copy of it."""
     options = _options(config)

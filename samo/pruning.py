@@ -20,19 +20,19 @@ import torch
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import ConfigError, NumericsError
 from megatron.sparse.reference import BINS, CHUNK, MAGNITUDE, add_histogram, magnitudes
-from megatron.sparse.selection import Largest, select_largest
-from samo.parts import Parts
-from samo.shares import is_prunable, stored_count
+from megatron.sparse.selection import LargestSelection, select_largest
+from samo.model_parts import ModelParts
+from samo.schedule import is_prunable, stored_count
 
 Scope = Literal["tensor", "global"]
 Read = Callable[[str], torch.Tensor]
-WHOLE = Parts()
+WHOLE = ModelParts()
 """Every tensor is here, whole."""
 _SHIFT = 15
 """Bits of a magnitude that the first count of a global draw leaves out: 31 - 15 number its bins."""
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class NamedWeights(Mapping[str, torch.Tensor]):
     """Tensors by logical name, each read when it is looked up."""
 
     def __init__(self, names: Sequence[str], read: Read) -> None:
@@ -65,7 +65,7 @@ def magnitude(
     sparsity: Fraction,
     *,
     scope: Scope = "tensor",
-    parts: Parts = WHOLE,
+    parts: ModelParts = WHOLE,
 ) -> dict[str, torch.Tensor]:
     """Masks of the entries of largest magnitude, of fp32, bf16 or fp16 tensors.
 
@@ -77,8 +77,8 @@ def magnitude(
 
     With `parts`, tensors and masks are what this rank holds of them, and the masks are those of the
     whole ones; "global" is over all of the model. Collective then over a copy of the model. Raises
-    `NumericsError` for entries that are not finite, on all ranks of the stage; `Parts.agreed` makes
-    it all of the world.
+    `NumericsError` for entries that are not finite, on all ranks of the stage; `ModelParts.agreed`
+    makes it all of the world.
     """
     if scope == "global":
         counts = _counts_of_all(tensors, sparsity, parts)
@@ -91,7 +91,7 @@ def refuse_zeros(
     stored: Mapping[str, torch.Tensor],
     *,
     what: str,
-    parts: Parts = WHOLE,
+    parts: ModelParts = WHOLE,
 ) -> None:
     """Raise `ConfigError`, in the words `what` for the setting, where a mask keeps entries that the
     network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing.
@@ -123,7 +123,7 @@ def random(
 
 
 def distance(
-    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, parts: Parts = WHOLE
+    a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, parts: ModelParts = WHOLE
 ) -> float:
     """|A xor B| / (|A| + |B|) over all tensors, for masks of the same ones: 0 for equal masks, 1
     for those that have no entry in common, p for unrelated ones. With `parts` of the model, of
@@ -143,7 +143,7 @@ def _extra(drawn: torch.Tensor, stored: torch.Tensor) -> int:
 
 
 def _draw(
-    name: str, tensors: Mapping[str, torch.Tensor], parts: Parts, kept: Fraction | int
+    name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts, kept: Fraction | int
 ) -> torch.Tensor:
     """The mask of a sparsity, or of so many entries of the whole tensor."""
     tensor = _read(name, tensors, parts)
@@ -154,7 +154,7 @@ def _draw(
     return _as_mask(select_largest(values, k, sum_bins=sum_bins, shard=shard), tensor.shape)
 
 
-def _read(name: str, tensors: Mapping[str, torch.Tensor], parts: Parts) -> torch.Tensor:
+def _read(name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts) -> torch.Tensor:
     """A tensor, contiguous. Where its parts lie on several ranks none of them goes on alone."""
     return parts.agreed_on(name, partial(_finite, name, tensors))
 
@@ -170,7 +170,7 @@ def _finite(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def _as_mask(chosen: Largest, shape: Sequence[int]) -> torch.Tensor:
+def _as_mask(chosen: LargestSelection, shape: Sequence[int]) -> torch.Tensor:
     mask = torch.empty(chosen.n, dtype=torch.bool)
     for start in range(0, chosen.n, CHUNK):
         stop = min(start + CHUNK, chosen.n)
@@ -187,7 +187,7 @@ def _random_numbers(count: int, key: str) -> torch.Tensor:
 
 
 def _counts_of_all(
-    tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: Parts
+    tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: ModelParts
 ) -> dict[str, int]:
     """How many entries of each tensor a draw over all of them keeps: its largest, and its share of
     the largest of all others, which are as many of its largest.
@@ -215,7 +215,7 @@ def _counts_of_all(
 
 
 def _look(
-    tensors: Mapping[str, torch.Tensor], parts: Parts
+    tensors: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> tuple[dict[str, int], dict[str, list[int]], torch.Tensor]:
     """The bits of the largest magnitude of each tensor; the entries of each that are here; and
     this rank's counts of those that are no tensor's first of its largest, by their highest bits."""
@@ -234,7 +234,7 @@ def _look(
 
 
 def _look_closer(
-    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: Parts, first: int
+    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, first: int
 ) -> torch.Tensor:
     """Counts of those with the highest bits of `first`, by their other bits."""
     last = first + (1 << _SHIFT) - 1
@@ -250,7 +250,7 @@ def _look_closer(
 
 
 def _compare(
-    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: Parts, threshold: int
+    tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, threshold: int
 ) -> dict[str, list[int]]:
     """How many of each tensor's entries here are above the threshold and at it, where the ranks
     that hold parts of it leave out the first of its largest once."""

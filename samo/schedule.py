@@ -1,13 +1,8 @@
-"""When a network that trains sparse is rewired, and how much of it. Loads no torch.
-
-The defaults are those of "Low-Memory Neural Network Training" (Sohoni et al. 2019), Table 5, which
-takes them from Mostafa and Wang 2019, at the multipliers found best for 10 % of nonzeros, where a
-WideResNet (Table 8) and a Transformer with Adam (Table 9) agree: 1 for the fraction, 0.5 for the
-frequency.
-"""
+"""When masks change during training, and how many entries are pruned. Loads no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -26,7 +21,7 @@ EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class RewiringSchedule:
     """Rewirings come after the updates that the interval divides, up to `until`. `widening`: the
     interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run where `until` is 0.95."""
 
@@ -76,7 +71,7 @@ def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str
     )
 
 
-def why_none(schedule: Schedule, first: int, last: int) -> str:
+def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
     """Why none of the updates `first` to `last` is followed by a rewiring, and what would help;
     "" where one is."""
     if schedule.any_due(first, last):
@@ -107,3 +102,24 @@ def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
         f"there is no multiple of radius_interval {interval} for Radius to begin at; lower that or "
         "samo_early_bird_interval, or train longer"
     )
+
+
+DRAWS = 5
+"""Early-bird masks that must be alike, the newest among them: the length of the paper's queue."""
+
+
+def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
+    """Whether a tensor is a weight matrix, or an embedding and these are not kept: biases and
+    norms, which have one axis, never are. An embedding is what has the word in its name."""
+    return len(shape) > 1 and not (keep_embeddings and "embedding" in name)
+
+
+def stored_count(entries: int, sparsity: Fraction) -> int:
+    """Entries to store out of so many: all but floor(p n), and at least one."""
+    assert entries > 0 and 0 <= sparsity < 1
+    return max(entries - math.floor(sparsity * entries), 1)
+
+
+def first_ticket(interval: int) -> int:
+    """The earliest update after which an early-bird ticket can be drawn."""
+    return DRAWS * interval

@@ -263,7 +263,7 @@ run_to_the_end "${command[@]}"
 # run that never said there how it ended was cut short, whatever code its processes left with.
 if [[ $RUN_DIR/status.json -nt $began ]]; then
   export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
-  recorded=$("$PYTHON" -m megatron.guards.autopsy "$RUN_DIR" 2>/dev/null) || recorded=
+  recorded=$("$PYTHON" -m megatron.fault_tolerance.root_cause "$RUN_DIR" 2>/dev/null) || recorded=
   if [[ -n $recorded && $recorded != 0 ]] && { ((code)) || [[ $recorded == 6 ]]; }; then
     code=$recorded
   fi

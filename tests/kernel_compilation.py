@@ -30,7 +30,7 @@ import samo.kernels
 from megatron.sparse import kernels as sparse
 from megatron.sparse.reference import BLOCK, GROUP, Bits
 from megatron.sparse.selection import DTYPES
-from megatron.sparse.shard import Shard
+from megatron.sparse.shard import FlatShard
 from megatron.tensor_parallel import cross_entropy_kernels
 
 REPO = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def launch_choosing(dtype: torch.dtype) -> None:
         numel = values.numel()
         kind = torch.int32 if numel < LONG else torch.int64
         sparse.add_histogram(values, torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=kind))
-        for shard in (Shard(numel, numel), Shard(numel, 2 * numel, row=8, stride=16)):
+        for shard in (FlatShard(numel, numel), FlatShard(numel, 2 * numel, row=8, stride=16)):
             sparse.add_tie_counts(values, number.int(), number.bool(), shard, number)
             sparse.mark_ties(values, number.int(), number, shard, number)
             sparse.write_bits(words, 64, values, number.int(), number, shard)

@@ -101,7 +101,7 @@ def _leave_with(line: Connection) -> None:
 
 def main(address: str, store: str) -> None:
     """Life of a rank."""
-    from megatron.mpi_world import open_mpi
+    from megatron.launch import open_mpi
 
     world = open_mpi().COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()

@@ -12,7 +12,7 @@ from tools.bench.common.netlab import find_mpiexec
 
 PROGRAM = """
 import sys, time
-from megatron.mpi_world import leave_mpi, open_mpi
+from megatron.launch import leave_mpi, open_mpi
 
 MPI = open_mpi()
 rank, finalize = MPI.COMM_WORLD.rank, MPI.Finalize

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config import resolve
 from megatron.data.vocabulary import Vocabulary
-from megatron.tasks.gpt import OpenGPT
+from megatron.tasks.gpt import LoadedGPT
 from pretrain_gpt import GPT_TASK
 from tests.config.helpers import read
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of
@@ -148,7 +148,7 @@ def test_each_chunk_of_a_stage_is_compiled_as_chosen(
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     sizes = "--num-layers 4 --global-batch-size 4"
     config = resolve(read(*f"{sizes} {stages} {flags}".split()), 2)
-    opened = OpenGPT(GPT_TASK, config, Vocabulary(size=32))
+    opened = LoadedGPT(GPT_TASK, config, Vocabulary(size=32))
     groups: Any = SimpleNamespace(pp=SimpleNamespace(rank=0, size=2), tp=None)
     place: Any = SimpleNamespace(type=device)
     assert len(opened.chunks(groups, place)) == 2

@@ -32,7 +32,7 @@ CODE = [
 ]
 READS_ENVIRONMENT = (
     "megatron/launch.py",
-    "megatron/runtime.py",
+    "megatron/launch.py",
     "tools/bench/common/netlab.py",
     "tools/golden_runs.py",
 )

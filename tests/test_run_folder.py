@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config import resolve, to_yaml
 from megatron.errors import ConfigError
+from megatron.launch import job_environment
 from megatron.low_memory.checkpoint_interval import describe_interval
-from megatron.run_folder import announce, environment, keep_config, lock_run_dir
-from megatron.runtime import job_environment
+from megatron.run_dir import announce, environment, keep_config, lock_run_dir
 from megatron.status import Status, read_status, write_status
 from tests.config.helpers import read
 

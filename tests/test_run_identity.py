@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.compatibility import check_identity, check_path, path_differences
 from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
-from megatron.run_identity import check_identity, check_path, path_differences
 
 DENSE: dict[str, Any] = {"model.hidden_size": 8, "gradient.grad_path": "dense"}
 SPARSE: dict[str, Any] = DENSE | {"gradient.grad_path": "sparse", "sparse.density": 0.4}

@@ -16,10 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron import run_lock
 from megatron.errors import ConfigError
-from megatron.run_folder import lock_run_dir
-from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, RunLock, check_free
+from megatron.fault_tolerance import run_lock
+from megatron.fault_tolerance.run_lock import (
+    LOCK,
+    STALE_SECONDS,
+    RunFolderInUse,
+    RunLock,
+    check_free,
+)
+from megatron.run_dir import lock_run_dir
 from tests.training.harness import TINY
 
 REPO = Path(__file__).resolve().parent.parent
@@ -27,8 +33,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from megatron.errors import ConfigError
-from megatron.run_folder import lock_run_dir
-from megatron.run_lock import RunLock
+from megatron.run_dir import lock_run_dir
+from megatron.fault_tolerance.run_lock import RunLock
 assert not {"torch", "numpy"} & set(sys.modules)
 RunLock.take(Path(sys.argv[1]), job={"SLURM_JOB_ID": "77"}, say=print)
 print("held", flush=True)
@@ -185,7 +191,9 @@ def test_a_second_start_is_refused_at_once_and_touches_nothing(tmp_path: Path) -
     (line,) = (text for text in told if not text.startswith("import time:"))
     assert done.returncode == 2 and f"in use by process {holder.pid} on" in line
     loaded = {text.rpartition("|")[2].strip() for text in told}
-    assert "megatron.run_lock" in loaded and "torch" not in loaded, "which takes seconds"
+    assert "megatron.fault_tolerance.run_lock" in loaded and "torch" not in loaded, (
+        "which takes seconds"
+    )
     assert (tmp_path / "status.json").read_text() == "untouched"
     assert {path.name for path in tmp_path.iterdir()} == {"status.json", LOCK}
 
@@ -194,8 +202,8 @@ RACE = """
 import sys, time
 from pathlib import Path
 from megatron.errors import ConfigError
-from megatron.run_folder import lock_run_dir
-from megatron.run_lock import RunLock, RunFolderInUse
+from megatron.run_dir import lock_run_dir
+from megatron.fault_tolerance.run_lock import RunLock, RunFolderInUse
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 while not (folder / "go").exists():

@@ -9,10 +9,15 @@ import sys
 import pytest
 import torch
 
-from megatron import mpi_world, runtime
+from megatron import launch as launch_module
 from megatron.errors import ConfigError
-from megatron.launch import Launch, detect_launch
-from megatron.runtime import check_cuda_variables, job_environment, set_cuda_variables
+from megatron.launch import (
+    Launch,
+    check_cuda_variables,
+    detect_launch,
+    job_environment,
+    set_cuda_variables,
+)
 from tests.config.helpers import read
 
 TORCHRUN = {
@@ -124,32 +129,32 @@ def test_messages_over_mpi_need_a_launcher_of_mpi() -> None:
     """torchrun's ranks, and a process alone, are each MPI's rank 0 of 1."""
     for environ, how in ((TORCHRUN, "torchrun"), ({}, "no launcher")):
         with pytest.raises(ConfigError, match=f"started by {how}") as error:
-            mpi_world.require_mpi(detect_launch(environ))
+            launch_module.require_mpi(detect_launch(environ))
         for word in ("mpiexec -n", "LAUNCHER=mpiexec", "srun --mpi=pmi2"):
             assert word in str(error.value)
 
 
 def test_another_world_of_mpi_names_the_launchers_flag() -> None:
     launch = detect_launch(SRUN)
-    mpi_world.check_world(launch, rank=5, size=7)
+    launch_module.check_world(launch, rank=5, size=7)
     for rank, size in ((0, 1), (4, 7)):
         with pytest.raises(ConfigError) as error:
-            mpi_world.check_world(launch, rank=rank, size=size)
+            launch_module.check_world(launch, rank=rank, size=size)
         assert f"rank {rank} of {size}, srun's variables say 5 of 7" in str(error.value)
         assert "--mpi=pmi2" in str(error.value) and "--mpi=pmix" in str(error.value)
 
 
 def test_an_mpi_for_one_thread_is_refused() -> None:
-    mpi_world.check_threads(2, 2, "")
+    launch_module.check_threads(2, 2, "")
     with pytest.raises(ConfigError, match="SomeMPI 1.0 grants thread level 1.*SERIALIZED"):
-        mpi_world.check_threads(1, 2, "SomeMPI 1.0\nmore")
+        launch_module.check_threads(1, 2, "SomeMPI 1.0\nmore")
 
 
 def test_a_missing_mpi4py_names_its_extra() -> None:
     """Also where it is there and finds no library."""
     code = (
         "import builtins, sys; from megatron.launch import detect_launch;"
-        "from megatron.mpi_world import require_mpi\n"
+        "from megatron.launch import require_mpi\n"
         "class Broken:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'mpi4py': raise getattr(builtins, sys.argv[1])('no libmpi.so')\n"
@@ -169,8 +174,8 @@ def test_a_missing_mpi4py_names_its_extra() -> None:
 
 def test_waiting_ends_with_its_limit_or_its_reason() -> None:
     answers = iter([False, False, True])
-    assert mpi_world.poll(lambda: next(answers), seconds=5)
-    assert not mpi_world.poll(lambda: False, seconds=0.01)
+    assert launch_module.poll(lambda: next(answers), seconds=5)
+    assert not launch_module.poll(lambda: False, seconds=0.01)
 
 
 def test_job_environment_is_an_allow_list() -> None:
@@ -246,13 +251,13 @@ def test_kernels_that_are_loaded_late_are_refused_for_interleaved_stages() -> No
 def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = ("--num-layers", "4", *PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setattr(runtime, "_choose_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(launch_module, "_choose_device", lambda *_: torch.device(device))
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
     if device == "cpu":
-        assert runtime.start(launch, read(*stages)).backend == "gloo"
+        assert launch_module.start(launch, read(*stages)).backend == "gloo"
         return
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        runtime.start(launch, read(*stages))
+        launch_module.start(launch, read(*stages))
 
 
 def test_finding_the_rank_needs_no_torch() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.loader import DeviceMicrobatch
+from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data.sampler import Microbatch
 from megatron.sparse.reference import WORDS, put
 from megatron.transfer import to_device
@@ -27,8 +27,8 @@ IN_STEPS = (
     "samo",
 )
 BOTH_ENDS_KNOWN = (
-    "megatron/optimizer/offload.py",
-    "megatron/pipeline/mpi_staging.py",
+    "megatron/optimizer/cpu_offload.py",
+    "megatron/pipeline/mpi_transport.py",
 )
 """Modules that copy between a device and page-locked memory of their own."""
 WAITS_ANYWAY = ("radius/agreement.py",)

@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config.values import LARGEST_INTEGER  # noqa: E402
+from megatron.config.fields import LARGEST_INTEGER  # noqa: E402
 from megatron.data.build import check_tokenizer  # noqa: E402
-from megatron.data.index_file import without_suffix  # noqa: E402
-from megatron.data.indexed import IndexedDataset  # noqa: E402
+from megatron.data.indexed_dataset import (
+    IndexedDataset,  # noqa: E402
+    without_suffix,  # noqa: E402
+)
 from megatron.data.sidecar import (  # noqa: E402
     SUFFIXES,
-    FileRecord,
+    DataFileRecord,
     check_sizes,
     read_file_records,
     read_sidecar,
@@ -105,7 +107,7 @@ def _report(prefix: str, options: argparse.Namespace) -> None:
         _check_files(prefix, recorded or {}, show=options.sha256)
 
 
-def _check_files(prefix: str, recorded: Mapping[str, FileRecord], *, show: bool) -> None:
+def _check_files(prefix: str, recorded: Mapping[str, DataFileRecord], *, show: bool) -> None:
     """Hash both files whole; DataError where one is not what its writer recorded."""
     for suffix in SUFFIXES:
         path = f"{prefix}{suffix}"

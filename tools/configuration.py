@@ -21,15 +21,9 @@ sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import REFUSED_PAIRS, RefusedPair, fields_by_section  # noqa: E402
-from megatron.config.config import SECTIONS  # noqa: E402
-from megatron.config.megatron_names import (  # noqa: E402
-    ELSEWHERE,
-    IGNORED,
-    OLD_NAMES,
-    REFUSED,
-    SYNONYMS,
-)
-from megatron.config.options import Spec, flag_name  # noqa: E402
+from megatron.config.fields import FieldSpec, flag_name  # noqa: E402
+from megatron.config.megatron_flags import ELSEWHERE, IGNORED, OLD_NAMES, REFUSED, SYNONYMS  # noqa: E402
+from megatron.config.sections import SECTIONS  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 
 PAGE = REPO / "docs" / "configuration.md"
@@ -153,7 +147,7 @@ def other_programs() -> str:
     )
 
 
-def values(spec: Spec) -> str:
+def values(spec: FieldSpec) -> str:
     """Return which values a setting may have."""
     words = ", ".join(map(code, spec.choices)) or _KINDS[spec.kind]
     if spec.within is not None:
@@ -163,7 +157,7 @@ def values(spec: Spec) -> str:
     return f"{words}; `none`" if spec.optional else words
 
 
-def default(spec: Spec) -> str:
+def default(spec: FieldSpec) -> str:
     """Return the default as one writes it on the command line."""
     if spec.required:
         return "required"

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.errors import ConfigError  # noqa: E402
-from megatron.run_lock import STALE_SECONDS  # noqa: E402
+from megatron.fault_tolerance.run_lock import STALE_SECONDS  # noqa: E402
 
 NEEDED = {"torch": (2, 9), "numpy": (1, 26), "safetensors": (0, 4), "pyyaml": (6, 0), "tqdm": (4,)}
 OPTIONAL = ("mpi4py", "triton", "transformers", "tokenizers", "matplotlib")

@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config import parse  # noqa: E402
 from megatron.errors import PeerError, SparsetronError  # noqa: E402
-from megatron.launch import Launch, detect_launch  # noqa: E402
+from megatron.launch import Launch, Runtime, detect_launch, start, stop  # noqa: E402  # noqa: E402
 from megatron.parallel.dims import ParallelDims  # noqa: E402
-from megatron.runtime import Runtime, start, stop  # noqa: E402
 from megatron.status import Status, write_status  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 

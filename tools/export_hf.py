@@ -25,8 +25,16 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.files import FILES, remove_folder, sync_folder, write_file  # noqa: E402
-from megatron.checkpoint.tensorfile import Item, chunks, header, in_order  # noqa: E402
+from megatron.checkpoint.io import (  # noqa: E402  # noqa: E402
+    FILES,
+    TensorToWrite,
+    chunks,
+    header,
+    in_order,
+    remove_folder,
+    sync_folder,
+    write_file,
+)
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from megatron.model.huggingface_config import (  # noqa: E402
     LLAMA,
@@ -113,7 +121,9 @@ def _tell(
         print(f"no tokenizer files: {tokenizer.why_none}", file=sys.stderr)
 
 
-def _items(saved: Checkpoint, described: SavedModel, format: str, dtype: str) -> Iterator[Item]:
+def _items(
+    saved: Checkpoint, described: SavedModel, format: str, dtype: str
+) -> Iterator[TensorToWrite]:
     """What the file will hold; each tensor is read when its turn to be written has come."""
     import torch
 
@@ -125,7 +135,7 @@ def _items(saved: Checkpoint, described: SavedModel, format: str, dtype: str) ->
         # Names and shapes come from a tensor without content.
         blank = torch.empty(saved.shape(f"{PARAM}{name}"), device="meta")
         for number, (theirs, part) in enumerate(converted(name, blank, config)):
-            yield Item(
+            yield TensorToWrite(
                 key=theirs,
                 dtype=DTYPES[dtype],
                 shape=tuple(part.shape),
@@ -143,7 +153,7 @@ def _gpt2(name: str, tensor: torch.Tensor, config: ModelConfig) -> Converted:
 
 
 def _llama(name: str, tensor: torch.Tensor, config: ModelConfig) -> Converted:
-    from megatron.model.huggingface_llama import llama_names, llama_parts
+    from megatron.model.huggingface import llama_names, llama_parts
 
     return list(zip(llama_names(name), llama_parts(name, tensor, config), strict=True))
 

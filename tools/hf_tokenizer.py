@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.bpe_files import END_OF_TEXT
+from megatron.data.tokenizer import END_OF_TEXT
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from megatron.config import resolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.files import FILES, remove_folder  # noqa: E402
-from megatron.checkpoint.locate import CHECKPOINTS  # noqa: E402
+from megatron.checkpoint.find import CHECKPOINTS  # noqa: E402
+from megatron.checkpoint.io import FILES, remove_folder  # noqa: E402
 from megatron.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
@@ -84,8 +84,8 @@ def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
 def _write(
     source: Path, output: Path, model: ModelConfig, weights: Mapping[str, torch.Tensor]
 ) -> None:
+    from megatron.checkpoint.compatibility import identity
     from megatron.checkpoint.store import save_checkpoint
-    from megatron.run_identity import identity
 
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
     data, vocabulary = _bring_tokenizer(source, output, vocab_size=vocab_size)
@@ -113,8 +113,7 @@ def _weights(
     source: Path, values: Mapping[str, Any], model: ModelConfig
 ) -> dict[str, torch.Tensor]:
     """All weights in fp32 by logical name."""
-    from megatron.model.huggingface import from_gpt2
-    from megatron.model.huggingface_llama import from_llama
+    from megatron.model.huggingface import from_gpt2, from_llama
 
     with ExitStack() as stack:
         state = _State(source, stack, leave_out=(_HEAD,) if model.tied else ())

@@ -23,11 +23,14 @@ import torch  # noqa: E402
 from megatron.config import parse  # noqa: E402
 from megatron.data_parallel.bucket import ParamInfo  # noqa: E402
 from megatron.data_parallel.reducer import Step  # noqa: E402
-from megatron.launch import detect_launch  # noqa: E402
+from megatron.launch import (  # noqa: E402
+    Runtime,
+    detect_launch,  # noqa: E402
+    start,
+)
 from megatron.metrics import NullMetrics  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402
 from megatron.pretrain import build_groups, build_trainer  # noqa: E402
-from megatron.runtime import Runtime, start  # noqa: E402
 from megatron.training import Trainer  # noqa: E402
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
 from tools.parity_cases import CASES, Case, Grid, flags_of  # noqa: E402

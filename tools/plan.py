@@ -31,7 +31,7 @@ from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E40
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.pretrain import bucket_elements  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from samo.paper import comparison, equations  # noqa: E402
+from samo.memory import comparison, equations  # noqa: E402
 from tools.planner.fit import Search, Way  # noqa: E402
 from tools.planner.plan import Plan  # noqa: E402
 from tools.planner.report import as_data, lines_of, stages_lines, ways_lines  # noqa: E402

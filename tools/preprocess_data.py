@@ -20,16 +20,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
-from megatron.data.encode import EncodeOptions, TokenizerChoice, load_tokenizer  # noqa: E402
-from megatron.data.preprocess import (  # noqa: E402
-    Counts,
-    Outcome,
+from megatron.data.preprocess import (  # noqa: E402  # noqa: E402
+    EncodeOptions,
+    PreprocessCounts,
+    PreprocessResult,
+    TokenizerChoice,
     check_outputs,
+    load_tokenizer,
     output_prefixes,
     preprocess,
 )
-from megatron.data.raw_text import TEXT_UNITS, find_inputs, read_batches  # noqa: E402
-from megatron.data.tables import read_dataset  # noqa: E402
+from megatron.data.raw_text import (  # noqa: E402
+    TEXT_UNITS,
+    find_inputs,
+    read_batches,
+    read_dataset,  # noqa: E402
+)
 from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 
@@ -112,7 +118,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run(arguments: argparse.Namespace) -> PreprocessResult:
     """Check the flags against each other and the disk, then preprocess."""
     _check(arguments)
     keys = tuple(arguments.json_keys)
@@ -190,7 +196,7 @@ class Progress:
             raise SystemExit(128 + number)
         self._signal = number
 
-    def watch(self, counts: Counts) -> None:
+    def watch(self, counts: PreprocessCounts) -> None:
         """Show how far the run is; leaves if a signal came."""
         if self._signal:
             self.say("interrupted; nothing was written")
@@ -202,7 +208,7 @@ class Progress:
             _say(self.line(counts))
             self._next = counts.documents - counts.documents % self._interval + self._interval
 
-    def line(self, counts: Counts) -> str:
+    def line(self, counts: PreprocessCounts) -> str:
         """So many documents, tokens and MB of text, and their rate since the start."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         megabytes = counts.text_bytes / 1e6

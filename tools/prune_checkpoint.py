@@ -26,9 +26,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
+from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint, list_steps  # noqa: E402
 from megatron.checkpoint.verify import read_manifest  # noqa: E402
-from megatron.config.values import show_plain  # noqa: E402
+from megatron.config.fields import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 from tools.verify_checkpoint import print_table  # noqa: E402
@@ -69,8 +69,8 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
     """Draw the masks of a step that verifies, write them, and print what they keep."""
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
-    from samo.pruning import Weights, magnitude, refuse_zeros
-    from samo.shares import is_prunable
+    from samo.pruning import NamedWeights, magnitude, refuse_zeros
+    from samo.schedule import is_prunable
 
     with Checkpoint.open(step, verify=False) as saved:
         shapes = {n.removeprefix(PARAM): saved.shape(n) for n in saved.names(PARAM)}
@@ -82,7 +82,9 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         if not names:
             raise CheckpointError(f"{step}: has no weight matrix to prune")
         masks = magnitude(
-            Weights(names, lambda name: saved.read(f"{PARAM}{name}")), sparsity, scope=options.scope
+            NamedWeights(names, lambda name: saved.read(f"{PARAM}{name}")),
+            sparsity,
+            scope=options.scope,
         )
         records = {name: saved.mask(f"{PARAM}{name}") for name in masks}
         stored = {name: saved.read(mask) for name, mask in records.items() if mask is not None}

@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.closed_pipe import end_with_reader
 from megatron.errors import ConfigError, SparsetronError
-from megatron.metrics.files import JSONL
-from megatron.report import Run, compare, read_run, write_comparison, write_report
+from megatron.metrics.logger import JSONL
+from megatron.report import RunData, compare, read_run, write_comparison, write_report
 
 EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """RunData the tool; returns its exit code."""
     options = _parser().parse_args(argv)
     try:
         return _report(options)
@@ -61,7 +61,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0 if all_equal or not options.assert_equal else EXIT_DIFFERENT
 
 
-def _tell_unreadable(run: Run) -> None:
+def _tell_unreadable(run: RunData) -> None:
     count, path = run.unreadable_lines, run.folder / JSONL
     if count and not (run.iterations or any(run.evaluations.values())):
         raise ConfigError(
@@ -71,7 +71,7 @@ def _tell_unreadable(run: Run) -> None:
         _say(f"{path}: {count} unreadable lines are left out")
 
 
-def _write(runs: Sequence[Run], output: str | None) -> None:
+def _write(runs: Sequence[RunData], output: str | None) -> None:
     """The reports and, of several runs, the comparison; with `output`, which holds one of them, the
     comparison alone."""
     if output is not None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.files import failing_as
-from megatron.checkpoint.locate import CHECKPOINTS, find_checkpoint
+from megatron.checkpoint.find import CHECKPOINTS, find_checkpoint
+from megatron.checkpoint.io import failing_as
 from megatron.checkpoint.verify import open_to_all, read_manifest
 from megatron.config import DataConfig, ModelConfig, parse
-from megatron.config.options import Spec, specs_of
-from megatron.config.values import show
+from megatron.config.fields import FieldSpec, show, specs_of
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import CheckpointError, ConfigError, DataError
 from pretrain_gpt import GRADIENT_PATHS
@@ -165,7 +164,7 @@ def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
         return None
 
 
-def _is_legal(spec: Spec, value: Any) -> bool:
+def _is_legal(spec: FieldSpec, value: Any) -> bool:
     """Whether a value out of JSON has the type and range of a field."""
     if value is None:
         return spec.optional

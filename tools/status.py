@@ -26,14 +26,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.locate import checkpoints_folder, list_steps  # noqa: E402
-from megatron.checkpoint.manifest import Manifest  # noqa: E402
+from megatron.checkpoint.find import checkpoints_folder, list_steps  # noqa: E402
+from megatron.checkpoint.format import Manifest  # noqa: E402
 from megatron.checkpoint.verify import verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
-from megatron.guards.heartbeat import FOLDER, Sighting, is_gone, sightings  # noqa: E402
-from megatron.metrics.files import JSONL, parse_line  # noqa: E402
-from megatron.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, check_free  # noqa: E402
+from megatron.fault_tolerance.heartbeat import FOLDER, RankStatus, is_gone, sightings  # noqa: E402
+from megatron.fault_tolerance.run_lock import LOCK, STALE_SECONDS, RunFolderInUse, check_free  # noqa: E402
+from megatron.metrics.logger import JSONL, parse_line  # noqa: E402
 from megatron.status import STATUS, Status, read_status  # noqa: E402
 
 CONFIG, LOG = "config.yaml", "log.txt"
@@ -120,7 +120,7 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     return found
 
 
-def _tell(run: Path, found: Standing, status: Status, seen: Sequence[Sighting]) -> None:
+def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]) -> None:
     found.exit_code, found.why = status.exit_code, status.reason or status.left
     found.meaning = "" if status.exit_code is None else MEANINGS.get(status.exit_code, "")
     found.host, found.job, found.told = status.host, status.job_id, status.time
@@ -133,7 +133,9 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[Sighting]) 
         found.state, found.why = "lost", gone
 
 
-def _why_lost(run: Path, status: Status, seen: Sequence[Sighting], age: float | None) -> str | None:
+def _why_lost(
+    run: Path, status: Status, seen: Sequence[RankStatus], age: float | None
+) -> str | None:
     """Why a run that says it is running is not; None where it is."""
     try:
         check_free(run)
@@ -153,20 +155,20 @@ def _why_lost(run: Path, status: Status, seen: Sequence[Sighting], age: float | 
     return why
 
 
-def _as_sighting(status: Status) -> Sighting:
-    return Sighting(
+def _as_sighting(status: Status) -> RankStatus:
+    return RankStatus(
         rank=0, pid=status.pid, host=status.host, beats=0, step=0, phase="start", since=0, alive=0
     )
 
 
-def _seen(run: Path, status: Status | None) -> list[Sighting]:
+def _seen(run: Path, status: Status | None) -> list[RankStatus]:
     """Where the ranks of the latest start last were; a run of one rank keeps no such files."""
     names = [path.name.removeprefix("rank_") for path in (run / FOLDER).glob("rank_*")]
     ranks = sorted(int(name) for name in names if name.isdigit())
     return sightings(run / FOLDER, attempt=status.attempt if status else "", ranks=ranks)
 
 
-def _age(run: Path, seen: Sequence[Sighting]) -> float | None:
+def _age(run: Path, seen: Sequence[RankStatus]) -> float | None:
     """Seconds since a rank was last seen to live, by its heartbeat or by the lock it touches."""
     stamps = [one.alive for one in seen]
     lock = run / LOCK

@@ -14,11 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
 
-from megatron.data.encode import extract_texts  # noqa: E402
 from megatron.data.local_file import is_folder, stat_of  # noqa: E402
-from megatron.data.raw_text import TEXT_UNITS, find_inputs, read_batches  # noqa: E402
-from megatron.data.records import Batch  # noqa: E402
-from megatron.data.subword import unencodable  # noqa: E402
+from megatron.data.preprocess import extract_texts  # noqa: E402
+from megatron.data.raw_text import (  # noqa: E402
+    TEXT_UNITS,
+    RecordBatch,  # noqa: E402
+    find_inputs,
+    read_batches,
+)
+from megatron.data.tokenizer import unencodable  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_texts(
-    batches: Iterator[Batch], keys: Sequence[str], *, max_bytes: int | None
+    batches: Iterator[RecordBatch], keys: Sequence[str], *, max_bytes: int | None
 ) -> Iterator[str]:
     """Texts of all keys in order; DataError with file and line at the first bad record."""
     left = max_bytes if max_bytes is not None else sys.maxsize

@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint.locate import checkpoints_folder, list_steps, verify_committed  # noqa: E402
-from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest  # noqa: E402
-from megatron.checkpoint.tensors import DATA_PARALLEL, TensorRecord  # noqa: E402
+from megatron.checkpoint.find import checkpoints_folder, list_steps, verify_committed  # noqa: E402
+from megatron.checkpoint.format import DATA_PARALLEL, MANIFEST_NAME, Manifest, TensorRecord  # noqa: E402  # noqa: E402
 from megatron.checkpoint.verify import alien, verify_folder  # noqa: E402
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.errors import CheckpointError  # noqa: E402

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from radius.by_hand import select, sparse_all_reduce
+from radius.functional import select, sparse_all_reduce
 
 
 def main(

@@ -13,12 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.checkpoint.files import FILES, opened
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.regions import Box, common, flat_boxes, volume, within
-from megatron.checkpoint.strict import show
-from megatron.checkpoint.tensorfile import Stored
-from megatron.checkpoint.tensors import DATA_PARALLEL, DTYPE_BYTES, SliceRecord, TensorRecord
+from megatron.checkpoint.format import (
+    DATA_PARALLEL,
+    DTYPE_BYTES,
+    Box,
+    Manifest,
+    SliceRecord,
+    TensorRecord,
+    common,
+    flat_boxes,
+    show,
+    volume,
+    within,
+)
+from megatron.checkpoint.io import FILES, StoredTensor, opened
 from megatron.checkpoint.verify import check_header, read_header, slices_by_file
 from megatron.errors import CheckpointError
 
@@ -33,7 +41,7 @@ class FolderReader:
         self.folder = folder
         self.manifest = manifest
         self._slices = slices_by_file(manifest)
-        self._files: dict[str, tuple[mmap.mmap, dict[str, Stored]]] = {}
+        self._files: dict[str, tuple[mmap.mmap, dict[str, StoredTensor]]] = {}
 
     def close(self) -> None:
         """Unmap all files."""
@@ -100,7 +108,7 @@ class FolderReader:
         whole = np.broadcast_to(mask == record.mask.value, part.shape).reshape(-1)
         return whole[slice(*part.range)]
 
-    def _open(self, name: str) -> tuple[mmap.mmap, dict[str, Stored]]:
+    def _open(self, name: str) -> tuple[mmap.mmap, dict[str, StoredTensor]]:
         if name not in self._files:
             header = read_header(self.folder, name, self.manifest)
             check_header(self.folder / name, header, self._slices[name])

@@ -13,11 +13,26 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.checkpoint.files import CHUNK, FILES, Files, failing_as, opened, read_bytes
-from megatron.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, Manifest, parse
-from megatron.checkpoint.strict import one_line, show
-from megatron.checkpoint.tensorfile import Stored, parse_header
-from megatron.checkpoint.tensors import SliceRecord, TensorRecord
+from megatron.checkpoint.format import (
+    MANIFEST_LIMIT,
+    MANIFEST_NAME,
+    Manifest,
+    SliceRecord,
+    TensorRecord,
+    one_line,
+    parse,
+    show,
+)
+from megatron.checkpoint.io import (
+    CHUNK,
+    FILES,
+    Files,
+    StoredTensor,
+    failing_as,
+    opened,
+    parse_header,
+    read_bytes,
+)
 from megatron.errors import CheckpointError
 
 _THREADS = 4
@@ -85,7 +100,7 @@ def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord
 
 def read_header(
     folder: Path, name: str, manifest: Manifest, *, files: Files = FILES
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """What a file of the folder says it holds, once its size is right. Raises
     `CheckpointError`."""
     path = folder / name
@@ -102,7 +117,7 @@ def read_header(
 
 
 def check_header(
-    path: Path, header: dict[str, Stored], slices: dict[str, tuple[TensorRecord, SliceRecord]]
+    path: Path, header: dict[str, StoredTensor], slices: dict[str, tuple[TensorRecord, SliceRecord]]
 ) -> None:
     """Compare a file's header with the slices that the manifest says lie in it."""
     for key in sorted(header.keys() ^ slices.keys()):

@@ -6,34 +6,25 @@
 
 from __future__ import annotations
 
-from megatron.config.config import Config
-from megatron.config.learning import OptimizerConfig, PrecisionConfig, TrainingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.options import (
-    Interval,
-    above,
-    at_least,
-    below_one,
-    between,
-    option,
-    section,
-)
-from megatron.config.parsing import fields_by_section, parse
-from megatron.config.refused_pairs import REFUSED_PAIRS, RefusedPair
-from megatron.config.resolve import resolve
-from megatron.config.rules import check
-from megatron.config.running import (
+from megatron.config.fields import ValueRange, above, at_least, below_one, between, option, section
+from megatron.config.parsing import brief_settings, fields_by_section, parse, to_yaml
+from megatron.config.sections import (
     CheckpointConfig,
+    Config,
     DataConfig,
     EvaluationConfig,
     GradientConfig,
     LoggingConfig,
+    ModelConfig,
     OffloadConfig,
+    OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     RecomputeConfig,
     RunConfig,
+    TrainingConfig,
 )
-from megatron.config.to_yaml import brief_settings, to_yaml
+from megatron.config.validate import REFUSED_PAIRS, RefusedPair, check, resolve
 
 __all__ = [
     "REFUSED_PAIRS",
@@ -42,7 +33,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GradientConfig",
-    "Interval",
+    "ValueRange",
     "LoggingConfig",
     "ModelConfig",
     "OffloadConfig",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.runtime import finds_compiler
+from megatron.launch import finds_compiler
 
 if TYPE_CHECKING:
-    from megatron.config.config import Config
+    from megatron.config.sections import Config
 
 
 class Compilation(NamedTuple):

@@ -1,25 +1,498 @@
-"""From the command line and the file to one checked `Config`."""
+"""From the command line and the YAML file to one checked `Config`, and back to YAML.
+
+PyYAML's own loaders turn `no` into False, `012` into 10 and `1e-4` into text, keep the last of two
+equal keys and forget where a key stood. `read_entries` keeps scalars as text, with their lines,
+until the type of the field is known (`fields.convert`). The command line has one flag for each
+field, Megatron-LM's other names, and `--help`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
+import re
+import stat
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
-from megatron.config.config import SECTIONS, SPECS, Config
-from megatron.config.flags import read_flags
-from megatron.config.megatron_names import MEGATRON_NAMES, SYNONYMS
-from megatron.config.notices import notices
-from megatron.config.options import Spec, flag_name, specs_of
-from megatron.config.refused_pairs import check_pairs
-from megatron.config.rules import check
-from megatron.config.values import Given, Scalar, convert, nearest, show_path, show_plain
-from megatron.config.yaml_file import Entry, read_entries
+import yaml
+
+from megatron.config.fields import (
+    FieldSpec,
+    GivenValue,
+    Scalar,
+    convert,
+    flag_name,
+    nearest,
+    show,
+    show_path,
+    show_plain,
+    specs_of,
+)
+from megatron.config.megatron_flags import (
+    ELSEWHERE,
+    MEGATRON_NAMES,
+    OLD_NAMES,
+    SYNONYMS,
+    Ignored,
+    OldName,
+    Refused,
+)
+from megatron.config.sections import SECTIONS, SPECS, Config
+from megatron.config.validate import REFUSED_PAIRS, RefusedPair, check, check_pairs, notices
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.config.path_options import PathOptions
+    from megatron.config.validate import RefusedPair
+
+
+class PathOptions(Protocol):
+    """A value of `--grad-path` with the settings that it adds."""
+
+    @property
+    def name(self) -> str:
+        """The value of the flag."""
+        ...
+
+    @property
+    def sections(self) -> Mapping[str, type]:
+        """Sections of the configuration file by name, each a frozen dataclass of options with one
+        flag for each field. Paths may share a section."""
+        ...
+
+    @property
+    def refused_pairs(self) -> Sequence[RefusedPair]:
+        """Settings that exclude each other on this path, in addition to those that exclude each
+        other everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
+        ...
+
+    def check(self, config: Any) -> None:
+        """Raise `ConfigError` for settings with which this path cannot run."""
+        ...
+
+
+SIZE_LIMIT = 1 << 20
+"""Bytes."""
+
+EVENT_LIMIT = 20_000
+"""PyYAML needs seconds for a long list of nothing."""
+
+Value = Scalar | tuple[Scalar, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class YamlEntry:
+    """A key of the file with its value. `section`: the key it is nested under, None at the top."""
+
+    key: str
+    section: str | None
+    line: int
+    value: Value
+
+
+def read_entries(path: str) -> list[YamlEntry]:
+    """All fields of the file, in order. Raises `ConfigError` with file and line."""
+    return _Reader(path, _read_text(path)).document()
+
+
+def _read_text(path: str) -> str:
+    """The file's text, without byte-order mark. Only a regular file of sane size is opened."""
+    try:
+        facts = Path(path).stat()
+        if stat.S_ISDIR(facts.st_mode):
+            raise ConfigError(f"{show_path(path)}: a directory; --config wants a YAML file")
+        if not stat.S_ISREG(facts.st_mode):
+            raise ConfigError(f"{show_path(path)}: not a regular file; --config wants a YAML file")
+        if facts.st_size > SIZE_LIMIT:
+            raise ConfigError(
+                f"{show_path(path)}: {facts.st_size} bytes; must be at most {SIZE_LIMIT}"
+            )
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{show_path(path)}: cannot read the configuration ({reason}); looked in {Path.cwd()}"
+        ) from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{show_path(path)}: byte {error.start} is not UTF-8 text; --config wants a YAML file"
+        ) from None
+
+
+class _Reader:
+    """Walks the events of a file: a mapping of fields and of sections, which map fields."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self._path = show_path(path)
+        self._text = text
+        self._events = self._stream()
+        self._fields: dict[str, int] = {}
+
+    def document(self) -> list[YamlEntry]:
+        """The one document's entries."""
+        next(self._events)
+        if isinstance(next(self._events), yaml.StreamEndEvent):
+            raise ConfigError(f"{self._path}: empty; give at least the required fields")
+        top = next(self._events)
+        if isinstance(top, yaml.ScalarEvent) and not top.value:
+            raise ConfigError(f"{self._path}: empty; give at least the required fields")
+        if not isinstance(top, yaml.MappingStartEvent):
+            raise self._error(top, "not a mapping; write lines such as num_layers: 12")
+        entries = list(self._mapping(None))
+        next(self._events)
+        after = next(self._events)
+        if not isinstance(after, yaml.StreamEndEvent):
+            raise self._error(after, "a second document; a configuration is one document")
+        return entries
+
+    def _stream(self) -> Iterator[Any]:
+        """PyYAML's events, with its errors made ours and what only hides things refused."""
+        try:
+            for count, event in enumerate(_events(self._text)):
+                if count > EVENT_LIMIT:
+                    raise self._error(event, f"more than {EVENT_LIMIT} keys and values; shorten it")
+                if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                    raise self._error(event, "anchors and aliases are not read; write it out")
+                if getattr(event, "tag", None):
+                    raise self._error(event, f"tag {show(event.tag)} is not read; remove it")
+                yield event
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            problem = " ".join((error.problem or "cannot be read").split())
+            hint = "; use spaces" if r"'\t'" in problem else ""
+            raise ConfigError(f"{self._path}{line}: not YAML: {problem}{hint}") from None
+        except yaml.YAMLError as error:
+            problem = getattr(error, "reason", "cannot be read")
+            raise ConfigError(
+                f"{self._path}: not YAML: {problem} at character {getattr(error, 'position', 0)}"
+            ) from None
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{self._path}: not YAML: {show(str(error))}") from None
+
+    def _mapping(self, section: str | None) -> Iterator[YamlEntry]:
+        """Entries up to the mapping's end; at the top, a nested mapping is a section."""
+        lines: dict[str, int] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key, line = self._key(event), event.start_mark.line + 1
+            self._refuse_repeat(key, line, lines)
+            value = next(self._events)
+            if not isinstance(value, yaml.MappingStartEvent):
+                self._refuse_repeat(key, line, self._fields)
+                yield YamlEntry(key=key, section=section, line=line, value=self._value(key, value))
+            elif section is None:
+                yield from self._mapping(key)
+            else:
+                raise self._error(value, f"{show_plain(key)}: a mapping; must be a value or a list")
+
+    def _key(self, event: Any) -> str:
+        if not isinstance(event, yaml.ScalarEvent):
+            raise self._error(event, "a key is a list or a mapping; must be a name")
+        return event.value
+
+    def _refuse_repeat(self, key: str, line: int, lines: dict[str, int]) -> None:
+        if key in lines:
+            raise ConfigError(
+                f"{self._path}:{line}: {show_plain(key)} is given twice, first in line "
+                f"{lines[key]}; remove one"
+            )
+        lines[key] = line
+
+    def _value(self, key: str, event: Any) -> Value:
+        if isinstance(event, yaml.ScalarEvent):
+            return _scalar(event)
+        items: list[Scalar] = []
+        while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
+            if not isinstance(item, yaml.ScalarEvent):
+                raise self._error(item, f"{show_plain(key)}: a list holds values only")
+            items.append(_scalar(item))
+        return tuple(items)
+
+    def _error(self, event: Any, problem: str) -> ConfigError:
+        return ConfigError(f"{self._path}:{event.start_mark.line + 1}: {problem}")
+
+
+def _events(text: str) -> Iterator[Any]:
+    return yaml.parse(text, Loader=yaml.SafeLoader)  # pyright: ignore
+
+
+def _scalar(event: yaml.ScalarEvent) -> Scalar:
+    return Scalar(event.value, quoted=bool(event.style))
+
+
+_NEGATIVE = re.compile(r"-\.?[0-9]|-inf|-nan")
+_PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    """What the flags said. Fields appear in `givens` by name, the last use of a flag winning.
+    `complaints`: one text for each flag that is unknown or refused, so that one error can list them
+    all. `path_pairs`: what gradient paths refuse, by the path's name, for `--help-compat`."""
+
+    config: str | None = None
+    givens: dict[str, GivenValue] = field(default_factory=dict[str, GivenValue])
+    notices: list[str] = field(default_factory=list[str])
+    complaints: list[str] = field(default_factory=list[str])
+    path_pairs: Mapping[str, Sequence[RefusedPair]] = field(
+        default_factory=dict[str, Sequence[RefusedPair]]
+    )
+
+
+def read_flags(
+    argv: Sequence[str],
+    specs: Mapping[str, Sequence[FieldSpec]],
+    path_pairs: Mapping[str, Sequence[RefusedPair]],
+) -> CommandLine:
+    """Flags of the fields in `specs` (by section). Every other flag is a complaint. Raises
+    `ConfigError` for a flag with too few or too many values, SystemExit after `--help` and
+    `--help-compat`, which prints `path_pairs` as well."""
+    parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
+    line = CommandLine(path_pairs=path_pairs)
+    texts = _attach_numbers(argv, specs)
+    _, unknown = parser.parse_known_args(texts, _Namespace(line))
+    fields = (spec.flag for group in specs.values() for spec in group)
+    known = [*fields, "--config", "--help", *(name.flag for name in OLD_NAMES)]
+    line.complaints += _complaints_of_unknown(texts, unknown, known)
+    return line
+
+
+def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[FieldSpec]]) -> list[str]:
+    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it. In
+    front of a list it would then be the only value, so a number that argparse knows stays."""
+    lists = {spec.flag for group in specs.values() for spec in group if spec.many}
+    joined: list[str] = []
+    for text in argv:
+        if joined and joined[-1] in lists and _PLAIN_NEGATIVE.fullmatch(text):
+            joined.append(text)
+        elif joined and _NEGATIVE.match(text) and re.fullmatch(r"--[^=]+", joined[-1]):
+            joined[-1] += f"={text}"
+        else:
+            joined.append(text)
+    return joined
+
+
+class _Namespace(argparse.Namespace):
+    """Lets every action write to one `CommandLine`."""
+
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__()
+        self.line = line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse says "argument --lr: expected one argument".
+        message = re.sub(r"^argument ([^:]*)", lambda m: m[1].split("/")[-1], message)
+        if message.endswith("expected one argument"):
+            message += " (a value that begins with - is attached with =)"
+        raise ConfigError(f"{' '.join(message.split())}; see --help")
+
+
+class _Action(argparse.Action):
+    """An action that knows what of the tables it stands for and writes to the command line."""
+
+    def __init__(self, *, about: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.about = about
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        self.use(namespace.line, option_string or self.option_strings[0], values)
+
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        """Take note of one use of the flag."""
+        raise NotImplementedError
+
+
+def _given(flag: str, values: str | list[str]) -> GivenValue:
+    if isinstance(values, str):
+        return GivenValue(origin=flag, value=Scalar(values))
+    return GivenValue(origin=flag, value=tuple(Scalar(text) for text in values))
+
+
+class _Field(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.givens[self.dest] = _given(flag, values)
+
+
+class _Config(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.config = values
+
+
+class _OldName(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        old: OldName = self.about
+        line.givens[old.field] = _given(flag, values if old.text is None else old.text)
+        line.notices.append(f"{flag}: {old.outcome}")
+
+
+class _Ignored(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        line.notices.append(f"{flag}: {self.about.outcome}")
+
+
+class _Refused(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        refused: Refused = self.about
+        shown = " ".join(values)
+        if shown not in refused.accepted:
+            accepted = f"; accepted: {', '.join(refused.accepted)}" if refused.accepted else ""
+            value = f" {show_plain(shown)}" if shown else ""
+            line.complaints.append(f"{flag}{value}: {refused.reason}{accepted}")
+        else:
+            line.notices.append(f"{flag} {shown}: changes nothing here")
+
+
+class _HelpCompat(_Action):
+    def use(self, line: CommandLine, flag: str, values: Any) -> None:
+        print(compatibility_text(line.path_pairs))
+        raise SystemExit(0)
+
+
+def compatibility_text(path_pairs: Mapping[str, Sequence[RefusedPair]]) -> str:
+    """The refused pairs and what becomes of Megatron-LM's other flags."""
+    pairs = _pair_lines(REFUSED_PAIRS)
+    for path, own in path_pairs.items():
+        if own:
+            pairs += ["", f"Refused together with --grad-path {path}:", *_pair_lines(own)]
+    names = [f"  {name.flag}: {name.outcome}" for name in MEGATRON_NAMES]
+    return "\n".join(["Refused together:", *pairs, "", "Other flags of Megatron-LM:", *names])
+
+
+def _pair_lines(pairs: Sequence[RefusedPair]) -> list[str]:
+    return [f"  {pair.name}: {pair.reason}; {pair.instead}" for pair in pairs]
+
+
+@cache
+def _parser(sections: tuple[tuple[str, tuple[FieldSpec, ...]], ...]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description="Every setting is a flag and, under its section, a key of the YAML file "
+        "(underscores for dashes). Flags win over the file; the last of equal flags counts; "
+        "`none` unsets an optional value.",
+        epilog="Flags of Megatron-LM that are not listed: see --help-compat.",
+    )
+    parser.add_argument("--config", action=_Config, metavar="FILE", help="YAML file to start from.")
+    parser.add_argument(
+        "--help-compat",
+        action=_HelpCompat,
+        nargs=0,
+        help="Print settings that exclude each other and what becomes of Megatron-LM's flags.",
+    )
+    for section_name, fields in sections:
+        group = parser.add_argument_group(section_name)
+        for spec in fields:
+            group.add_argument(
+                spec.flag,
+                action=_Field,
+                dest=spec.name,
+                help=_help(spec).replace("%", "%%"),
+                metavar=_metavar(spec),
+                **_arity(spec),
+            )
+    for name in MEGATRON_NAMES:
+        _add_megatron_name(parser, name)
+    return parser
+
+
+def _add_megatron_name(parser: argparse.ArgumentParser, name: OldName | Ignored | Refused) -> None:
+    options: dict[str, Any] = {"about": name, "help": argparse.SUPPRESS, "dest": name.flag}
+    if isinstance(name, OldName):
+        arity = {} if name.text is None else {"nargs": 0}
+        parser.add_argument(name.flag, action=_OldName, **arity, **options)
+    elif isinstance(name, Ignored):
+        arity = {} if name.takes == 1 else {"nargs": name.takes}
+        parser.add_argument(name.flag, action=_Ignored, **arity, **options)
+    else:
+        parser.add_argument(name.flag, action=_Refused, nargs="*", **options)
+
+
+def _arity(spec: FieldSpec) -> dict[str, Any]:
+    if spec.many:
+        return {"nargs": "+"}
+    return {"nargs": "?", "const": "true"} if spec.kind is bool else {}
+
+
+def _metavar(spec: FieldSpec) -> str:
+    if spec.choices:
+        return "{" + ",".join(spec.choices) + "}"
+    return {int: "N", float: "X", bool: "true|false", str: "TEXT"}[spec.kind]
+
+
+def _help(spec: FieldSpec) -> str:
+    if spec.required:
+        default = "required"
+    elif spec.many and spec.default is not None:
+        default = "default: " + " ".join(map(show, spec.default))
+    else:
+        plain = spec.default if isinstance(spec.default, str) else show(spec.default)
+        default = f"default: {plain}"
+    return f"{spec.help} ({default})".lstrip()
+
+
+def _complaints_of_unknown(
+    texts: Sequence[str], unknown: Sequence[str], known: Sequence[str]
+) -> list[str]:
+    """A complaint for each of the `unknown`, which argparse could not place among the `texts` of
+    the command line. Texts directly after an unknown flag are that flag's values, and the complaint
+    about the flag covers them. The name of a YAML file is never taken for such a value."""
+    complaints: list[str] = []
+    left = list(unknown)
+    after_flag = False
+    for text in texts:
+        if not left or text != left[0]:
+            after_flag = False
+            continue
+        del left[0]
+        if text.startswith("-"):
+            flag = text.split("=")[0]
+            complaints.append(
+                f"{show_plain(flag)}: no such flag{_flag_hint(flag, known)}; see --help"
+            )
+            after_flag = True
+        elif not after_flag or _is_yaml(text):
+            complaints.append(_stray(text))
+    assert not left, "argparse keeps the order of what it does not place"
+    return complaints
+
+
+def _is_yaml(text: str) -> bool:
+    return text.endswith((".yaml", ".yml"))
+
+
+def _stray(text: str) -> str:
+    if _is_yaml(text):
+        return f"{show_plain(text)}: stands alone; give a configuration file as --config FILE"
+    return f"{show_plain(text)}: stands alone; every value follows a --flag"
+
+
+def _flag_hint(flag: str, known: Sequence[str]) -> str:
+    """What an unknown flag may have meant: the name that another program's flag has here, else the
+    closest flag, if one is close. Dashes and underscores count as equal. Names are compared without
+    the dashes in front, which make any two short flags look alike."""
+    name = flag.lstrip("-").replace("-", "_").lower()
+    if name in ELSEWHERE:
+        return f"; here it is {ELSEWHERE[name]}"
+    meant = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
+    meant |= {flag: flag for flag in known}
+    bare = {other.lstrip("-"): ours for other, ours in meant.items()}
+    return nearest(flag_name(name).lstrip("-"), (), bare)
+
 
 DEFAULT_NAME = "gpt"
 """Name of a configuration that comes from no file."""
@@ -57,7 +530,7 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     )
 
 
-def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence[Spec]]:
+def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence[FieldSpec]]:
     """Return every setting by section, in the order of `--help`: the fixed sections, then those
     that the gradient paths bring."""
     return _Fields(paths).by_section
@@ -70,7 +543,7 @@ class _Fields:
         self._paths = paths
         self.takers: dict[str, list[str]] = {}
         """The paths that take an option."""
-        self.extensions: dict[str, Spec] = {}
+        self.extensions: dict[str, FieldSpec] = {}
         self.homes = {spec.name: spec.section for spec in SPECS.values()}
         """The section that has a field; paths may share it."""
         for name, path in paths.items():
@@ -83,17 +556,17 @@ class _Fields:
         self.sections = {*SECTIONS, *(name for path in paths.values() for name in path.sections)}
 
     @staticmethod
-    def of_path(path: PathOptions) -> dict[str, Spec]:
+    def of_path(path: PathOptions) -> dict[str, FieldSpec]:
         """The options of one path."""
-        found: dict[str, Spec] = {}
+        found: dict[str, FieldSpec] = {}
         for section, cls in path.sections.items():
             found |= specs_of(cls, section)
         return found
 
     @property
-    def by_section(self) -> dict[str, list[Spec]]:
+    def by_section(self) -> dict[str, list[FieldSpec]]:
         """All fields as `--help` shows them, with the values of `--grad-path`."""
-        grouped: dict[str, list[Spec]] = {}
+        grouped: dict[str, list[FieldSpec]] = {}
         for spec in (*SPECS.values(), *self.extensions.values()):
             if spec.name == "grad_path":
                 spec = dataclasses.replace(spec, choices=tuple(self._paths))
@@ -101,18 +574,20 @@ class _Fields:
         return grouped
 
 
-def _read_file(path: str, fields: _Fields) -> dict[str, Given]:
+def _read_file(path: str, fields: _Fields) -> dict[str, GivenValue]:
     """The file's values by field name."""
-    return dict(_given(path, entry, fields) for entry in read_entries(path) if not _empty(entry))
+    return dict(
+        _given_field(path, entry, fields) for entry in read_entries(path) if not _empty(entry)
+    )
 
 
-def _empty(entry: Entry) -> bool:
+def _empty(entry: YamlEntry) -> bool:
     """Whether it is the head of a section with nothing in it."""
     bare = isinstance(entry.value, Scalar) and entry.value.is_null
     return bare and entry.section is None and entry.key in SECTIONS
 
 
-def _given(path: str, entry: Entry, fields: _Fields) -> tuple[str, Given]:
+def _given_field(path: str, entry: YamlEntry, fields: _Fields) -> tuple[str, GivenValue]:
     where, key = f"{show_path(path)}:{entry.line}", show_plain(entry.key)
     if entry.section is not None and entry.section not in fields.sections:
         section = show_plain(entry.section)
@@ -127,7 +602,7 @@ def _given(path: str, entry: Entry, fields: _Fields) -> tuple[str, Given]:
             f"{where}: {key} stands under {entry.section}; it belongs under "
             f"{fields.homes[entry.key]}"
         )
-    return entry.key, Given(origin=f"{where}: {key}", value=entry.value, from_file=True)
+    return entry.key, GivenValue(origin=f"{where}: {key}", value=entry.value, from_file=True)
 
 
 def _hint(key: str, fields: _Fields) -> str:
@@ -139,7 +614,7 @@ def _hint(key: str, fields: _Fields) -> str:
 
 
 def _selected_path(
-    givens: Mapping[str, Given], paths: Mapping[str, PathOptions]
+    givens: Mapping[str, GivenValue], paths: Mapping[str, PathOptions]
 ) -> tuple[PathOptions | None, str]:
     """The gradient path, or None and a complaint about the name that was given."""
     spec = SPECS["grad_path"]
@@ -158,8 +633,8 @@ def _selected_path(
 
 
 def _convert_all(
-    givens: Mapping[str, Given],
-    specs: Mapping[str, Spec],
+    givens: Mapping[str, GivenValue],
+    specs: Mapping[str, FieldSpec],
     path: PathOptions | None,
     fields: _Fields,
 ) -> tuple[dict[str, Any], list[str]]:
@@ -192,7 +667,7 @@ def _all_at_once(complaints: Sequence[str]) -> ConfigError:
     return ConfigError(f"{len(different)} settings are refused: {listed}")
 
 
-def _require(specs: Mapping[str, Spec], values: Mapping[str, object]) -> None:
+def _require(specs: Mapping[str, FieldSpec], values: Mapping[str, object]) -> None:
     missing = [spec for spec in specs.values() if spec.required and spec.name not in values]
     if missing:
         names = ", ".join(spec.name for spec in missing)
@@ -213,7 +688,7 @@ def _build(values: Mapping[str, Any], path: PathOptions, name: str) -> Config:
 
 
 def _overrides(
-    flags: Mapping[str, Given], file: Mapping[str, Given], specs: Mapping[str, Spec]
+    flags: Mapping[str, GivenValue], file: Mapping[str, GivenValue], specs: Mapping[str, FieldSpec]
 ) -> Iterator[str]:
     """A line for each field that file and flags set differently."""
     for name in flags:
@@ -224,7 +699,76 @@ def _overrides(
             yield f"{new.origin} {_written(new)} overrides {_written(old)} of {old.origin}"
 
 
-def _written(given: Given) -> str:
+def _written(given: GivenValue) -> str:
     """The value as the user wrote it."""
     scalars = (given.value,) if isinstance(given.value, Scalar) else given.value
     return " ".join(show_plain(scalar.text) for scalar in scalars)
+
+
+_HEADER = "# All settings of a run; --config with this file and the same flags repeats it.\n"
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_WORDS_OF_OLD_YAML = frozenset("y n yes no on off true false null".split())
+
+_TERMINAL_WIDTH = 100
+_LONGEST_VALUE = 60
+
+
+def to_yaml(config: Config) -> str:
+    """Every saved setting, by section. Left out are where it runs and writes (`RunConfig`,
+    `CheckpointConfig.save`), which are no part of what is computed."""
+    return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
+
+
+def brief_settings(config: Config) -> str:
+    """The saved settings that differ from their defaults, by section, for a terminal."""
+    lines: list[str] = []
+    for name, section in config.sections.items():
+        changed = [
+            f"{spec.name} {_shortened(_value(value))}"
+            for spec in specs_of(type(section), name).values()
+            if spec.saved and (value := getattr(section, spec.name)) != spec.default
+        ]
+        if changed:
+            text = f"  {name}: {', '.join(changed)}"
+            lines += textwrap.wrap(text, _TERMINAL_WIDTH, subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def _section(name: str, section: object) -> str:
+    lines = [
+        f"  {spec.name}: {_value(getattr(section, spec.name))}\n"
+        for spec in specs_of(type(section), name).values()
+        if spec.saved
+    ]
+    return f"{_text(name)}:\n{''.join(lines)}" if lines else ""
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, cast('tuple[Any, ...]', value)))}]"
+    if isinstance(value, float):
+        return _number(value)
+    return _text(value) if isinstance(value, str) else str(value)
+
+
+def _number(value: float) -> str:
+    """`repr` with a point, without which older YAML takes 1e-05 for text."""
+    assert math.isfinite(value)
+    digits, e, exponent = repr(value).partition("e")
+    return digits + ("" if "." in digits else ".0") + e + exponent
+
+
+def _text(value: str) -> str:
+    plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_OLD_YAML
+    if plain and Scalar(value).is_text:
+        return value
+    return yaml.dump(value, default_style='"', width=math.inf).strip()

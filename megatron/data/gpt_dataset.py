@@ -1,17 +1,268 @@
-"""Samples of `sequence_length + 1` tokens from one token file, in Megatron's order."""
+"""Samples of `seq_length + 1` tokens from documents, in a seeded order, with cached indices."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from megatron.data.index_cache import IndexCache
-from megatron.data.index_file import bin_path, idx_path
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sample_order import build_order, expected_arrays, plan_epochs
+from megatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.errors import DataError
+
+Say = Callable[[str], None]
+Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+class IndexCache:
+    """Finds or builds index arrays; `folder` None keeps them in `cache/` beside the data.
+
+    `cache/` is announced when it is made. A folder that cannot be written is announced once; arrays
+    then stay in memory.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, *, say: Say) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._say = say
+        self._announced = False
+
+    def folder(self, prefix: str, kind: str) -> Path:
+        """Where the entries of a kind for the data under `prefix` lie."""
+        if self._folder is not None:
+            return self._folder
+        return Path(prefix).parent / "cache" / f"{kind}_indices"
+
+    def get(
+        self,
+        description: Mapping[str, object],
+        *,
+        folder: Path,
+        kind: str,
+        split: str,
+        layout: Layout,
+        build: Callable[[], Mapping[str, NDArray]],
+    ) -> Mapping[str, NDArray]:
+        """Arrays of an entry, mapped read-only from disk where possible.
+
+        `layout` gives the shape and dtype of each; `build` makes them if the entry is not there or
+        is not exactly that. The description must name all that the values depend on.
+        """
+        text = json.dumps(description, indent=4)
+        digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+        entry = _Entry(folder / f"{digest}-{kind}-{split}", text, layout)
+        found = entry.load()
+        if found is not None:
+            return found
+        arrays = build()
+        for name, (shape, dtype) in layout.items():
+            assert arrays[name].shape == shape and arrays[name].dtype == dtype, name
+        try:
+            beside_data = self._folder is None and not folder.parent.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            if beside_data:
+                self._say(f"index cache: made {folder.parent} (elsewhere: --data-cache-path)")
+            entry.store(arrays)
+        except OSError as error:
+            if not self._announced:
+                self._say(
+                    f"index cache {folder}: cannot be written ({error.strerror}); going on without "
+                    "(each rank and each start builds its own; see --data-cache-path)"
+                )
+            self._announced = True
+            return arrays
+        return entry.load() or arrays
+
+
+class _Entry:
+    def __init__(self, stem: Path, text: str, layout: Layout) -> None:
+        self._stem = stem
+        self._text = text
+        self._layout = layout
+
+    def _path(self, suffix: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}-{suffix}")
+
+    def load(self) -> dict[str, NDArray] | None:
+        """The arrays, or None unless the description and every header and size are as expected."""
+        try:
+            if self._path("description.txt").read_bytes() != self._text.encode():
+                return None
+            return {name: self._map(name, *form) for name, form in self._layout.items()}
+        except (OSError, ValueError):
+            return None
+
+    def store(self, arrays: Mapping[str, NDArray]) -> None:
+        for name, form in self._layout.items():
+            array = np.ascontiguousarray(arrays[name])
+            _replace(self._path(f"{name}.npy"), _header(*form), array.data.cast("B"))
+        _replace(self._path("description.txt"), self._text.encode())
+
+    def _map(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+        # The header is compared, not parsed: nothing in the file decides what is allocated.
+        path, header = self._path(f"{name}.npy"), _header(shape, dtype)
+        size = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with open(path, "rb") as file:
+            if file.read(len(header)) != header or os.fstat(file.fileno()).st_size != size:
+                raise ValueError(path)
+        mapped = np.memmap(path, dtype=dtype, mode="r", offset=len(header), shape=shape)
+        return mapped.view(np.ndarray)  # indexing a memmap itself costs several times more
+
+
+def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    buffer = io.BytesIO()
+    description = npy.dtype_to_descr(dtype)
+    npy.write_array_header_1_0(
+        buffer, {"descr": description, "fortran_order": False, "shape": shape}
+    )
+    return buffer.getvalue()
+
+
+def _replace(path: Path, *contents: bytes | memoryview) -> None:
+    # Not the process id: ranks on several hosts may share this folder.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            for content in contents:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+SEPARATE_BELOW = 0.80
+"""The last epoch is shuffled apart if less than this share of its samples is wanted."""
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """How often a set of documents is read, and what that yields."""
+
+    tokens_per_epoch: int
+    sequence_length: int
+    epochs: int
+    samples: int
+    """Samples in all epochs together; at least as many as were asked for."""
+    samples_before_last: int | None
+    """Samples that start before the last epoch if that one is shuffled apart, else None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The three indices: sample k lies between rows r and r + 1, r = shuffle_index[k]."""
+
+    document_index: NDArray[np.int32]  # [epochs * documents] numbers of sequences in the file
+    sample_index: NDArray[np.integer]  # [samples + 1, 2] (place in document_index, offset in it)
+    shuffle_index: NDArray[np.integer]  # [samples]
+
+
+def plan_epochs(
+    tokens_per_epoch: int, *, sequence_length: int, num_samples: int | None
+) -> EpochPlan:
+    """Fewest epochs that yield `num_samples` (None: one epoch); needs at least one token."""
+    assert tokens_per_epoch > 0 and sequence_length > 0
+    epochs = 1
+    if num_samples is not None:
+        epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
+    before_last: int | None = None
+    if num_samples is not None and epochs > 1:
+        before_last = ((epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        per_epoch = (tokens_per_epoch - 1) // sequence_length
+        if num_samples - before_last >= int(SEPARATE_BELOW * per_epoch):
+            before_last = None
+    return EpochPlan(
+        tokens_per_epoch=tokens_per_epoch,
+        sequence_length=sequence_length,
+        epochs=epochs,
+        samples=(epochs * tokens_per_epoch - 1) // sequence_length,
+        samples_before_last=before_last,
+    )
+
+
+def expected_arrays(
+    plan: EpochPlan, num_documents: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of each array of a `SampleOrder`, by name: what a cached one must have."""
+    places = num_documents * plan.epochs
+    int32, int64 = np.iinfo(np.int32), np.dtype("<i8")
+    return {
+        "document_index": ((places,), np.dtype("<i4")),
+        "sample_index": (
+            (plan.samples + 1, 2),
+            # Offsets fit int32, as lengths do; only the places can outgrow it.
+            np.dtype("<i4") if places <= int32.max else int64,
+        ),
+        "shuffle_index": (
+            (plan.samples,),
+            np.dtype("<u4") if plan.samples < np.iinfo(np.uint32).max - 1 else int64,
+        ),
+    }
+
+
+def build_order(
+    sequence_lengths: NDArray[np.int32], documents: range, *, plan: EpochPlan, seed: int
+) -> SampleOrder:
+    """The order of `documents` (numbers of sequences in the file) under a plan and a seed.
+
+    Peak memory is the result, the lengths and numbers of the documents once, and some 50 MB.
+    Of the seed the low 32 bits count.
+    """
+    arrays = expected_arrays(plan, len(documents))
+    rng = np.random.RandomState(seed % 2**32)
+    numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
+    places = np.tile(numbers, plan.epochs)
+    apart = plan.samples_before_last
+    _shuffle(places, None if apart is None else len(places) - len(documents), rng)
+    lengths = np.array(sequence_lengths[documents.start : documents.stop])
+    rows = np.empty(*arrays["sample_index"])
+    _cut_into_samples(rows, lengths, places, documents.start, plan.sequence_length)
+    shuffle = np.arange(plan.samples, dtype=arrays["shuffle_index"][1])
+    _shuffle(shuffle, apart, rng)
+    return SampleOrder(document_index=places, sample_index=rows, shuffle_index=shuffle)
+
+
+def _shuffle(values: NDArray, cut: int | None, rng: np.random.RandomState) -> None:
+    """Shuffle in place, the parts before and from `cut` apart; one random stream for both."""
+    if cut is None:
+        rng.shuffle(values)
+        return
+    rng.shuffle(values[:cut])
+    rng.shuffle(values[cut:])
+
+
+def _cut_into_samples(
+    rows: NDArray, lengths: NDArray, places: NDArray, first: int, sequence_length: int
+) -> None:
+    """Fill `rows`: sample i starts at token i * sequence_length, in the document that holds it."""
+    # Row 0 names place 0 even if that document is empty; later rows never name an empty one.
+    rows[0] = 0
+    sample, before = 1, 0
+    for start in range(0, len(places), _BLOCK):
+        part = lengths[places[start : start + _BLOCK] - first]
+        ends = np.cumsum(part, dtype=np.int64)
+        total = int(ends[-1])
+        stop = min(len(rows), (before + total - 1) // sequence_length + 1)
+        while sample < stop:
+            upto = min(stop, sample + _BLOCK)
+            tokens = np.arange(sample, upto, dtype=np.int64) * sequence_length - before
+            found = np.searchsorted(ends, tokens, side="right")
+            rows[sample:upto, 0] = start + found
+            rows[sample:upto, 1] = tokens - (ends[found] - part[found])
+            sample = upto
+        before += total
+    assert sample == len(rows), (sample, len(rows))
+
 
 _LOOK_EVERY = 1024
 

@@ -1,62 +1,311 @@
-"""Raw text to token pairs: workers encode batches, one writer per key keeps their order.
-
-Output is the same bytes for any number of workers: a batch is a function of the input alone, and
-results are written in the order the batches were read.
-"""
+"""Tokenize raw text into `.bin`/`.idx` pairs, in worker processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import multiprocessing
 import os
+import queue
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.encode import Encoded, EncodeOptions, encode, load_tokenizer
-from megatron.data.index_file import bin_path, idx_path
-from megatron.data.indexed import IndexedDatasetWriter, optimal_dtype
+from megatron.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from megatron.data.local_file import is_folder, stat_of
-from megatron.data.records import Batch
+from megatron.data.raw_text import MAX_DOCUMENT_BYTES, Oversized, Payload, RecordBatch
 from megatron.data.sidecar import sidecar_path
-from megatron.data.workers import Crew, WorkerError, describe_error
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, SparsetronError
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerChoice:
+    """Arguments of `build_tokenizer`, small enough to send to a worker; the user's own flags."""
+
+    type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    model: str | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """What turns a record into tokens: the keys to take, the tokenizer, an end mark or none."""
+
+    keys: tuple[str, ...]
+    tokenizer: TokenizerChoice
+    append_eod: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """The good documents of a batch, one array and one list of lengths per key, and the bad."""
+
+    tokens: list[NDArray]
+    lengths: list[list[int]]  # 0 = an empty document
+    bad: list[tuple[int, str]]  # line or row number, reason
+    text_bytes: int
+
+
+def encode(batch: RecordBatch, options: EncodeOptions) -> Encoded:
+    """Tokens of a batch; a record with one bad key is left out under every key."""
+    tokenizer = load_tokenizer(options.tokenizer)
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    ids: list[list[NDArray]] = [[] for _ in options.keys]
+    bad: list[tuple[int, str]] = []
+    text_bytes = 0
+    for number, payload in batch.records:
+        try:
+            texts = extract_texts(payload, batch.kind, options.keys)
+            found = [tokenizer.encode(text) for text in texts]
+        except DataError as error:
+            bad.append((number, str(error)))
+            continue
+        text_bytes += len(payload) if isinstance(payload, bytes) else sum(map(len, texts))
+        for key, document in enumerate(found):
+            if document and options.append_eod:
+                document.append(tokenizer.eod)
+            ids[key].append(np.array(document, dtype=dtype))
+    return Encoded(
+        tokens=[np.concatenate([np.empty(0, dtype), *part]) for part in ids],
+        lengths=[[len(document) for document in part] for part in ids],
+        bad=bad,
+        text_bytes=text_bytes,
+    )
+
+
+@functools.cache
+def load_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """The tokenizer of a choice, read once per process (a worker gets a choice per batch)."""
+    return build_tokenizer(
+        choice.type,
+        vocab_file=choice.vocab_file,
+        merge_file=choice.merge_file,
+        model=choice.model,
+        vocab_size=choice.vocab_size,
+        hub=True,
+    )
+
+
+def extract_texts(payload: Payload, kind: str, keys: Sequence[str]) -> list[str]:
+    """The text under each key of a record; DataError with the reason if one is not there."""
+    if isinstance(payload, Oversized):
+        raise DataError(
+            f"{payload.size} bytes or more; a document may have {MAX_DOCUMENT_BYTES} (of a plain "
+            "text file, --text-unit paragraph or line makes smaller ones)"
+        )
+    if isinstance(payload, tuple):
+        values = dict(zip(keys, payload, strict=True))
+    else:
+        if b"\0" in payload:
+            raise DataError("NUL byte; not text")
+        try:
+            text = payload.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 at byte {error.start + 1}") from error
+        values = {keys[0]: text} if kind == "text" else _parse(text)
+    texts: list[str] = []
+    for key in keys:
+        if key not in values:
+            raise DataError(_missing(key, values))
+        value = values[key]
+        if not isinstance(value, str):
+            shown = "null" if value is None else type(value).__name__
+            raise DataError(f"{key!r} is {shown}; wanted a string")
+        if "\0" in value:
+            raise DataError(f"{key!r} has a NUL character; not text")
+        texts.append(value)
+    return texts
+
+
+def _missing(key: str, values: Mapping[str, object]) -> str:
+    texts = [other for other, value in values.items() if isinstance(value, str)]
+    hint = f"; give --json-keys {texts[0]}" if len(texts) == 1 else ""
+    return f"no key {key!r}; it has {', '.join(map(repr, values)) or 'none'}{hint}"
+
+
+def _parse(line: str) -> dict[str, object]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
+        raise DataError(f"not JSON: {what} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise DataError(f"a JSON {kind}; wanted one object a line, {{...}}")
+    return value
+
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_AHEAD = 3
+"""Tasks a worker may hold: one at work, one waiting, one done and not fetched yet."""
+
+
+class WorkerError(Exception):
+    """A task failed with what is no error of ours, or its worker is gone; one line says which."""
+
+    def __init__(self, task: object, reason: str, *, died: bool) -> None:
+        super().__init__(reason)
+        self.task = task
+        self.reason = reason
+        self.died = died
+
+
+class Crew(Generic[Task, Result]):
+    """`size` spawned workers, each started with its first task; a context manager.
+
+    `work` and the tasks must be picklable. Leaving ends every worker, whatever it is doing. If
+    this process dies, its workers end after the task at hand.
+    """
+
+    def __init__(self, work: Callable[[Task], Result], *, size: int) -> None:
+        assert size >= 1, size
+        self._work = work
+        self._size = size
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+
+    def __enter__(self) -> Crew[Task, Result]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+        for process, _connection in self._workers:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._workers.clear()
+
+    def map(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
+        """Tasks with their results, in order; a few tasks per worker are read ahead.
+
+        A SparsetronError of `work` is raised as it is, anything else as a WorkerError.
+        """
+        waiting: deque[tuple[int, Task]] = deque()
+        for number, task in enumerate(tasks):
+            if len(waiting) == self._size * _AHEAD:
+                yield self._receive(*waiting.popleft())
+            self._send(number, task)
+            waiting.append((number, task))
+        while waiting:
+            yield self._receive(*waiting.popleft())
+
+    def _send(self, number: int, task: Task) -> None:
+        try:
+            if len(self._workers) < self._size:
+                self._start()
+            self._workers[number % self._size][1].send(task)
+        except OSError as error:
+            raise WorkerError(task, "a worker process died", died=True) from error
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
+        try:
+            process.start()
+        finally:
+            theirs.close()  # or the end of the worker would not be the end of the pipe
+        self._workers.append((process, ours))
+
+    def _receive(self, number: int, task: Task) -> tuple[Task, Result]:
+        try:
+            error, result = self._workers[number % self._size][1].recv()
+        except (EOFError, OSError) as gone:
+            raise WorkerError(task, "a worker process died", died=True) from gone
+        if isinstance(error, SparsetronError):
+            raise error
+        if error is not None:
+            raise WorkerError(task, error, died=False)
+        return task, result
+
+
+def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
+    """A worker's life: tasks until the pipe ends, each answered by (error or None, result)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to answer
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    end = object()
+
+    def receive() -> None:
+        # Apart from the work, so that the caller never waits to send while we wait to answer.
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    tasks.put(connection.recv())
+        finally:
+            tasks.put(end)
+
+    threading.Thread(target=receive, daemon=True).start()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while (task := tasks.get()) is not end:
+            connection.send(_answer(work, task))
+
+
+def _answer(work: Callable[[Any], Any], task: Any) -> tuple[SparsetronError | str | None, Any]:
+    try:
+        return None, work(task)
+    except SparsetronError as error:
+        return error, None
+    except Exception as error:
+        return describe_error(error), None
+
+
+def describe_error(error: Exception) -> str:
+    """Type and first line of the message."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 @dataclass(kw_only=True)
-class Counts:
+class PreprocessCounts:
     """How far a run is."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     bad: int = 0
-    position: int = 0  # of the input, see `Batch.position`
+    position: int = 0  # of the input, see `RecordBatch.position`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PreprocessResult:
     """A finished run: the prefixes written, one per key, and what is in them together."""
 
     prefixes: tuple[str, ...]
     dtype: np.dtype
-    counts: Counts
+    counts: PreprocessCounts
 
 
 def preprocess(
-    batches: Iterable[Batch],
+    batches: Iterable[RecordBatch],
     *,
     options: EncodeOptions,
     output_prefix: str,
     workers: int,
     max_bad_lines: int = 0,
     say: Callable[[str], None],
-    watch: Callable[[Counts], None],
-) -> Outcome:
+    watch: Callable[[PreprocessCounts], None],
+) -> PreprocessResult:
     """Write `{output_prefix}_{key}_document.{bin,idx,json}` for each key.
 
     Nothing appears under these names before all of it is complete. `watch` is called after each
@@ -66,7 +315,7 @@ def preprocess(
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
     prefixes = output_prefixes(output_prefix, options.keys)
-    counts = Counts()
+    counts = PreprocessCounts()
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
         results = stack.enter_context(closing(_encoded(batches, options, workers=workers)))
@@ -92,7 +341,7 @@ def preprocess(
                 )
         for writer in writers:
             writer.close(tokenizer=tokenizer.describe())
-    return Outcome(prefixes=prefixes, dtype=dtype, counts=counts)
+    return PreprocessResult(prefixes=prefixes, dtype=dtype, counts=counts)
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> tuple[str, ...]:
@@ -150,9 +399,9 @@ def _is_running(pid: int) -> bool:
 
 
 def _report_bad(
-    batch: Batch,
+    batch: RecordBatch,
     bad: Sequence[tuple[int, str]],
-    counts: Counts,
+    counts: PreprocessCounts,
     *,
     allowed: int,
     say: Callable[[str], None],
@@ -176,8 +425,8 @@ def _write(writer: IndexedDatasetWriter, tokens: NDArray, lengths: Sequence[int]
 
 
 def _encoded(
-    batches: Iterable[Batch], options: EncodeOptions, *, workers: int
-) -> Generator[tuple[Batch, Encoded], None, None]:
+    batches: Iterable[RecordBatch], options: EncodeOptions, *, workers: int
+) -> Generator[tuple[RecordBatch, Encoded], None, None]:
     """Batches with their tokens, in order, made here by one worker or elsewhere by several."""
     work = functools.partial(encode, options=options)
     try:
@@ -188,7 +437,7 @@ def _encoded(
         for batch in batches:
             yield batch, _here(work, batch)
     except WorkerError as error:
-        assert isinstance(error.task, Batch)
+        assert isinstance(error.task, RecordBatch)
         numbers = f"{error.task.records[0][0]}-{error.task.records[-1][0]}"
         place = f"{error.task.source}:{numbers}"
         if error.died:
@@ -198,7 +447,7 @@ def _encoded(
         raise DataError(f"{place}: the tokenizer failed: {error.reason}") from error
 
 
-def _here(work: Callable[[Batch], Encoded], batch: Batch) -> Encoded:
+def _here(work: Callable[[RecordBatch], Encoded], batch: RecordBatch) -> Encoded:
     try:
         return work(batch)
     except SparsetronError:

@@ -1,8 +1,4 @@
-"""Raw text on its way to the tokenizer: which files, how they open, where a document begins.
-
-Readers hand on bytes in batches and leave parsing to the workers, so that one process can feed
-many. A file is never held whole, compressed or not, unless it is one document.
-"""
+"""Records of raw text files: JSON lines, plain text and tables, with their line or row numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +11,105 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from megatron.data.local_file import is_folder, require_regular, stat_of
-from megatron.data.records import Batch, Oversized, Payload
-from megatron.errors import ConfigError, DataError, SparsetronError
+from megatron.errors import ConfigError, DataError, SparsetronError, missing_extra
+
+
+@dataclass(frozen=True, slots=True)
+class Oversized:
+    """Stands for a record longer than the bound: its size in bytes, its content not kept."""
+
+    size: int
+
+
+Payload = bytes | tuple[object, ...] | Oversized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordBatch:
+    """Consecutive records of one source; each with its line or row number, from 1."""
+
+    source: str
+    kind: Literal["json", "text", "row"]
+    records: list[tuple[int, Payload]]
+    position: int  # bytes of all sources read so far, as stored (compressed)
+
+
+_ROWS = 256
+
+
+def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[RecordBatch]:
+    """Batches of rows of the columns `keys`; `position` grows with the rows read."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise missing_extra("pyarrow", "data") from error
+    size = path.stat().st_size
+    first = 1
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_columns(str(path), keys, file.schema_arrow.names)
+            total = max(file.metadata.num_rows, 1)
+            for part in file.iter_batches(batch_size=_ROWS, columns=list(keys)):
+                columns = [part.column(key).to_pylist() for key in keys]
+                done = before + size * (first - 1 + part.num_rows) // total
+                yield _rows(str(path), columns, first=first, position=done)
+                first += part.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[RecordBatch]:
+    """Rows of a data set that the `datasets` package knows by name, or of a folder of its own.
+
+    A name that is not a local folder is fetched from the hub, before this returns. `position`
+    counts rows.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_extra("datasets", "data") from error
+    try:
+        found: Any
+        if any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(name)
+            found = found[split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            found = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the package, the hub and the network raise what they like
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"--dataset {name}: split {split!r} cannot be loaded: {reason}") from error
+    _check_columns(name, keys, found.column_names)
+    return _slices(name, found, keys)
+
+
+def _slices(name: str, found: Any, keys: Sequence[str]) -> Iterator[RecordBatch]:
+    for start in range(0, len(found), _ROWS):
+        part = found[start : start + _ROWS]
+        columns = [list(part[key]) for key in keys]
+        yield _rows(name, columns, first=start + 1, position=start + len(columns[0]))
+
+
+def _check_columns(source: str, keys: Sequence[str], names: Sequence[str]) -> None:
+    missing = [key for key in keys if key not in names]
+    if missing:
+        raise DataError(
+            f"{source}: no column {missing[0]!r}; it has {', '.join(names)}; choose one of them "
+            "with --json-keys"
+        )
+
+
+def _rows(source: str, columns: list[list[object]], *, first: int, position: int) -> RecordBatch:
+    records: list[tuple[int, Payload]] = [
+        (first + at, row) for at, row in enumerate(zip(*columns, strict=True))
+    ]
+    return RecordBatch(source=source, kind="row", records=records, position=position)
+
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """A longer line, paragraph or file that is one document is taken for an accident."""
@@ -75,15 +164,13 @@ def read_batches(
     keys: Sequence[str],
     text_unit: TextUnit,
     max_bytes: int = MAX_DOCUMENT_BYTES,
-) -> Iterator[Batch]:
+) -> Iterator[RecordBatch]:
     """Batches of records in the order of the files, a batch never reaching over two files."""
     before = 0
     for path in files:
         size = path.stat().st_size
         kind = format_of(path)
         if kind == "parquet":
-            from megatron.data.tables import read_parquet
-
             yield from read_parquet(path, keys=keys, before=before)
         else:
             if kind == "text" and len(keys) > 1:
@@ -157,7 +244,7 @@ def _read_stream(
     text_unit: TextUnit,
     max_bytes: int,
     before: int,
-) -> Iterator[Batch]:
+) -> Iterator[RecordBatch]:
     records: list[tuple[int, Payload]] = []
     held = 0
     try:
@@ -167,11 +254,13 @@ def _read_stream(
                 held += len(payload) if isinstance(payload, bytes) else 0
                 if held >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
                     position = before + raw.tell()
-                    yield Batch(source=str(path), kind=kind, records=records, position=position)
+                    yield RecordBatch(
+                        source=str(path), kind=kind, records=records, position=position
+                    )
                     records, held = [], 0
             if records:
                 position = before + raw.tell()
-                yield Batch(source=str(path), kind=kind, records=records, position=position)
+                yield RecordBatch(source=str(path), kind=kind, records=records, position=position)
     except SparsetronError:
         raise
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:

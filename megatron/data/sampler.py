@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blended import SampleSource
+from megatron.data.blended_dataset import SampleSource
 from megatron.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRecord:
+class DataFileRecord:
     """What one file was when it was written: its size and the sha256 of its bytes, in hex."""
 
     bytes: int
@@ -36,7 +36,7 @@ def sidecar_path(prefix: str | os.PathLike[str]) -> Path:
 def write_sidecar(
     prefix: str | os.PathLike[str],
     tokenizer: Mapping[str, object],
-    files: Mapping[str, FileRecord] | None = None,
+    files: Mapping[str, DataFileRecord] | None = None,
 ) -> None:
     """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files;
     appears whole or not at all."""
@@ -52,7 +52,7 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
     return None if content is None else content["tokenizer"]
 
 
-def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, FileRecord] | None:
+def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecord] | None:
     """Size and hash of `.bin` and `.idx`, by suffix, as they were written; None where nothing
     recorded them: there is no sidecar, or an older version wrote it."""
     path = sidecar_path(prefix)
@@ -85,11 +85,11 @@ def check_sizes(prefix: str | os.PathLike[str]) -> None:
             )
 
 
-def _record(value: Mapping[str, object]) -> FileRecord:
+def _record(value: Mapping[str, object]) -> DataFileRecord:
     size, digest = value["bytes"], value["sha256"]
     if type(size) is not int or not isinstance(digest, str):
         raise ValueError
-    return FileRecord(bytes=size, sha256=digest)
+    return DataFileRecord(bytes=size, sha256=digest)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.data.bpe_files import END_OF_TEXT
 from megatron.data.sidecar import write_atomically
+from megatron.data.tokenizer import END_OF_TEXT
 from megatron.errors import ConfigError, DataError, missing_extra
 
 MIN_VOCAB_SIZE = 257

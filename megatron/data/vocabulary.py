@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.data.index_file import check_header
+from megatron.data.blended_dataset import DataOptions, split_sources
+from megatron.data.indexed_dataset import check_header
 from megatron.data.sidecar import read_sidecar
-from megatron.data.split import DataOptions, split_sources
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import ConfigError, DataError
 

@@ -41,7 +41,7 @@ class BucketClass(NamedTuple):
     dtype: object
 
 
-class Entry(NamedTuple):
+class PlannedParam(NamedTuple):
     """A parameter as the planner sees it: `numel` of its `entries` are stored; of a class."""
 
     name: str
@@ -59,7 +59,7 @@ class BucketPlan:
     numel: int
 
 
-def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
+def plan_buckets(entries: Iterable[PlannedParam], *, cap: int) -> list[BucketPlan]:
     """Cut parameters, given in order of arrival, into buckets of at most `cap` entries, stored or
     not: a pruned network sends the same parameters together as a dense one, and overlaps as much.
 
@@ -67,9 +67,9 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     in the order in which their last gradient arrives, but those that are summed over other groups
     first, which waits for the end of backward, come last, and tied ones very last (contract 8).
     """
-    open_buckets: dict[BucketClass, list[Entry]] = {}
+    open_buckets: dict[BucketClass, list[PlannedParam]] = {}
     lengths: dict[BucketClass, int] = {}
-    closed: list[tuple[int, list[Entry]]] = []
+    closed: list[tuple[int, list[PlannedParam]]] = []
     last_arrival: dict[BucketClass, int] = {}
     for position, entry in enumerate(entries):
         bucket = open_buckets.setdefault(entry.kind, [])
@@ -86,10 +86,10 @@ def plan_buckets(entries: Iterable[Entry], *, cap: int) -> list[BucketPlan]:
     return [_lay_out(bucket) for _, bucket in closed]
 
 
-def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Entry]:
+def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[PlannedParam]:
     """What to plan for, in the order in which backward makes the gradients: last layer first."""
     return [
-        Entry(
+        PlannedParam(
             info.name,
             layout.numel(info.name, info.param),
             info.param.numel(),
@@ -130,7 +130,7 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(bucket: list[Entry]) -> BucketPlan:
+def _lay_out(bucket: list[PlannedParam]) -> BucketPlan:
     slices: dict[str, Slice] = {}
     start = 0
     for entry in bucket:
@@ -184,7 +184,7 @@ class ParamShape:
             - count * self.tp_shard.start // self.tp_shard.block
         )
 
-    def entry(self, stored: int, dtype: object) -> Entry:
+    def entry(self, stored: int, dtype: object) -> PlannedParam:
         """For `plan_buckets`, if so many of its entries are stored."""
         kind = BucketClass(
             matrix=self.is_matrix,
@@ -194,7 +194,7 @@ class ParamShape:
             weight_decay=self.is_matrix,
             dtype=dtype,
         )
-        return Entry(self.name, stored, self.numel, kind)
+        return PlannedParam(self.name, stored, self.numel, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,7 @@ class PathBytes:
     own: int = 0
 
 
-class Sent(NamedTuple):
+class PlannedCollective(NamedTuple):
     """A collective over data-parallel ranks: `nbytes` is what an all-reduce or a reduce-scatter
     goes over, of an all-gather this rank's own part. `bucket`: which one it is of; `piece`: of the
     pieces of a bucket, which leave together. A second one of a piece waits for the first."""
@@ -252,7 +252,7 @@ class StepTraffic:
 
     name: str
     steps: int
-    sent: Sequence[Sent]
+    sent: Sequence[PlannedCollective]
 
     def bytes_sent(self, ranks: int) -> int:
         """On the data-parallel group by this rank in one of these steps."""
@@ -270,20 +270,24 @@ def mean_traffic(
 ) -> list[StepTraffic]:
     """Of a path that takes plain means of whole buckets, as `sharded.mean_reducer` does. `most`:
     entries of an all-reduce (None: of any number)."""
-    sent: list[Sent] = []
+    sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
         nbytes = grad_bytes * bucket.numel
         if sharded and rank.ranks > 1:
             own = shard_length(bucket.numel, rank.ranks)
-            scattered = Sent("reduce-scatter", grad_bytes * own * rank.ranks, number)
+            scattered = PlannedCollective("reduce-scatter", grad_bytes * own * rank.ranks, number)
             # gloo has none: there the whole bucket is all-reduced.
-            sent.append(scattered if rank.device == "cuda" else Sent("all-reduce", nbytes, number))
-            sent.append(Sent("all-gather", param_bytes * own, number))
+            sent.append(
+                scattered
+                if rank.device == "cuda"
+                else PlannedCollective("all-reduce", nbytes, number)
+            )
+            sent.append(PlannedCollective("all-gather", param_bytes * own, number))
         else:
             longest = most or max(bucket.numel, 1)
             for piece, start in enumerate(range(0, bucket.numel, longest)):
                 entries = min(longest, bucket.numel - start)
-                sent.append(Sent("all-reduce", grad_bytes * entries, number, piece))
+                sent.append(PlannedCollective("all-reduce", grad_bytes * entries, number, piece))
     return [StepTraffic("every step", steps, sent)]
 
 

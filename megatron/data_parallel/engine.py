@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.arriving import Arrival, ArrivingMeans
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import BucketPlan, entries_of, fingerprint, plan_buckets
 from megatron.data_parallel.gradient_path import PathParts
@@ -35,15 +34,16 @@ from megatron.data_parallel.held_gradients import HeldGradients, Slot
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.norm import may_overflow, reach, sum_of_squares
 from megatron.data_parallel.reducer import (
-    BucketUpdate,
-    Entries,
+    OptimizerUpdate,
+    PerEntryState,
     PiecewiseWork,
-    Reduced,
+    ReducedGrad,
     ReducerStats,
     Step,
     StepContext,
     Work,
 )
+from megatron.data_parallel.streaming import PiecewiseArrival, StreamedGrads
 from megatron.errors import ConfigError, NumericsError, PeerError
 from megatron.parallel.groups import Calls, Group, ProcessGroups
 from megatron.parallel.tensor_shard import ModelShard
@@ -58,7 +58,7 @@ REWIRER = "rewirer/"
 class _Term(NamedTuple):
     """What a sum over the model takes from a bucket's mean: a scalar."""
 
-    mean: Reduced
+    mean: ReducedGrad
     value: torch.Tensor
 
 
@@ -186,14 +186,14 @@ class GradientEngine:
         if not finite:
             for work in self._work:
                 work.drop()
-            none = ArrivingMeans(self._take, 0)
+            none = StreamedGrads(self._take, 0)
             return Step(ok=False, norm=math.nan, factor=0.0, request=request, reduced=none)
         step = Step(
             ok=True,
             norm=math.nan,
             factor=1.0 / self._context.loss_scale,
             request=request,
-            reduced=ArrivingMeans(self._take, len(self._work)),
+            reduced=StreamedGrads(self._take, len(self._work)),
             arriving=True,
         )
         if self.streams and not (clip_norm > 0.0 or unbounded):
@@ -219,7 +219,7 @@ class GradientEngine:
                 )
         wanted = self.wants_update
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
-            update = BucketUpdate(bucket.slices, reduced.values) if wanted else None
+            update = OptimizerUpdate(bucket.slices, reduced.values) if wanted else None
             # Batch step 13: commit.
             self.reducer.commit(bucket, update)
         # What was reduced may lie in buckets that are about to be replaced.
@@ -256,7 +256,7 @@ class GradientEngine:
                 yield self.infos[name], bucket, where
 
     def count_zeros(self, step: Step) -> int:
-        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
+        """PerEntryState of the mean gradient that are exactly zero, over the model-parallel ranks;
         vocabulary padding, which lies at a slice's end, does not count."""
         stored = 0
         nonzero: list[_Term] = []
@@ -288,7 +288,7 @@ class GradientEngine:
         extra = {**stats.extra, **self.rewirer.stats()}
         return dataclasses.replace(stats, extra=extra, notes=(*stats.notes, *self.rewirer.notes()))
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """The path's state that is equal on all data-parallel ranks, for the checkpoint."""
         yield from self.reducer.shared_tensors()
         if self.rewirer is not None:
@@ -368,21 +368,21 @@ class GradientEngine:
             )
         return _Vote(not bad_anywhere, int(most_urgent), bool(unbounded))
 
-    def _take(self, number: int) -> Reduced:
+    def _take(self, number: int) -> ReducedGrad:
         """Batch step 9: wait for a bucket's mean. Its share of the norm is found while others
         arrive, and before the optimizer overwrites the mean."""
         bucket, work = self.buckets[number], self._work[number]
         seen = partial(self._see, counts=self.model_shard.owns(bucket))
         if isinstance(work, PiecewiseWork):
-            return Reduced(values=bucket.grad, until=Arrival(work.pieces, seen))
+            return ReducedGrad(values=bucket.grad, until=PiecewiseArrival(work.pieces, seen))
         seen(reduced := work.wait())
         return reduced
 
-    def _see(self, reduced: Reduced, *, counts: bool) -> None:
+    def _see(self, reduced: ReducedGrad, *, counts: bool) -> None:
         if counts:
             self._squares.append(self._square(reduced))
 
-    def _square(self, reduced: Reduced) -> _Term:
+    def _square(self, reduced: ReducedGrad) -> _Term:
         return _Term(reduced, sum_of_squares(reduced.values))
 
     def _await(self, step: Step) -> None:

@@ -22,11 +22,11 @@ from megatron.data_parallel.bucket_plan import (
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config.refused_pairs import RefusedPair
+    from megatron.config.validate import RefusedPair
     from megatron.data_parallel.bucket import ParamInfo
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.layout import BucketLayout
-    from megatron.data_parallel.reducer import Entries, GradientReducer
+    from megatron.data_parallel.reducer import GradientReducer, PerEntryState
     from megatron.parallel.groups import ProcessGroups
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,7 +34,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewiring:
+class LayoutChange:
     """Other coordinates: `layout` says which. What both layouts store is kept bit by bit, what is
     new starts from zero, and so does what was there but is `anew`: positions in the flattened
     parameter (int64), by name. With `reset_moments` all moments start from zero."""
@@ -44,7 +44,7 @@ class Rewiring:
     anew: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
 
 
-class Rewirer:
+class MaskUpdater:
     """Changes which entries exist while a run goes on. Every data-parallel rank has one, sees the
     same weights and must decide the same."""
 
@@ -55,7 +55,7 @@ class Rewirer:
 
     def after_update(
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
-    ) -> Rewiring | None:
+    ) -> LayoutChange | None:
         """Return what to change after the applied update `t`; None, mostly, for nothing. `weights`
         are the fp32 master weights of the stored entries, 1-D, found only as they are iterated
         over."""
@@ -74,7 +74,7 @@ class Rewirer:
         """Return sentences for the log since the last call."""
         return ()
 
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """Yield state for the checkpoint, as a reducer's that is equal on all data-parallel
         ranks."""
         return iter(())
@@ -90,11 +90,11 @@ class PathParts:
 
     layout: BucketLayout
     reducer: GradientReducer
-    rewirer: Rewirer | None = None
+    rewirer: MaskUpdater | None = None
     notes: tuple[str, ...] = ()
 
 
-class Saved(Protocol):
+class CheckpointView(Protocol):
     """The checkpoint a run starts from, as far as a path may look at it; the run's model is that
     of the checkpoint. `same_path`: so are the gradient path and its settings."""
 
@@ -166,7 +166,7 @@ class GradientPath:
         config: Any,
         infos: Sequence[ParamInfo],
         groups: ProcessGroups,
-        saved: Saved | None = None,
+        saved: CheckpointView | None = None,
     ) -> PathParts:
         """Build layout and reducer for the parameters, which hold their initial weights.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.layout import BucketLayout
-    from megatron.optimizer.rules import Hyper, UpdateRule
+    from megatron.optimizer.update_rules import Hyper, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StepContext:
 
 
 @dataclass(frozen=True)
-class Run:
+class IndexRange:
     """Positions `[start, stop)` of a bucket, all of which are sent; their values begin at `at`."""
 
     start: int
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def values(self) -> slice:
-        """Where its values lie in `Reduced.values`."""
+        """Where its values lie in `ReducedGrad.values`."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
@@ -57,7 +57,7 @@ class SparseIndex(Protocol):
         ...
 
     @property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[IndexRange]:
         """Ranges of which every position is sent in this step and whose corrected update the
         reducer may want; empty where it wants none."""
         ...
@@ -69,7 +69,7 @@ class SparseIndex(Protocol):
     def apply(
         self,
         rule: UpdateRule,
-        reduced: Reduced,
+        reduced: ReducedGrad,
         weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
@@ -87,7 +87,7 @@ def _all_are_there(stop: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced:
+class ReducedGrad:
     """The gradient of the global batch's mean loss with respect to a bucket: the mean over
     data-parallel ranks of what backward accumulated there, or its sum where each rank's loss was
     divided by the whole batch beforehand (`--predivide-loss`), the same but for rounding. Norm,
@@ -99,7 +99,7 @@ class Reduced:
     and weights only decay ("frozen"). `gathered`: number of steps whose gradients each value sums
     up (fp32, as long as the values), None for one. `part`: the positions of the bucket that all of
     this is of, where other data-parallel ranks got the others; None for all. `until`: blocks until
-    the values before a place are there, as all mostly are (`Means.begun`).
+    the values before a place are there, as all mostly are (`ReducedGrads.begun`).
     """
 
     values: torch.Tensor
@@ -114,7 +114,7 @@ class Work(Protocol):
     """A reduction under way. Either of its methods is called, once every rank has told whether
     its gradients are finite."""
 
-    def wait(self) -> Reduced:
+    def wait(self) -> ReducedGrad:
         """Block until the mean is there; the values belong to the bucket until zeroing."""
         ...
 
@@ -134,7 +134,7 @@ class PiecewiseWork(Work, Protocol):
 
 
 @dataclass(frozen=True)
-class BucketUpdate:
+class OptimizerUpdate:
     """The optimizer's corrected update of a bucket, for reducers that asked for it: it lies where
     the reduced gradient lay that the optimizer consumed; of a sparse one, in the index's runs."""
 
@@ -148,7 +148,7 @@ class BucketUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entries:
+class PerEntryState:
     """State that goes by the entries of a parameter, for the checkpoint, which holds it in terms of
     the logical tensor, so that any grid can load it.
 
@@ -225,7 +225,7 @@ class GradientReducer:
         """Return whether `commit` needs the optimizer's corrected update at this step."""
         return False
 
-    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
         """Take into the state what was not sent: the step was applied."""
 
     def abort(self, bucket: GradBucket) -> None:
@@ -242,16 +242,16 @@ class GradientReducer:
         sent, waited = self.exchange.take_counters()
         return ReducerStats(bytes_sent=sent, wait_seconds=waited)
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """Yield state that is equal on all data-parallel ranks, by name.
 
-        The name of `Entries` ends in "/" and the name of their parameter. A plain tensor is equal
-        on all ranks, model-parallel ones too, that have state of its name: the name must tell apart
-        tensors that differ.
+        The name of `PerEntryState` ends in "/" and the name of their parameter. A plain tensor is
+        equal on all ranks, model-parallel ones too, that have state of its name: the name must tell
+        apart tensors that differ.
         """
         return iter(())
 
-    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
+    def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
         """Yield state of this data-parallel rank alone, by the name of the parameter: values that
         were not sent yet. Another number of data-parallel ranks gets the mean."""
         return iter(())
@@ -264,18 +264,18 @@ class GradientReducer:
         assert not own, "a reducer without state of its own loads none"
 
 
-class Means(Protocol):
+class ReducedGrads(Protocol):
     """What was reduced in a step, one for each bucket, in index order. To ask for one may block
     until it is there; those before it are there then too."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Reduced: ...
+    def __getitem__(self, index: int, /) -> ReducedGrad: ...
 
-    def __iter__(self) -> Iterator[Reduced]: ...
+    def __iter__(self) -> Iterator[ReducedGrad]: ...
 
-    def begun(self, index: int, /) -> Reduced:
-        """One of them, of which the first values are there (`Reduced.until`)."""
+    def begun(self, index: int, /) -> ReducedGrad:
+        """One of them, of which the first values are there (`ReducedGrad.until`)."""
         ...
 
     def clear(self) -> None:
@@ -298,5 +298,5 @@ class Step:
     norm: float
     factor: float
     request: int = 0
-    reduced: Means
+    reduced: ReducedGrads
     arriving: bool = False

@@ -6,9 +6,8 @@ formatting happens at the log interval. Ranks that do not write hold a `NullMetr
 
 from __future__ import annotations
 
-from megatron.metrics.files import cut_metrics
+from megatron.metrics.logger import Metrics, NullMetrics, cut_metrics
 from megatron.metrics.record import EVALUATION_KINDS, StepRecord
-from megatron.metrics.sink import Metrics, NullMetrics
 from megatron.metrics.throughput import Throughput, Workload
 from megatron.metrics.trackers import check_trackers
 

@@ -55,7 +55,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
+class LogInterval:
     """What the steps since the last log line have in common: sums, means and counts; of `path`,
     which not every step has, the latest of each name."""
 
@@ -75,7 +75,7 @@ class Interval:
     axis_bytes_per_step: dict[str, float]
 
 
-def summarize(records: Sequence[StepRecord]) -> Interval:
+def summarize(records: Sequence[StepRecord]) -> LogInterval:
     """Fold a non-empty interval of steps.
 
     The loss is the mean over the steps that were applied; where all were skipped, over those.
@@ -84,7 +84,7 @@ def summarize(records: Sequence[StepRecord]) -> Interval:
     applied = [r.lm_loss for r in records if not r.skipped]
     losses = applied or [r.lm_loss for r in records]
     waits = [r.wait_seconds for r in records if r.wait_seconds is not None]
-    return Interval(
+    return LogInterval(
         steps=len(records),
         seconds=sum(r.step_seconds for r in records),
         tokens=sum(r.tokens for r in records),

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.metrics.log_line import flop_rate, three_digits
 from megatron.metrics.record import StepRecord
-from megatron.metrics.units import flop_rate, three_digits
 from megatron.model.flops import training_days
 
 FLOPS_PER_TOKEN_OF_GPT3 = 6e8

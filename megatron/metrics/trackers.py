@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.errors import missing_extra
+from megatron.metrics.log_line import perplexity
 from megatron.metrics.record import StepRecord
-from megatron.metrics.units import perplexity
 
 if TYPE_CHECKING:
     from megatron.config import LoggingConfig

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel
-from megatron.tensor_parallel.layers import CutModule, multiply_by_columns
+from megatron.tensor_parallel.layers import ShardedModule, multiply_by_columns
 from megatron.tensor_parallel.products import multiply
 from megatron.tensor_parallel.vocabulary import VocabularyTable, padded_share, vocabulary_shard
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """A matrix of rows to look up; values are left for `init` to fill."""
 
     def __init__(
@@ -51,9 +51,9 @@ class Embedding(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.position_embeddings: Table | None = None
+        self.position_embeddings: EmbeddingTable | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = Table(
+            self.position_embeddings = EmbeddingTable(
                 config.positions, config.hidden_size, dtype=dtype, device=device
             )
 
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
         return F.dropout(hidden, self.dropout, self.training)
 
 
-class OutputLayer(CutModule):
+class OutputLayer(ShardedModule):
     """Hidden states to this rank's share of the logits, without bias: [..., h] -> [..., columns],
     padding included.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import recomputed
-from megatron.low_memory.spans import Span, recompute_spans, recomputes_attention
+from megatron.low_memory.checkpoint_interval import Span, recompute_spans, recomputes_attention
 from megatron.model.attention import KeyValueCache, document_mask
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.flops import is_of_heads
@@ -30,7 +30,7 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, Layer
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig, RecomputeConfig
-    from megatron.data.loader import DeviceMicrobatch
+    from megatron.data.data_loader import DeviceMicrobatch
 
 _WORD_TABLE = "embedding.word_embeddings.weight"
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.model import ROPE_SCALING
-from megatron.config.values import show
+from megatron.config.fields import show
+from megatron.config.sections import ROPE_SCALING
 from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"

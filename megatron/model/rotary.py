@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.config.model import ROPE_SCALING
+from megatron.config.sections import ROPE_SCALING
 
 
 class Rotary(NamedTuple):

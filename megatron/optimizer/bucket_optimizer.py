@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.gradient_path import Rewiring
-from megatron.data_parallel.reducer import Reduced, SparseIndex, Step
+from megatron.data_parallel.gradient_path import LayoutChange
+from megatron.data_parallel.reducer import ReducedGrad, SparseIndex, Step
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
+from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, fill
 from megatron.optimizer.host import beside
-from megatron.optimizer.rules import Hyper, UpdateRule
-from megatron.optimizer.shards import Kept, ShardUpdates, bind, fill
+from megatron.optimizer.update_rules import Hyper, UpdateRule
 from megatron.transfer import to_device
 
 PARAM = "param"
@@ -93,7 +93,7 @@ class BucketOptimizer:
         if change is not None:
             self.rebucket(change)
 
-    def rebucket(self, change: Rewiring) -> None:
+    def rebucket(self, change: LayoutChange) -> None:
         """Go over to other coordinates, for the engine and the states. Collective, as
         `GradientEngine.rebucket`."""
         before, engine = self.engine.layout, self.engine
@@ -210,11 +210,11 @@ class BucketOptimizer:
             for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
                 yield name, kind, own.of(flat)
 
-    def _held(self) -> Iterator[tuple[str, str, Kept]]:
+    def _held(self) -> Iterator[tuple[str, str, StateShard]]:
         """Kind, name and what this rank has of every state."""
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
-                yield kind, name, Kept.of(bucket, name, flat)
+                yield kind, name, StateShard.of(bucket, name, flat)
 
     def _allocate(self, bucket: GradBucket) -> BucketState:
         def zeros() -> torch.Tensor:
@@ -225,7 +225,7 @@ class BucketOptimizer:
     def _update(
         self,
         bucket: GradBucket,
-        reduced: Reduced,
+        reduced: ReducedGrad,
         factor: float,
         hyper: Hyper,
         out: torch.Tensor | None = None,
@@ -262,7 +262,7 @@ class BucketOptimizer:
         self,
         bucket: GradBucket,
         index: SparseIndex,
-        reduced: Reduced,
+        reduced: ReducedGrad,
         factor: float,
         hyper: Hyper,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.optimizer.loss_scaler import ConstantScaler, DynamicScaler, LossScaler
 from megatron.optimizer.lr import LearningRate, WeightDecay
-from megatron.optimizer.rules import SGD, AdamW, ApexAdamW, UpdateRule
+from megatron.optimizer.update_rules import SGD, AdamW, ApexAdamW, UpdateRule
 
 
 def update_rule(config: Config) -> UpdateRule:

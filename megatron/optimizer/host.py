@@ -9,7 +9,7 @@ import torch
 from megatron.data_parallel.layout import BucketLayout
 
 
-class Places(Protocol):
+class HostLayout(Protocol):
     """The part of a `BucketLayout` that brings states and dense tensors together."""
 
     def gather(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -17,7 +17,7 @@ class Places(Protocol):
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None: ...
 
 
-class ByMask:
+class MaskedHostLayout:
     """`gather` and `scatter` of a layout, whose own index is on the device, by its masks: slow, and
     for tensors of any memory."""
 
@@ -38,6 +38,6 @@ class ByMask:
             dense[mask] = flat.to(dense.dtype)
 
 
-def beside(layout: BucketLayout, state: torch.Tensor, param: torch.Tensor) -> Places:
+def beside(layout: BucketLayout, state: torch.Tensor, param: torch.Tensor) -> HostLayout:
     """A layout as it works on states that are where `state` is."""
-    return layout if state.device == param.device else ByMask(layout)
+    return layout if state.device == param.device else MaskedHostLayout(layout)

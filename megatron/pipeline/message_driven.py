@@ -1,12 +1,24 @@
-"""What a pipeline rank computes next, by what has arrived (Singh and Bhatele 2022, Algorithm 2).
-Decides only: no torch, no transport, no clock."""
+"""AxoNN's message-driven schedule: whichever message arrived decides the next operation.
+
+`BatchProgress` is the pure decision. `MessageDriven` applies it once for all tensor-parallel ranks
+of a stage: their passes hold collectives that must meet, so rank 0 decides and tells the others,
+which wait for the very message that rank 0 found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedule import Kind, Message, Operation, Place
+from megatron.pipeline.schedule import Kind, Message, Operation, StagePosition
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.parallel.groups import Group
+    from megatron.pipeline.transport import ArrivalTransport
+    from megatron.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +30,7 @@ class BatchProgress:
     to a stage that holds `limit` no activation is on its way.
     """
 
-    place: Place
+    place: StagePosition
     microbatches: int
     limit: int
     forwards: int = 0
@@ -65,3 +77,74 @@ class BatchProgress:
         """All that a whole batch needs, those of each kind in the order in which they come."""
         passes = [Operation(kind, i) for i in range(self.microbatches) for kind in Kind]
         return [message for each in passes if (message := self.place.needs(each)) is not None]
+
+
+WAIT = "any-recv"
+"""Timer of waiting for whichever message comes first; the others of a stage wait for word of it."""
+_KINDS = tuple(Kind)
+
+
+class MessageDriven:
+    """What a rank of a message-driven pipeline runs. `limit`: microbatches in flight at most (None:
+    as many as stages); `tp`: the ranks that share the stage; `device`: that which computes."""
+
+    def __init__(
+        self,
+        place: StagePosition,
+        *,
+        limit: int | None,
+        transport: ArrivalTransport,
+        tp: Group,
+        device: torch.device,
+        timers: Timers,
+        at: Callable[[str], None],
+    ) -> None:
+        self.limit = place.stages if limit is None else limit
+        self._place, self._transport, self._tp = place, transport, tp
+        self._device, self._timers, self._at = device, timers, at
+
+    def begin(self, microbatches: int) -> BatchProgress:
+        """The progress at the start of a batch."""
+        return BatchProgress(place=self._place, microbatches=microbatches, limit=self.limit)
+
+    def passes(self, progress: BatchProgress) -> Iterator[Operation]:
+        """The rest of the batch, pass by pass, each decided on when it is asked for; the caller has
+        told the transport what to expect, and runs it before it asks for the next one. Collective
+        over `tp`."""
+        while possible := progress.possible():
+            operation = possible[0] if len(possible) == 1 else self._agree(progress)
+            yield operation
+            progress = progress.after(operation)
+
+    def _agree(self, progress: BatchProgress) -> Operation:
+        import torch  # Here, so that the simulator of tools/planner needs none for `BatchProgress`.
+
+        if self._tp.rank == 0:
+            operation = self._decide(progress)
+            self._tell(torch.tensor([_KINDS.index(operation.kind), operation.microbatch]))
+            return operation
+        told = torch.empty(2, dtype=torch.int64)
+        self._at("receive")
+        with self._timers(WAIT, level=2):
+            self._tell(told)
+        kind, microbatch = told.tolist()
+        return Operation(_KINDS[kind], microbatch)
+
+    def _tell(self, what: torch.Tensor) -> None:
+        """On the CPU on every device: the next pass is launched by it."""
+        self._tp.broadcast(what, source=0, about="next pass")
+
+    def _decide(self, progress: BatchProgress) -> Operation:
+        if self._device.type == "cuda":
+            import torch
+
+            # Until the last pass is computed, more may arrive to choose from.
+            torch.cuda.current_stream(self._device).synchronize()
+        operation = progress.choose(self._transport.arrived(wait=False))
+        if operation is None:
+            self._at("receive")
+            with self._timers(WAIT, level=2):
+                arrived = self._transport.arrived(wait=True)
+            operation = progress.choose(arrived)
+            assert operation is not None, f"{arrived} was not to come next at {progress}"
+        return operation

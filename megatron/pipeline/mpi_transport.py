@@ -1,33 +1,351 @@
-"""Moves messages between pipeline stages over MPI, and tells which came: AxoNN's Algorithm 2.
-
-    expect          posts 2 receives of each kind --> arrived? --> receive: posts the next
-    send            begun when computed, kept until MPI is through with it
-                    both move on while the rank computes or waits elsewhere (`mpi_progress`)
-
-torch.distributed does not do: gloo's receives do not tell that they are done until they are waited
-for, so nobody could take up whichever message came first.
-"""
+"""Pipeline messages over MPI: staging buffers, the progress thread, and the transport."""
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from mpi4py import MPI
 
 from megatron.errors import PeerError
-from megatron.mpi_world import duplicate, has_cuda
+from megatron.launch import LONGEST_PAUSE, duplicate, has_cuda, poll
 from megatron.parallel.groups import Edges, ProcessGroups
-from megatron.pipeline.mpi_progress import MessageMover, Transfer
-from megatron.pipeline.mpi_staging import Parcel, Staging, staging_for
 from megatron.pipeline.schedule import POSTED, Kind, Message
 from megatron.pipeline.transport import NoTransport, agree_on_shape
 
 if TYPE_CHECKING:
     from megatron.pipeline.transport import ArrivalTransport
+
+
+class StreamEvent(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream got there."""
+        ...
+
+
+class Streams(Protocol):
+    """A device's queues: the one that computes, and one at its side for copies."""
+
+    def mark(self) -> StreamEvent:
+        """What the computing stream was given until now."""
+        ...
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
+        """A copy in pinned memory, made at the side once the tensor is computed."""
+        ...
+
+    def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
+        """A copy on the device, made at the side at once, whichever thread asks."""
+        ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device reads and writes by itself."""
+        ...
+
+    def use(self, tensor: torch.Tensor, copied: StreamEvent) -> None:
+        """Let the computing stream wait for a copy and have it from then on."""
+        ...
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(kw_only=True)
+class MessageBuffer:
+    """One message's memory. `buffer`: contiguous, for MPI, which may touch it once `ready`.
+    `landed` must be called when MPI has written to it, by any thread."""
+
+    buffer: torch.Tensor
+    ready: Callable[[], bool] = lambda: True
+    landed: Callable[[], None] = _nothing
+    fetch: Callable[[], torch.Tensor] | None = None
+
+    def take(self) -> torch.Tensor:
+        """The tensor that landed, for the computing stream."""
+        return self.buffer if self.fetch is None else self.fetch()
+
+
+class Staging(Protocol):
+    """Makes the parcels of a transport's messages."""
+
+    def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+        """For a contiguous tensor that is about to be sent."""
+        ...
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
+        """For one that is to be received."""
+        ...
+
+
+class HostStaging:
+    """Tensors in host memory."""
+
+    def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+        return MessageBuffer(buffer=tensor)
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
+        return MessageBuffer(buffer=torch.empty(shape, dtype=dtype))
+
+
+class DirectStaging:
+    """Tensors on a device whose memory MPI reads and writes itself."""
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+
+    def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+        return MessageBuffer(buffer=tensor, ready=self._streams.mark().query)
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
+        # The allocator hands out memory that kernels in the queue still use: they come first in the
+        # stream, but MPI is not in the stream.
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return MessageBuffer(buffer=tensor, ready=self._streams.mark().query)
+
+
+class PinnedStaging:
+    """Tensors on a device that MPI does not know of."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+        pinned, copied = self._streams.to_host(tensor)
+        return MessageBuffer(buffer=pinned, ready=copied.query)
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
+        pinned = self._streams.pinned(shape, dtype)
+        arrived: list[tuple[torch.Tensor, StreamEvent]] = []
+
+        def landed() -> None:
+            arrived.append(self._streams.to_device(pinned))
+
+        def fetch() -> torch.Tensor:
+            ((tensor, copied),) = arrived
+            self._streams.use(tensor, copied)
+            return tensor
+
+        return MessageBuffer(buffer=pinned, landed=landed, fetch=fetch)
+
+
+class CudaStreams:
+    """The current stream of a CUDA device, and one at its side for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        pinned = self.pinned(tuple(tensor.shape), tensor.dtype)
+        self._down.wait_event(self.mark())
+        with torch.cuda.stream(self._down):
+            pinned.copy_(tensor, non_blocking=True)
+        # Its memory may not go to another tensor before the copy is made.
+        tensor.record_stream(self._down)
+        event = torch.cuda.Event()
+        event.record(self._down)
+        return pinned, event
+
+    def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        # Allocated at the side too, so that the copy waits for nothing that is being computed.
+        with torch.cuda.stream(self._up):
+            tensor = pinned.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._up)
+        return tensor, event
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # From a cache, which does not give a block out again before copies from it are made.
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def use(self, tensor: torch.Tensor, copied: StreamEvent) -> None:
+        assert isinstance(copied, torch.cuda.Event)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
+        tensor.record_stream(stream)
+
+
+def staging_for(device: torch.device, *, mpi_has_cuda: bool) -> Staging:
+    """How messages of tensors on `device` reach MPI."""
+    if device.type != "cuda":
+        return HostStaging()
+    streams = CudaStreams(device)
+    return DirectStaging(streams, device) if mpi_has_cuda else PinnedStaging(streams)
+
+
+_CLOSING_SECONDS = 0.5
+
+
+@dataclass(kw_only=True, eq=False)
+class MPITransfer:
+    """A message on its way. `line`: those of one line are handed to MPI in the order in which they
+    were begun, by `issue`. `place`: that of its end among all that ended."""
+
+    line: Hashable
+    parcel: MessageBuffer
+    issue: Callable[[], MPI.Request]
+    place: int | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether MPI is through with it."""
+        return self.place is not None
+
+
+@dataclass
+class _State:
+    """What the thread shares with those who begin transfers, under one lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    some: threading.Event = field(default_factory=threading.Event)
+    """Whether there may be anything to ask about."""
+    unready: list[MPITransfer] = field(default_factory=list)
+    issued: list[MPITransfer] = field(default_factory=list)
+    requests: list[MPI.Request] = field(default_factory=list)
+    ended: int = 0
+    error: Exception | None = None
+    is_watched: bool = False
+    is_closing: bool = False
+
+    def sweep(self) -> None:
+        """Hand MPI what is ready, and see what ended. Under the lock."""
+        if self.error is not None:
+            raise self.error
+        try:
+            self._issue()
+            if self.requests:
+                self._see(MPI.Request.Testsome(self.requests) or [])
+        except MPI.Exception as error:
+            self.error = PeerError(f"MPI: {' '.join(str(error).split())}")
+            raise self.error from None
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _issue(self) -> None:
+        held: set[Hashable] = set()
+        for transfer in list(self.unready):
+            if transfer.line in held or not transfer.parcel.ready():
+                held.add(transfer.line)
+                continue
+            self.requests.append(transfer.issue())
+            self.issued.append(transfer)
+            self.unready.remove(transfer)
+
+    def _see(self, ended: list[int]) -> None:
+        for index in sorted(ended):
+            transfer = self.issued[index]
+            transfer.parcel.landed()
+            transfer.place = self.ended
+            self.ended += 1
+        for index in sorted(ended, reverse=True):
+            del self.issued[index], self.requests[index]
+
+
+class MessageMover:
+    """The transfers of one rank; the only one in its process that calls MPI while it is open."""
+
+    def __init__(
+        self, *, with_thread: bool = True, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        """`prepare`: called first by the thread, such as to choose its device."""
+        self._state = _State()
+        self._thread: threading.Thread | None = None
+        if with_thread:
+            self._thread = threading.Thread(
+                target=_keep_moving, args=(self._state, prepare), name="mpi progress", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, _end, self._state, self._thread)
+
+    @property
+    def outstanding(self) -> int:
+        """Transfers begun and not done."""
+        return len(self._state.unready) + len(self._state.issued)
+
+    def begin(self, transfer: MPITransfer) -> None:
+        """Have a message move; returns at once."""
+        state = self._state
+        with state.lock:
+            state.unready.append(transfer)
+            state.sweep()
+        state.some.set()
+
+    def look(self) -> None:
+        """See what happened meanwhile. Raises `PeerError` where MPI says that a peer is lost."""
+        with self._state.lock:
+            self._state.sweep()
+
+    def wait(self, done: Callable[[], bool], *, seconds: float) -> bool:
+        """Look until `done`; False if that is not so after `seconds`."""
+        if done():
+            return True
+
+        def looked() -> bool:
+            self.look()
+            return done()
+
+        self._state.is_watched = True
+        try:
+            return poll(looked, seconds=seconds)
+        finally:
+            self._state.is_watched = False
+
+    def close(self) -> None:
+        """End the thread, and cancel what is under way: nothing is, after an orderly end."""
+        state = self._state
+        if self._thread is not None:
+            _end(state, self._thread)
+        state.unready.clear()
+        for request in state.requests:
+            request.Cancel()
+        poll(lambda: MPI.Request.Testall(state.requests), seconds=_CLOSING_SECONDS)
+        state.requests.clear()
+        state.issued.clear()
+
+
+def _end(state: _State, thread: threading.Thread) -> None:
+    state.is_closing = True
+    state.some.set()
+    if thread is not threading.current_thread():  # which the garbage collector may run in
+        thread.join()
+
+
+def _keep_moving(state: _State, prepare: Callable[[], None]) -> None:
+    prepare()
+    while state.some.wait():
+        # Asked after `clear` too, which may come between the two lines of `_end`.
+        if state.is_closing:
+            return
+        time.sleep(LONGEST_PAUSE)
+        if state.is_watched:
+            continue  # the main thread asks by itself
+        with state.lock:
+            if not state.issued and not state.unready:
+                state.some.clear()
+                if state.is_closing:
+                    return
+                continue
+            try:
+                state.sweep()
+            except Exception:
+                return  # kept; whoever looks next raises it
+
 
 TAGS = 32768
 """MPI allows at least as many (MPI_TAG_UB is 32767 or more)."""
@@ -59,8 +377,10 @@ class MPITransport:
         self._seconds, self._tags = seconds, tags
         self._progress = progress or MessageMover()
         self._expected: dict[Kind, deque[Message]] = {kind: deque() for kind in Kind}
-        self._posted: dict[Kind, deque[tuple[Message, Transfer]]] = {k: deque() for k in Kind}
-        self._sent: dict[Kind, deque[tuple[Message, Transfer]]] = {kind: deque() for kind in Kind}
+        self._posted: dict[Kind, deque[tuple[Message, MPITransfer]]] = {k: deque() for k in Kind}
+        self._sent: dict[Kind, deque[tuple[Message, MPITransfer]]] = {
+            kind: deque() for kind in Kind
+        }
         self._unanswered = 0
 
     @property
@@ -127,12 +447,12 @@ class MPITransport:
             transfer = self._begin(message, "receive", edge.ranks[0], parcel)
             posted.append((message, transfer))
 
-    def _begin(self, message: Message, way: str, peer: int, parcel: Parcel) -> Transfer:
+    def _begin(self, message: Message, way: str, peer: int, parcel: MessageBuffer) -> MPITransfer:
         memory = parcel.buffer
         address = MPI.buffer.fromaddress(memory.data_ptr(), memory.nbytes)
         tag = message.microbatch % (self._tags // 2) * 2 + (message.kind is Kind.BACKWARD)
         issue = self._comm.Isend if way == "send" else self._comm.Irecv
-        transfer = Transfer(
+        transfer = MPITransfer(
             line=(way, message.kind),
             parcel=parcel,
             issue=partial(issue, [address, MPI.BYTE], peer, tag),

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data.loader import DeviceMicrobatch
+from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data_parallel.engine import GradientEngine
-from megatron.pipeline.course import WAIT, MessageDriven
+from megatron.pipeline.message_driven import WAIT, MessageDriven
 from megatron.pipeline.schedule import (
     Kind,
     Message,
     Operation,
-    Place,
+    StagePosition,
     forward_only,
     interleaved,
     warm_up,
@@ -40,7 +40,7 @@ class Pipeline:
     stage has several chunks)."""
 
     stage: Stage
-    place: Place
+    place: StagePosition
     transport: Transport
     engine: GradientEngine
     timers: Timers

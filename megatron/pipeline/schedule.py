@@ -55,7 +55,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StagePosition:
     """Where a rank stands: `stage` of `stages`, each with `chunks` runs of layers."""
 
     stage: int = 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.data.loader import DeviceMicrobatch
+from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data_parallel.bucket import ParamInfo
 
 

@@ -7,7 +7,7 @@ Needs no torch and no network. `write_report` may be called at any time, also wh
 from __future__ import annotations
 
 from megatron.report.comparison import Comparison, compare, write_comparison
-from megatron.report.runs import Run, read_run
+from megatron.report.runs import RunData, read_run
 from megatron.report.writing import write_report
 
-__all__ = ["Comparison", "Run", "compare", "read_run", "write_comparison", "write_report"]
+__all__ = ["Comparison", "RunData", "compare", "read_run", "write_comparison", "write_report"]

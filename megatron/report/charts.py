@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron.report.axes import TickFormat, counted, plain, traffic
-from megatron.report.runs import Run
+from megatron.report.runs import RunData
 from megatron.report.series import Series, smooth, smoothing_window
 from megatron.report.svg import chart
 
@@ -18,7 +18,7 @@ LONG_RUN = 100
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 
 
-def run_charts(run: Run) -> list[str]:
+def run_charts(run: RunData) -> list[str]:
     """All charts of one run as SVG; empty where no step is recorded."""
     if not run.iterations:
         return []
@@ -46,7 +46,7 @@ def run_charts(run: Run) -> list[str]:
     return charts
 
 
-def loss_chart(run: Run, *, after: int | None = None) -> str:
+def loss_chart(run: RunData, *, after: int | None = None) -> str:
     """Training loss with its running mean, the validation points, and marks at NaN steps.
 
     `after` leaves out the steps up to that one, so that the slow end of a run can be seen.
@@ -63,7 +63,7 @@ def loss_chart(run: Run, *, after: int | None = None) -> str:
     return chart(title, series, marks=bad, mark_label="NaN or infinite")
 
 
-def comparison_charts(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
     """The losses of several runs in one chart, then without the beginning; validation is dashed."""
     series: list[Series] = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -85,7 +85,7 @@ def comparison_charts(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
     return charts
 
 
-def _speed_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _speed_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     """The time of a step of each run."""
     series = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -96,7 +96,7 @@ def _speed_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return chart("Step time (ms)", series, from_zero=True)
 
 
-def _sent_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _sent_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     """What each run has sent up to each step, which is what loss is bought with."""
     series = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -107,7 +107,7 @@ def _sent_chart(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return chart(title, series, from_zero=True, tick_format=traffic)
 
 
-def difference_chart(first: Run, other: Run, label: str) -> str:
+def difference_chart(first: RunData, other: RunData, label: str) -> str:
     """The absolute difference of two runs' losses where both have a step."""
     losses = dict(zip(other.iterations, other.steps["lm_loss"], strict=True))
     pairs = [
@@ -122,7 +122,7 @@ def difference_chart(first: Run, other: Run, label: str) -> str:
     )
 
 
-def _with_mean(run: Run, values: Sequence[float], *, color: str, label: str) -> list[Series]:
+def _with_mean(run: RunData, values: Sequence[float], *, color: str, label: str) -> list[Series]:
     window = smoothing_window(len(values))
     if window == 1:
         return [Series(label=label, x=run.iterations, y=values, color=color, width=2)]
@@ -137,7 +137,7 @@ def _with_mean(run: Run, values: Sequence[float], *, color: str, label: str) -> 
     return [raw, mean]
 
 
-def _validation(run: Run, *, label: str, color: str, dashed: bool = False) -> list[Series]:
+def _validation(run: RunData, *, label: str, color: str, dashed: bool = False) -> list[Series]:
     points = run.evaluations["valid"]
     if not points:
         return []
@@ -147,14 +147,14 @@ def _validation(run: Run, *, label: str, color: str, dashed: bool = False) -> li
 
 
 def _smoothed(
-    run: Run, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
+    run: RunData, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
 ) -> str:
     series = _with_mean(run, run.steps[key], color=TEAL, label="each step")
     return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
 
 
 def _plain(
-    run: Run, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
+    run: RunData, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
 ) -> str:
     series = [Series(label="", x=run.iterations, y=run.steps[key], color=TEAL, width=2)]
     return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
@@ -171,7 +171,7 @@ def _path_chart(name: str, points: Sequence[tuple[int, float]]) -> str:
     return chart(name.replace("_", " ").capitalize(), series, from_zero=True)
 
 
-def _step_time_chart(run: Run) -> str:
+def _step_time_chart(run: RunData) -> str:
     """Milliseconds of a step, and of as many of its phases as there are colours, the longest."""
     values = [1000 * seconds for seconds in run.steps["step_seconds"]]
     smoothed = smooth(values, smoothing_window(len(values)))
@@ -186,14 +186,14 @@ def _step_time_chart(run: Run) -> str:
     return chart(title, series, from_zero=True)
 
 
-def _waiting_chart(run: Run) -> str:
+def _waiting_chart(run: RunData) -> str:
     pairs = zip(run.steps["wait_seconds"], run.steps["step_seconds"], strict=True)
     shares = [100 * wait / step if step > 0 else math.nan for wait, step in pairs]
     series = _with_mean(run, shares, color=TEAL, label="each step")
     return chart("Waiting for gradients (% of the step)", series, from_zero=True)
 
 
-def _memory_chart(run: Run) -> str:
+def _memory_chart(run: RunData) -> str:
     peaks = run.steps["peak_memory_bytes"]
     unit, size = ("GiB", 2**30) if run.last("peak_memory_bytes") >= 2**30 else ("MiB", 2**20)
     scaled = [peak / size for peak in peaks]
@@ -201,7 +201,7 @@ def _memory_chart(run: Run) -> str:
     return chart(f"Peak memory, one rank ({unit})", series, from_zero=True)
 
 
-def _skipped_chart(run: Run) -> str:
+def _skipped_chart(run: RunData) -> str:
     total, totals = 0.0, []
     for skipped in run.steps["skipped"]:
         total += skipped if math.isfinite(skipped) else 0.0
@@ -218,6 +218,6 @@ def _skipped_chart(run: Run) -> str:
     )
 
 
-def _is_wild(run: Run, key: str) -> bool:
+def _is_wild(run: RunData, key: str) -> bool:
     positive = sorted(value for value in run.steps[key] if math.isfinite(value) and value > 0)
     return bool(positive) and positive[-1] > 30 * positive[len(positive) // 2]

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.metrics.line import timestamp
-from megatron.metrics.units import byte_size, duration, memory_size
+from megatron.metrics.log_line import byte_size, duration, memory_size, timestamp
 from megatron.report.charts import comparison_charts, difference_chart
 from megatron.report.facts import differing_settings
 from megatron.report.page import comparison_page
 from megatron.report.picture import write_picture
-from megatron.report.runs import Run
+from megatron.report.runs import RunData
 from megatron.report.writing import replace_text
 
 COMPARISON = "comparison"
@@ -58,7 +57,7 @@ class Comparison:
         )
 
 
-def compare(first: Run, second: Run, *, tolerance: float = 0.0) -> Comparison:
+def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
     """Compare losses step by step; NaN equals NaN. With tolerance 0 every last bit counts."""
     mine = dict(zip(first.iterations, first.steps["lm_loss"], strict=True))
     theirs = dict(zip(second.iterations, second.steps["lm_loss"], strict=True))
@@ -75,7 +74,7 @@ def compare(first: Run, second: Run, *, tolerance: float = 0.0) -> Comparison:
     )
 
 
-def write_comparison(runs: Sequence[Run], folder: str | Path) -> Path:
+def write_comparison(runs: Sequence[RunData], folder: str | Path) -> Path:
     """Write comparison.html and .png with the losses of `runs` into `folder`, which must exist."""
     folder = Path(folder)
     labels = _labels(runs)
@@ -101,12 +100,12 @@ def _difference(a: float, b: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[RunData]) -> list[str]:
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
-def _rows(runs: Sequence[Run], labels: Sequence[str]) -> list[tuple[str, ...]]:
+def _rows(runs: Sequence[RunData], labels: Sequence[str]) -> list[tuple[str, ...]]:
     rows = [
         ("run", "steps", "final loss", "validation loss", "time", "median step")
         + ("sent", "peak memory", "restarts", "against the first")

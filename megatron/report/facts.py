@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from megatron.metrics.throughput import shows_papers_metrics
-from megatron.metrics.units import (
+from megatron.metrics.log_line import (
     byte_size,
     duration,
     flop_rate,
@@ -16,7 +15,8 @@ from megatron.metrics.units import (
     scaled,
     three_digits,
 )
-from megatron.report.runs import Run
+from megatron.metrics.throughput import shows_papers_metrics
+from megatron.report.runs import RunData
 
 _CONFIG_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
@@ -27,7 +27,7 @@ _CONFIG_KEYS = (
 _PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
+def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """The headline figures: (name, figure, remark)."""
     count = len(run.iterations)
     last = run.last("lm_loss") if count else math.nan
@@ -51,7 +51,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     return figures
 
 
-def run_table(run: Run) -> list[tuple[str, str]]:
+def run_table(run: RunData) -> list[tuple[str, str]]:
     """What happened: state, cause, restarts, skipped steps, checkpoints, environment."""
     rows: list[tuple[str, str]] = [("folder", str(run.folder))]
     status = run.status
@@ -105,7 +105,7 @@ def _throughput(means: object) -> list[tuple[str, str]]:
     return rows
 
 
-def phase_table(run: Run) -> list[tuple[str, str, str]]:
+def phase_table(run: RunData) -> list[tuple[str, str, str]]:
     """Rows (phase, milliseconds, share of the step): the median of what was read of each timer."""
     steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
     whole = median(steps) if steps else 0.0
@@ -120,7 +120,7 @@ def phase_table(run: Run) -> list[tuple[str, str, str]]:
     return [(name, f"{1000 * s:.2f}", f"{100 * s / whole:.1f} %") for name, s in found.items()]
 
 
-def config_table(run: Run) -> list[tuple[str, str]]:
+def config_table(run: RunData) -> list[tuple[str, str]]:
     """The settings that people ask for first, as far as the configuration names them, with those of
     the gradient path."""
     of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
@@ -131,7 +131,7 @@ def config_table(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """Rows (setting, its value in each run) where these differ; a run without the setting has a
     dash."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
@@ -141,7 +141,7 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def evaluation_table(run: Run) -> list[tuple[str, str, str, str]]:
+def evaluation_table(run: RunData) -> list[tuple[str, str, str, str]]:
     """Rows (iteration, set, loss, perplexity), the newest 20 of each set."""
     return [
         (f"{iteration:,}", name, _loss(loss), f"{perplexity(loss):.5g}")

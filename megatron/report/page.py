@@ -7,7 +7,7 @@ from html import escape
 
 from megatron.report.charts import run_charts
 from megatron.report.facts import config_table, evaluation_table, phase_table, run_table, tiles
-from megatron.report.runs import Run
+from megatron.report.runs import RunData
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -51,7 +51,7 @@ footer { margin-top: 20px; color: #6b7280; font-size: 12.5px; }
 _LONGEST_FIGURE = 16
 
 
-def run_page(run: Run, *, written: str) -> str:
+def run_page(run: RunData, *, written: str) -> str:
     """The report of one run as a complete HTML document; `written` is the time to be shown."""
     state = run.status.state if run.status else ""
     badge = f'<span class="state {escape(state)}">{escape(state)}</span>' if state else ""
@@ -61,7 +61,7 @@ def run_page(run: Run, *, written: str) -> str:
         _tiles(tiles(run)),
         _charts(charts) if charts else '<p class="card">No step is recorded yet.</p>',
         '<div class="tables">',
-        _table("Run", run_table(run)),
+        _table("RunData", run_table(run)),
         _table("Configuration", config_table(run)),
         _table(
             "Step time by phase",

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.report.charts import BLUE, ORANGE, PALETTE
-from megatron.report.runs import Run
+from megatron.report.runs import RunData
 from megatron.report.series import smooth, smoothing_window
 
 
-def write_picture(path: Path, runs: Sequence[Run], labels: Sequence[str]) -> bool:
+def write_picture(path: Path, runs: Sequence[RunData], labels: Sequence[str]) -> bool:
     """Draw the losses of one run, or of several over each other; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def write_picture(path: Path, runs: Sequence[Run], labels: Sequence[str]) -> boo
     return True
 
 
-def _draw(axes: Any, run: Run, *, label: str, color: str, alone: bool) -> None:
+def _draw(axes: Any, run: RunData, *, label: str, color: str, alone: bool) -> None:
     values = run.steps["lm_loss"]
     window = smoothing_window(len(values))
     if window > 1 and alone:

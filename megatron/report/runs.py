@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from megatron.errors import ConfigError
-from megatron.metrics.console import LOG
-from megatron.metrics.files import COLUMNS, JSONL, PHASE, lines_of, parse_line
+from megatron.metrics.logger import COLUMNS, JSONL, LOG, PHASE, lines_of, parse_line
 from megatron.status import Status, read_status
 
 ENVIRONMENT = "environment.json"
@@ -26,7 +25,7 @@ _CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunData:
     """A run as its folder tells it.
 
     `steps` maps each key of metrics.jsonl to one float for each recorded step, NaN where there is
@@ -64,7 +63,7 @@ class Run:
         return next(finite, math.nan)
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path) -> RunData:
     """Read a run folder; `ConfigError` where it holds no metrics.jsonl."""
     folder = Path(run_dir)
     if not (folder / JSONL).is_file():
@@ -76,7 +75,7 @@ def read_run(run_dir: str | Path) -> Run:
         for key in sorted({key for step in steps.values() for key in step} - {*COLUMNS})
     }
     config_text = _text(folder / "config.yaml")
-    return Run(
+    return RunData(
         folder=folder,
         iterations=iterations,
         steps={key: [_number(steps[i].get(key)) for i in iterations] for key in COLUMNS},

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.metrics.line import timestamp
+from megatron.metrics.log_line import timestamp
 from megatron.report.page import run_page
 from megatron.report.picture import write_picture
 from megatron.report.runs import read_run

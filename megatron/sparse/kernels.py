@@ -17,7 +17,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK, WORDS, Bits
 
 if TYPE_CHECKING:
-    from megatron.sparse.shard import Shard
+    from megatron.sparse.shard import FlatShard
 
 _WARPS = 8
 _ENTRIES = GROUP * BLOCK
@@ -58,7 +58,7 @@ def add_tie_counts(
     values: torch.Tensor,
     threshold: torch.Tensor,
     wanted: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
     """See `reference.add_tie_counts`. Reads nothing where the counts are not `wanted`."""
@@ -69,7 +69,7 @@ def mark_ties(
     values: torch.Tensor,
     threshold: torch.Tensor,
     block: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
     """See `reference.mark_ties`. Reads only what may lie in the block."""
@@ -82,7 +82,7 @@ def _launch_ties(
     threshold: torch.Tensor,
     which: torch.Tensor,
     out: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
 ) -> None:
     numel = values.numel()
     where = (shard.row, shard.stride, shard.offset, shard.first)
@@ -97,7 +97,7 @@ def write_bits(
     values: torch.Tensor,
     threshold: torch.Tensor,
     cutoff: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
 ) -> None:
     """See `reference.write_bits`."""
     numel = values.numel()

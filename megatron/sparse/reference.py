@@ -17,7 +17,7 @@ from megatron.sparse.sizes import GROUP as GROUP
 from megatron.transfer import to_device
 
 if TYPE_CHECKING:
-    from megatron.sparse.shard import Shard
+    from megatron.sparse.shard import FlatShard
 
 BINS = 1 << 16
 """Ranges of magnitude that are counted in one pass."""
@@ -123,7 +123,7 @@ def add_tie_counts(
     values: torch.Tensor,
     threshold: torch.Tensor,
     wanted: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
     """Count into `counts`, int64, the magnitudes that equal the threshold in each TIE_BLOCK entries
@@ -146,7 +146,7 @@ def mark_ties(
     values: torch.Tensor,
     threshold: torch.Tensor,
     block: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
     """Write 1 to `marks`, int64 [TIE_BLOCK], for each entry of TIE_BLOCK number `block` (int64 [])
@@ -182,7 +182,7 @@ def write_bits(
     values: torch.Tensor,
     threshold: torch.Tensor,
     cutoff: torch.Tensor,
-    shard: Shard,
+    shard: FlatShard,
 ) -> None:
     """Choose, of the entries from `start` on, those above the threshold, or at it and before the
     cutoff in the whole tensor (see `selection.Largest`)."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shard:
+class FlatShard:
     """Where this rank's `numel` entries lie among the `total` of a tensor: local entry i is entry
     j // row * stride + offset + j % row, where j = first + i.
 
@@ -36,7 +36,7 @@ class Shard:
     )
 
     @classmethod
-    def of(cls, shard: TensorShard) -> Shard:
+    def of(cls, shard: TensorShard) -> FlatShard:
         """Flatten a tensor-parallel rank's part of a tensor."""
         inner = math.prod(shard.shape[shard.axis + 1 :])
         row, stride = (shard.stop - shard.start) * inner, shard.block * inner
@@ -46,7 +46,7 @@ class Shard:
         return cls(numel, total, row, stride, offset)
 
     @classmethod
-    def of_stored(cls, counts: torch.Tensor, rank: int) -> Shard:
+    def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
         """Of a tensor of which only some entries are stored, among those: `counts` [ranks, rows]
         (int64) is how many each rank stores of each of its rows, which take turns by row."""
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
@@ -62,7 +62,7 @@ class Shard:
         starts: torch.Tensor,
         places: torch.Tensor,
         lengths: torch.Tensor,
-    ) -> Shard:
+    ) -> FlatShard:
         starts, places = starts[lengths > 0], places[lengths > 0]
         if starts.numel() < 2:
             return cls(numel, total, offset=int(places.sum()))
@@ -120,12 +120,12 @@ class Shard:
             moved = rows * self.row + min(within, self.row) - self.first
         return min(max(moved, 0), self.numel)
 
-    def part(self, start: int, stop: int) -> Shard:
+    def part(self, start: int, stop: int) -> FlatShard:
         """Those of this rank's entries that lie in `[start, stop)` of the whole tensor, which are
         as many as `below` counts, among all of that range."""
         low, high = self.below(start), self.below(stop)
         if low == high:
-            return Shard(0, stop - start)
+            return FlatShard(0, stop - start)
         if self.runs is not None:
             starts, places = self.runs
             ends = F.pad(starts[1:], (0, 1), value=self.numel)
@@ -133,8 +133,8 @@ class Shard:
             moved = places + begin - starts - start
             return self._of_runs(high - low, stop - start, begin - low, moved, end - begin)
         if self.is_run:
-            return Shard(high - low, stop - start, offset=self.offset + low - start)
-        return Shard(
+            return FlatShard(high - low, stop - start, offset=self.offset + low - start)
+        return FlatShard(
             high - low,
             stop - start,
             self.row,

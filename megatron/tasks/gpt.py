@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from megatron.checkpoint.find import CheckpointSource
     from megatron.config import Config
     from megatron.data.build import Datasets
-    from megatron.data.loader import BatchReader, Readers
+    from megatron.data.data_loader import BatchReader, Readers
     from megatron.data.vocabulary import Vocabulary
     from megatron.data_parallel.gradient_path import GradientPath
     from megatron.metrics import Workload
     from megatron.model.gpt import GPT
-    from megatron.origin import Origin
     from megatron.parallel.groups import ProcessGroups
 
 
@@ -46,7 +46,7 @@ class GPTTask:
 
     def check_files(
         self, config: Config, run_dir: Path, *, say: Callable[[str], None]
-    ) -> Origin | None:
+    ) -> CheckpointSource | None:
         from megatron.preflight import check_paths
 
         return check_paths(config, run_dir, say=say)
@@ -60,18 +60,18 @@ class GPTTask:
         size = vocabulary_size(config.data)
         return None if size is None else logical_shapes(config, path, vocabulary=size)
 
-    def open(self, config: Config) -> OpenGPT:
-        from megatron.config.parallel_rules import check_vocabulary
+    def open(self, config: Config) -> LoadedGPT:
+        from megatron.config.validate import check_vocabulary
         from megatron.data.vocabulary import data_prefixes, find_vocabulary
 
         hub = "tokenizer_model" in config.from_flags
         vocabulary = find_vocabulary(config.data, data_prefixes(config.data), hub=hub)
         check_vocabulary(config, vocabulary.size)
-        return OpenGPT(self, config, vocabulary)
+        return LoadedGPT(self, config, vocabulary)
 
 
 @dataclass(frozen=True)
-class OpenGPT:
+class LoadedGPT:
     """The GPT task of a run whose vocabulary is known."""
 
     task: GPTTask
@@ -107,12 +107,12 @@ class OpenGPT:
         )
 
     def identity(self) -> dict[str, Any]:
-        from megatron.run_identity import identity
+        from megatron.checkpoint.compatibility import identity
 
         return identity(self.config, self.vocabulary)
 
     def data_files(self) -> dict[str, Any]:
-        from megatron.run_identity import data_files
+        from megatron.checkpoint.compatibility import data_files
 
         return data_files(self.config)
 
@@ -143,7 +143,7 @@ class OpenGPT:
     def readers(
         self, groups: ProcessGroups, device: torch.device, *, say: Callable[[str], None]
     ) -> Readers:
-        from megatron.data.loader import BatchReader, Readers
+        from megatron.data.data_loader import BatchReader, Readers
         from megatron.data.sampler import CollateOptions, MicrobatchSampler
         from megatron.errors import DataError
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from megatron.checkpoint.find import CheckpointSource
     from megatron.config import Config
-    from megatron.data.loader import Readers
+    from megatron.data.data_loader import Readers
     from megatron.data_parallel.gradient_path import GradientPath
     from megatron.metrics import Workload
-    from megatron.origin import Origin
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.stage import Chunk
 
 
-class OpenTask(Protocol):
+class LoadedTask(Protocol):
     """A task whose files were read: everything that does not need the other ranks is known."""
 
     @property
@@ -83,12 +83,12 @@ class Task(Protocol):
 
     @property
     def formula(self) -> str:
-        """What `OpenTask.flops_per_sample` counts, for the log and the trackers."""
+        """What `LoadedTask.flops_per_sample` counts, for the log and the trackers."""
         ...
 
     def check_files(
         self, config: Config, run_dir: Path, *, say: Callable[[str], None]
-    ) -> Origin | None:
+    ) -> CheckpointSource | None:
         """Look at every file that a run would read, without starting the run.
 
         Returns:
@@ -106,7 +106,7 @@ class Task(Protocol):
         that tell the size of the model are not named."""
         ...
 
-    def open(self, config: Config) -> OpenTask:
+    def open(self, config: Config) -> LoadedTask:
         """Read what the task needs before anything is built. Ranks call it on their own.
 
         Raises:

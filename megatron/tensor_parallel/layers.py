@@ -19,7 +19,7 @@ from megatron.tensor_parallel.collectives import TensorParallel, uncompiled
 from megatron.tensor_parallel.products import multiply, product
 
 
-class CutModule(nn.Module):
+class ShardedModule(nn.Module):
     """Holds parameters of which each tensor-parallel rank has a part: `shards`, by the parameter's
     name in this module, empty with one rank. Values are left for `init` to fill."""
 
@@ -54,12 +54,12 @@ def shards_of(model: nn.Module) -> dict[str, TensorShard]:
     return {
         f"{prefix}.{name}": shard
         for prefix, module in model.named_modules()
-        if isinstance(module, CutModule)
+        if isinstance(module, ShardedModule)
         for name, shard in module.shards.items()
     }
 
 
-class ColumnParallelLinear(CutModule):
+class ColumnParallelLinear(ShardedModule):
     """[..., k] -> this rank's share of n outputs. The gradient of the input is summed over ranks
     while that of the weight is computed.
 
@@ -93,7 +93,7 @@ class ColumnParallelLinear(CutModule):
         return multiply(inputs, self.weight, self.bias)
 
 
-class RowParallelLinear(CutModule):
+class RowParallelLinear(ShardedModule):
     """This rank's share of k inputs -> [..., n], summed over ranks; the bias, which every rank
     holds whole, is added once, after the sum."""
 

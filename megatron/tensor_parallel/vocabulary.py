@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.tensor_shard import TensorShard, padded_rows
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, add_up_terms, uncompiled
-from megatron.tensor_parallel.layers import CutModule
+from megatron.tensor_parallel.layers import ShardedModule
 
 _OUTSIDE = "is outside the vocabulary of"
 
 
-class VocabularyTable(CutModule):
+class VocabularyTable(ShardedModule):
     """Rows for the entries of the vocabulary, this rank's share of them, to look up.
 
     Padded at its end to a multiple of `divisible_by` rows, which exist in memory only.

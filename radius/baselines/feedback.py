@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypeVar
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import (
-    BucketUpdate,
-    Entries,
     GradientReducer,
-    Reduced,
+    OptimizerUpdate,
+    PerEntryState,
+    ReducedGrad,
     ReducerStats,
     StepContext,
     Work,
@@ -46,7 +46,7 @@ class CompressedWork(ABC):
     entries: int
 
     @abstractmethod
-    def wait(self) -> Reduced:
+    def wait(self) -> ReducedGrad:
         """Put the mean into the bucket's gradient, and see that the offered buffers hold what was
         not sent."""
 
@@ -79,7 +79,7 @@ class FeedbackReducer(GradientReducer, ABC):
         start_iter: int,
         model_shard: ModelShard | None = None,
     ) -> None:
-        from megatron.data_parallel.dense import AllReduceReducer
+        from megatron.data_parallel.all_reduce import AllReduceReducer
         from megatron.parallel.tensor_shard import ModelShard
 
         super().__init__(exchange)
@@ -145,7 +145,7 @@ class FeedbackReducer(GradientReducer, ABC):
         self.entries_sent += work.entries * counted
         return work
 
-    def commit(self, bucket: GradBucket, update: BucketUpdate | None) -> None:
+    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
         work = self._work.pop(bucket.index, None)
         if work is None:
             return
@@ -180,10 +180,10 @@ class FeedbackReducer(GradientReducer, ABC):
         self._notes.clear()
         return stats
 
-    def state_tensors(self) -> Iterator[tuple[str, Entries]]:
+    def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
         # Before the first compressed step every residual is 0.
         for name in self._residual if self.began else ():
-            yield name, Entries(param=name, values=partial(self._residual.__getitem__, name))
+            yield name, PerEntryState(param=name, values=partial(self._residual.__getitem__, name))
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]

@@ -23,17 +23,17 @@ import torch
 
 from megatron.data_parallel.bucket import GradBucket, ParamInfo
 from megatron.data_parallel.norm import PIECE
-from megatron.data_parallel.reducer import Entries, Reduced, StepContext
+from megatron.data_parallel.reducer import PerEntryState, ReducedGrad, StepContext
 from megatron.parallel.tensor_shard import ModelShard
 from megatron.transfer import to_device
 from radius.baselines.feedback import CompressedWork, FeedbackReducer
-from radius.baselines.sizes import is_smaller
+from radius.baselines.message_bytes import is_smaller
 
 if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
 
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
-"""Entries of a matrix that are decompressed at a time, by the type of its device."""
+"""PerEntryState of a matrix that are decompressed at a time, by the type of its device."""
 WARM_START = "warm_start/"
 """Before a logical name: its Q of the last step, equal on all data-parallel ranks."""
 
@@ -104,7 +104,7 @@ class _PowerSGDWork(CompressedWork):
             self._bases.append(basis)
         self._pending = self._reducer.exchange.mean(self._second)  # (4)
 
-    def wait(self) -> Reduced:
+    def wait(self) -> ReducedGrad:
         self._reducer.start_second_rounds()
         self._end_round()
         for matrix, basis in zip(self._plan.matrices, self._bases, strict=True):  # (5)
@@ -112,7 +112,7 @@ class _PowerSGDWork(CompressedWork):
         for name, place in self._plan.whole.items():
             gradient = self._bucket.slices[name].of(self._bucket.grad)
             gradient.copy_(self._first[place].mul_(self._scale))
-        return Reduced(values=self._bucket.grad)
+        return ReducedGrad(values=self._bucket.grad)
 
     def drop(self) -> None:
         self._reducer.first_rounds.clear()
@@ -213,7 +213,7 @@ class PowerSGDReducer(FeedbackReducer):
         while self.first_rounds:
             self.first_rounds.pop(0).start_second_round()
 
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | Entries]]:
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         if self.began:
             yield from ((self._warm_start(name), q) for name, q in self.q.items())
 

@@ -9,7 +9,7 @@ from megatron.config import at_least, option, section
 from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, StepTraffic
 from megatron.data_parallel.gradient_path import GradientPath
 from radius.baselines.feedback import check_start, options_of
-from radius.baselines.plan import powersgd_bytes, powersgd_traffic
+from radius.baselines.message_bytes import powersgd_bytes, powersgd_traffic
 
 if TYPE_CHECKING:
     from megatron.config import Config

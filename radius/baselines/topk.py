@@ -14,13 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config import Interval, at_least, option, section
-from megatron.data_parallel.bucket_plan import BYTES, PathBytes, RankShapes, Sent, StepTraffic
+from megatron.config import ValueRange, at_least, option, section
+from megatron.data_parallel.bucket_plan import (
+    BYTES,
+    PathBytes,
+    PlannedCollective,
+    RankShapes,
+    StepTraffic,
+)
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from radius.baselines.feedback import CompressedWork, FeedbackReducer, check_start, options_of
-from radius.baselines.plan import RESIDUAL_BYTES, all_reduces, from_start, matrices
-from radius.baselines.sizes import count
+from radius.baselines.message_bytes import RESIDUAL_BYTES, all_reduces, count, from_start, matrices
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data_parallel.bucket import GradBucket, ParamInfo
     from megatron.data_parallel.exchange import Exchange, Transfer
-    from megatron.data_parallel.reducer import Reduced, StepContext
+    from megatron.data_parallel.reducer import ReducedGrad, StepContext
     from megatron.parallel.groups import ProcessGroups
     from megatron.parallel.tensor_shard import ModelShard
 
@@ -45,7 +50,7 @@ class TopKConfig:
         default=0.01,
         help="Share of each matrix's entries that every rank sends (1 = all, as the dense path). "
         "Tensor-parallel ranks each choose from their own part.",
-        within=Interval(low=0, high=1, low_open=True),
+        within=ValueRange(low=0, high=1, low_open=True),
     )
     topk_start_iter: int = option(
         default=0,
@@ -97,7 +102,9 @@ class TopKPath(GradientPath):
         sparse = dense = all_reduces(rank, BYTES[config.precision.grad_dtype])
         if options.topk_density < 1:
             sparse = [
-                Sent("all-gather", self._message_bytes(config, rank, bucket.slices), number)
+                PlannedCollective(
+                    "all-gather", self._message_bytes(config, rank, bucket.slices), number
+                )
                 if bucket.kind.matrix
                 else dense[number]
                 for number, bucket in enumerate(rank.buckets)
@@ -134,8 +141,8 @@ class _TopKWork(CompressedWork):
     received: Transfer  # [ranks, bytes]
     entries: int
 
-    def wait(self) -> Reduced:
-        from megatron.data_parallel.reducer import Reduced
+    def wait(self) -> ReducedGrad:
+        from megatron.data_parallel.reducer import ReducedGrad
 
         received = self.received.wait()
         mean = self.bucket.grad.zero_()
@@ -144,7 +151,7 @@ class _TopKWork(CompressedWork):
         for raw in received:
             positions, values = split_message(raw, self.entries, mean.dtype)
             mean.index_add_(0, positions, values.div_(len(received)))
-        return Reduced(values=mean)
+        return ReducedGrad(values=mean)
 
     def drop(self) -> None:
         self.received.wait()
@@ -184,7 +191,7 @@ class TopKReducer(FeedbackReducer):
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
         import torch
 
-        from megatron.sparse.largest import largest
+        from megatron.sparse.selection import largest
 
         counts = {
             name: count(self.density, self.infos[name].local_entries) for name in bucket.slices

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config import parse, resolve, to_yaml
 from megatron.errors import ConfigError
-from megatron.run_folder import CONFIG
+from megatron.run_dir import CONFIG
 from megatron.status import Status, write_status
 from pretrain_gpt import GRADIENT_PATHS
 from tests.bench.test_convergence import PLAN, Fake, line_of, run_some

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import Files
-from megatron.checkpoint.manifest import MANIFEST_NAME, sign
+from megatron.checkpoint.format import MANIFEST_NAME, sign
+from megatron.checkpoint.io import Files
 
 
 class PeerGone(Exception):

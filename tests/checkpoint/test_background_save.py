@@ -14,13 +14,12 @@ import pytest
 import torch
 from checkpoint_helpers import tree
 
-from megatron.checkpoint.background import Background
-from megatron.checkpoint.files import Files
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.checkpointer import Background, Checkpointer
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import Snapshots, snapshot, whole
 from megatron.errors import CheckpointError, NumericsError
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_state import RunState
 from tests.ranks import Ranks
 from tests.training.harness import TINY, make_trainer, train
 
@@ -54,7 +53,7 @@ class PageLocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: list[int] = []
         self.waits = 0
-        monkeypatch.setattr("megatron.checkpoint.shards.pinned_zeros", self.allocate)
+        monkeypatch.setattr("megatron.checkpoint.store.pinned_zeros", self.allocate)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -102,14 +101,14 @@ def test_too_little_page_locked_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
     def refuse(numel: int, dtype: torch.dtype) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
-    monkeypatch.setattr("megatron.checkpoint.shards.pinned_zeros", refuse)
+    monkeypatch.setattr("megatron.checkpoint.store.pinned_zeros", refuse)
     with pytest.raises(CheckpointError, match="async_save: 64 bytes") as caught:
         Snapshots().stage([whole("t", torch.zeros(5))])
     assert "out of memory" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def saver_of(trainer: Any) -> RunState:
-    assert isinstance(trainer.saver, RunState)
+def saver_of(trainer: Any) -> Checkpointer:
+    assert isinstance(trainer.saver, Checkpointer)
     return trainer.saver
 
 
@@ -189,7 +188,7 @@ def on_rank_nan(groups: ProcessGroups, run_dir: Path) -> int:
     scatter = trainer.optimizer.loaded
 
     def save(progress: Any, *, wait: bool) -> None:
-        RunState.save(saver_of(trainer), progress, wait=wait)
+        Checkpointer.save(saver_of(trainer), progress, wait=wait)
         trainer.optimizer.states[0].master.fill_(float("nan"))
         scatter()
 

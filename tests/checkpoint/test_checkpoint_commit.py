@@ -22,8 +22,8 @@ from checkpoint_helpers import (
     tree,
 )
 
-from megatron.checkpoint.files import Files
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
 from megatron.errors import CheckpointError
 
@@ -249,7 +249,7 @@ def test_a_rank_that_dies_leaves_nothing_torn(tmp_path: Path, rank: int) -> None
 
 def test_all_but_store_work_without_torch() -> None:
     code = (
-        "import sys, megatron.checkpoint.commit, megatron.checkpoint.locate\n"
+        "import sys, megatron.checkpoint.writer, megatron.checkpoint.find\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
         "import megatron.checkpoint.reader\n"
         "assert 'torch' not in sys.modules\n"

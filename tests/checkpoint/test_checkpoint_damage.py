@@ -15,8 +15,8 @@ import pytest
 import torch
 from checkpoint_helpers import QuickFiles, rehash, rewrite_manifest
 
-from megatron.checkpoint.manifest import MANIFEST_LIMIT, MANIFEST_NAME, NewerFormat, parse, sign
-from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint, whole
+from megatron.checkpoint.format import MANIFEST_LIMIT, MANIFEST_NAME, NewerFormat, parse, sign
+from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint, whole
 from megatron.checkpoint.verify import verify_folder
 from megatron.errors import CheckpointError
 
@@ -28,9 +28,9 @@ def folder(tmp_path: Path) -> Path:
     mask = torch.arange(12).reshape(3, 4) % 3 == 0
     shards = [
         whole("mask", mask),
-        Shard("kept", torch.arange(4.0), (3, 4), (0, 0), (3, 4), mask="mask"),
-        Shard("cut", torch.arange(5), (3, 4), (0, 0), (3, 4), (0, 5)),
-        Shard("cut", torch.arange(7), (3, 4), (0, 0), (3, 4), (5, 12)),
+        LocalShard("kept", torch.arange(4.0), (3, 4), (0, 0), (3, 4), mask="mask"),
+        LocalShard("cut", torch.arange(5), (3, 4), (0, 0), (3, 4), (0, 5)),
+        LocalShard("cut", torch.arange(7), (3, 4), (0, 0), (3, 4), (5, 12)),
         whole("other", torch.zeros(3, dtype=torch.bfloat16)),
     ]
     state = {"a": [1.5, None, {"b": "c"}]}

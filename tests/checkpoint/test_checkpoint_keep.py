@@ -11,9 +11,8 @@ import pytest
 import torch
 from checkpoint_helpers import DyingFiles, FailingFiles, HookedFiles, Killed, QuickFiles, tree
 
-from megatron.checkpoint.files import Files
-from megatron.checkpoint.keep import Keeper
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import Keeper, find_checkpoint
+from megatron.checkpoint.io import Files
 from megatron.checkpoint.store import save_checkpoint
 
 QUICK = QuickFiles()

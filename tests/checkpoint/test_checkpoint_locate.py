@@ -12,8 +12,8 @@ import pytest
 import torch
 from checkpoint_helpers import FailingFiles, QuickFiles, rewrite_manifest, tree
 
-from megatron.checkpoint.locate import find_checkpoint
-from megatron.checkpoint.manifest import NewerFormat
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.format import NewerFormat
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
 from megatron.errors import CheckpointError
 

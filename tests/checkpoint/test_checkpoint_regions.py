@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from megatron.checkpoint.regions import common, flat_boxes, volume, within
+from megatron.checkpoint.format import common, flat_boxes, volume, within
 
 
 def test_boxes_follow_one_another_in_row_major_order() -> None:

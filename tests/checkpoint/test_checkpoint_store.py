@@ -12,7 +12,7 @@ import torch
 from checkpoint_helpers import Ranks, rewrite_manifest, tree
 from safetensors import safe_open
 
-from megatron.checkpoint.store import Checkpoint, Shard, of_rank, owner, save_checkpoint, whole
+from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, save_checkpoint, whole
 from megatron.errors import CheckpointError
 
 DTYPES = [
@@ -160,7 +160,7 @@ class Layout:
             "scalar": torch.tensor(5),
         }
 
-    def shards(self, rank: int) -> list[Shard]:
+    def shards(self, rank: int) -> list[LocalShard]:
         tp, dp = rank % 2, rank // 2
         full, mask, shape = self.full, self.full["mask"], self.shape
         rows = (3 * tp, 0), (3 * tp + 3, 10)
@@ -170,26 +170,28 @@ class Layout:
         kept = full["kept"][in_rows][mask[in_rows]]
         pending = full["pending"][dp][in_columns][~mask[in_columns]]
         mine = [
-            Shard("rows", full["rows"][in_rows], shape, *rows),
-            Shard("mask", mask[in_columns], shape, *columns),
+            LocalShard("rows", full["rows"][in_rows], shape, *rows),
+            LocalShard("mask", mask[in_columns], shape, *columns),
         ]
         if dp == 1:
             mine = [
-                Shard("columns", full["columns"][in_columns], shape, *columns),
-                Shard("kept", kept, shape, *rows, mask="mask"),
+                LocalShard("columns", full["columns"][in_columns], shape, *columns),
+                LocalShard("kept", kept, shape, *rows, mask="mask"),
             ]
         if rank == 2:
             mine += [whole("stage.x", full["stage.x"]), whole("scalar", full["scalar"])]
             rest = full["rest"][~mask]
-            mine.append(Shard("rest", rest, shape, (0, 0), shape, mask="mask", mask_value=False))
-        residual = Shard("residual", full["residual"][dp][in_rows], shape, *rows)
-        held = Shard("pending", pending, shape, *columns, mask="mask", mask_value=False)
+            mine.append(
+                LocalShard("rest", rest, shape, (0, 0), shape, mask="mask", mask_value=False)
+            )
+        residual = LocalShard("residual", full["residual"][dp][in_rows], shape, *rows)
+        held = LocalShard("pending", pending, shape, *columns, mask="mask", mask_value=False)
         mine += [of_rank(s, data_parallel_rank=dp, data_parallel_size=2) for s in (residual, held)]
         return mine + self.flat_shards(rank, tp, dp, columns, in_columns)
 
     def flat_shards(
         self, rank: int, tp: int, dp: int, columns: Any, in_columns: Any
-    ) -> list[Shard]:
+    ) -> list[LocalShard]:
         full, mask, shape = self.full, self.full["mask"], self.shape
         cut = [0, 17, 17, 40, 60][rank : rank + 2]
         part = slice(*cut)
@@ -198,11 +200,11 @@ class Layout:
         local = full["flat_columns"][in_columns].reshape(-1)[slice(*ends)]
         flat = (cut[0], cut[1])
         return [
-            Shard(
+            LocalShard(
                 "flat", full["flat"].reshape(-1)[part], (3, 4, 5), (0, 0, 0), (3, 4, 5), flat=flat
             ),
-            Shard("kept_flat", kept, shape, (0, 0), shape, flat=flat, mask="mask"),
-            Shard("flat_columns", local, shape, *columns, flat=ends),
+            LocalShard("kept_flat", kept, shape, (0, 0), shape, flat=flat, mask="mask"),
+            LocalShard("flat_columns", local, shape, *columns, flat=ends),
         ]
 
     def save(self, directory: Path) -> Path:
@@ -253,7 +255,9 @@ def test_stored_bytes_are_those_of_what_is_there(tmp_path: Path) -> None:
     """Bits take an eighth of a byte, compressed tensors nothing for what they leave out."""
     mask = torch.rand(100, 80) > 0.9
     tensors = [whole("mask", mask)]
-    tensors += [Shard("m", torch.zeros(int(mask.sum())), (100, 80), (0, 0), (100, 80), mask="mask")]
+    tensors += [
+        LocalShard("m", torch.zeros(int(mask.sum())), (100, 80), (0, 0), (100, 80), mask="mask")
+    ]
     path = save_checkpoint(tmp_path, step=1, tensors=tensors, state={})
     assert (path / "rank_00000.safetensors").stat().st_size < 1000 + 4 * int(mask.sum()) + 400
 
@@ -263,17 +267,17 @@ def test_stored_bytes_are_those_of_what_is_there(tmp_path: Path) -> None:
     [
         (lambda s: [*s, s[0]], "overlap"),
         (lambda s: s[1:], "slices"),
-        (lambda s: [Shard("rows", torch.zeros(1), (6, 10), (0, 0), (3, 10))], "30 entries"),
+        (lambda s: [LocalShard("rows", torch.zeros(1), (6, 10), (0, 0), (3, 10))], "30 entries"),
         (lambda s: [whole("rows", torch.zeros(2))], "differs from"),
         (lambda s: [whole("bad name", torch.zeros(2)), *s], "bad name"),
         (lambda s: [whole("x", torch.zeros(2, dtype=torch.complex64)), *s], "cannot be saved"),
-        (lambda s: [Shard("x", torch.zeros(2), (2,), (0, 0), (2,)), *s], "one length"),
-        (lambda s: [Shard("x", torch.zeros(2), (4,), (0,), (4,), mask="none"), *s], "none"),
+        (lambda s: [LocalShard("x", torch.zeros(2), (2,), (0, 0), (2,)), *s], "one length"),
+        (lambda s: [LocalShard("x", torch.zeros(2), (4,), (0,), (4,), mask="none"), *s], "none"),
         (lambda s: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_every_rank_raises_what_is_wrong_on_one(
-    tmp_path: Path, change: Callable[[list[Shard]], list[Shard]], message: str
+    tmp_path: Path, change: Callable[[list[LocalShard]], list[LocalShard]], message: str
 ) -> None:
     layout = Layout()
 
@@ -336,7 +340,7 @@ def test_verifying_is_all_some_or_none(tmp_path: Path) -> None:
 
 def test_a_mask_that_does_not_fit_is_named(tmp_path: Path) -> None:
     mask = torch.tensor([True, False, True])
-    shards = [whole("mask", mask), Shard("t", torch.zeros(1), (3,), (0,), (3,), mask="mask")]
+    shards = [whole("mask", mask), LocalShard("t", torch.zeros(1), (3,), (0,), (3,), mask="mask")]
     path = save_checkpoint(tmp_path, step=1, tensors=shards, state={})
     with (
         Checkpoint.open(path) as saved,

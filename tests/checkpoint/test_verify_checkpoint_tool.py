@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.store import Shard, of_rank, save_checkpoint, whole
+from megatron.checkpoint.store import LocalShard, of_rank, save_checkpoint, whole
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "verify_checkpoint.py"
 
@@ -25,7 +25,7 @@ def tool(*arguments: Path | str) -> tuple[int, str, str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     mask = torch.tensor([[True, False], [False, True]])
-    pending = Shard("residual/w", torch.ones(2), (2, 2), (0, 0), (2, 2), mask="mask/w")
+    pending = LocalShard("residual/w", torch.ones(2), (2, 2), (0, 0), (2, 2), mask="mask/w")
     shards = [
         whole("param/w", torch.zeros(2, 2)),
         whole("mask/w", mask),

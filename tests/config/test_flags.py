@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse, resolve
-from megatron.config.config import SPECS
-from megatron.config.megatron_names import (
+from megatron.config.megatron_flags import (
     ELSEWHERE,
     IGNORED,
     MEGATRON_NAMES,
@@ -18,8 +17,8 @@ from megatron.config.megatron_names import (
     REFUSED,
     SYNONYMS,
 )
-from megatron.config.notices import cuda_notices
-from megatron.config.refused_pairs import REFUSED_PAIRS
+from megatron.config.sections import SPECS
+from megatron.config.validate import REFUSED_PAIRS, cuda_notices
 from megatron.errors import ConfigError
 from tests.config.helpers import (
     PATHS,

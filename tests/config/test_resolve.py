@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Config, TrainingConfig, parse, resolve, to_yaml
-from megatron.config.config import SECTIONS, SPECS
-from megatron.config.layer_split import describe_split, split_layers
-from megatron.config.options import Spec
+from megatron.config.fields import FieldSpec
+from megatron.config.sections import SECTIONS, SPECS, describe_split, split_layers
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml
 
@@ -121,7 +120,7 @@ def test_samples_without_a_ramp() -> None:
 # ------------------------------------------------------------------------------------- YAML
 
 
-def _other_value(spec: Spec, rng: random.Random) -> object:
+def _other_value(spec: FieldSpec, rng: random.Random) -> object:
     """A legal value that is likely not the default."""
     if spec.optional and rng.random() < 0.3:
         return None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import REFUSED_PAIRS, Config, ModelConfig, TrainingConfig, check, resolve
-from megatron.config.config import SPECS
-from megatron.config.parallel_rules import check_vocabulary
+from megatron.config.sections import SPECS
+from megatron.config.validate import check_vocabulary
 from megatron.errors import ConfigError
 from tests.config.helpers import MODEL, PATHS, REQUIRED, SMALL, parse, read, refusal, refused
 

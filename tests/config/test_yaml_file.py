@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import brief_settings, parse, resolve
-from megatron.config.yaml_file import SIZE_LIMIT
+from megatron.config.parsing import SIZE_LIMIT
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml, refusal, refused_yaml, yaml_text
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.state_dict import RunStateDict
 from megatron.checkpoint.store import Checkpoint, save_checkpoint
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.tensor_shard import TensorShard, even_share
-from megatron.run_tensors import RunTensors
 from pretrain_gpt import GRADIENT_PATHS
 from samo.layout import CompressedLayout
 from tests.contract.harness import PathCase, Toy, config_of, gradients_of
@@ -96,7 +96,7 @@ class GridToy(Toy):
         self.engine = GradientEngine(self.infos, parts, groups, cap=1024, grad_dtype=torch.float32)
         self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
         self.steps = 0
-        self.tensors = RunTensors(groups=groups, engine=self.engine, optimizer=self.optimizer)
+        self.tensors = RunStateDict(groups=groups, engine=self.engine, optimizer=self.optimizer)
 
     def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
         parts = [

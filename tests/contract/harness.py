@@ -18,11 +18,11 @@ from megatron.config import OffloadConfig, OptimizerConfig
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reducer import Entries, Step, StepContext
-from megatron.data_parallel.sharded import ReduceScatterReducer
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
+from megatron.data_parallel.reducer import PerEntryState, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.offload import OffloadedOptimizer
-from megatron.optimizer.rules import AdamW, UpdateRule
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
+from megatron.optimizer.update_rules import AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 
@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 TIED = "embedding.weight"
 OFFLOAD_BUCKET = 384
-"""Entries: most buckets are several pieces of half of it."""
+"""PerEntryState: most buckets are several pieces of half of it."""
 TOTAL_ITERATIONS = 100
 """Of the run that a path is told it is in."""
 
@@ -252,10 +252,10 @@ class Toy:
         return found
 
 
-def copies(states: Iterable[tuple[str, torch.Tensor | Entries]]) -> dict[str, torch.Tensor]:
+def copies(states: Iterable[tuple[str, torch.Tensor | PerEntryState]]) -> dict[str, torch.Tensor]:
     """Copies of a path's state by name, as it comes back from a checkpoint."""
     return {
-        name: (state.values() if isinstance(state, Entries) else state).clone()
+        name: (state.values() if isinstance(state, PerEntryState) else state).clone()
         for name, state in states
     }
 

@@ -15,7 +15,7 @@ from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError, PeerError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import SGD
+from megatron.optimizer.update_rules import SGD
 from megatron.parallel.groups import ProcessGroups
 from pretrain_gpt import GRADIENT_PATHS
 from tests.contract.harness import (

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.optimizer.rules import SGD, AdamW, UpdateRule
+from megatron.optimizer.update_rules import SGD, AdamW, UpdateRule
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, SHAPES, WORLDS, PathCase, Toy, case_id
 from tests.ranks import Ranks

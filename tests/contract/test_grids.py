@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.guards.replicas import compare_replicas
+from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.grid import (

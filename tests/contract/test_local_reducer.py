@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron.data_parallel.all_reduce import TransferWork
 from megatron.data_parallel.bucket import GradBucket
-from megatron.data_parallel.dense import TransferWork
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import GradientReducer, StepContext, Work
 from megatron.parallel.dims import ParallelDims

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
 from megatron.data_parallel.reducer import StepContext
-from megatron.data_parallel.sharded import ReduceScatterReducer
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import RANDOM, PathCase, Toy, gradients, same
 from tests.ranks import Ranks

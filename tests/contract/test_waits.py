@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data_parallel.dense import AllReduceReducer
-from megatron.data_parallel.exchange import Exchange, Transfer
-from megatron.data_parallel.waits import Waits
+from megatron.data_parallel.all_reduce import AllReduceReducer
+from megatron.data_parallel.exchange import Exchange, Transfer, Waits
 from megatron.parallel.groups import Group
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.store import Checkpoint, Shard, save_checkpoint
+from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import shard_length
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
-from megatron.data_parallel.sharded import ReduceScatterReducer, mean_reducer
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, mean_reducer
 from megatron.errors import NumericsError
-from megatron.guards.replicas import compare_replicas
+from megatron.fault_tolerance.replicas import compare_replicas
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import SGD, AdamW
-from megatron.optimizer.shards import Piece, fill, pieces
+from megatron.optimizer.distributed_optimizer import StateSlice, fill, pieces
+from megatron.optimizer.update_rules import SGD, AdamW
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.tensor_shard import TensorShard
 from pretrain_gpt import GRADIENT_PATHS
@@ -254,8 +254,10 @@ def test_a_flipped_bit_of_what_the_model_reads_is_named(ranks: Ranks) -> None:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-def shard_of(kind: str, info: ParamInfo, piece: Piece, mask: torch.Tensor | None) -> Shard:
-    return Shard(
+def shard_of(
+    kind: str, info: ParamInfo, piece: StateSlice, mask: torch.Tensor | None
+) -> LocalShard:
+    return LocalShard(
         f"{kind}/{info.name}",
         piece.values,
         info.logical_shape,
@@ -279,7 +281,7 @@ def on_rank_save(groups: ProcessGroups, case: PathCase, folder: Path) -> dict[st
         if kind == "param" and mask is not None and groups.dp.rank == 0:
             shape = info.logical_shape
             zeros = (0,) * len(shape)
-            shards.append(Shard(f"mask/{name}", mask.view(shape), shape, zeros, shape))
+            shards.append(LocalShard(f"mask/{name}", mask.view(shape), shape, zeros, shape))
     save_checkpoint(
         folder,
         step=3,
@@ -369,7 +371,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
     if groups.world.rank == 0:
         zeros = {n: (0,) * m.dim() for n, m in masks.items()}
         shards += [
-            Shard(f"mask/{n}", m, tuple(m.shape), zeros[n], tuple(m.shape))
+            LocalShard(f"mask/{n}", m, tuple(m.shape), zeros[n], tuple(m.shape))
             for n, m in masks.items()
         ]
     save_checkpoint(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDatasetWriter
 
 
 @dataclass(frozen=True, kw_only=True)

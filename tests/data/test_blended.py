@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from megatron.data.blended import BlendedDataset, blend_order, number_draws, part_sizes
-from megatron.data.mock import MockDataset
+from megatron.data.blended_dataset import BlendedDataset, blend_order, number_draws, part_sizes
+from megatron.data.build import MockDataset
 
 # Computed by build_blending_indices of Megatron's helpers.cpp.
 GOLDEN_START = [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]

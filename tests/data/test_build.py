@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from megatron.data import build_datasets
-from megatron.data.blended import BlendedDataset, SampleSource
-from megatron.data.build import Datasets
+from megatron.data.blended_dataset import BlendedDataset, SampleSource
+from megatron.data.build import Datasets, MockDataset
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.mock import MockDataset
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import DataError
 from tests.data.pairs import Options, write_pair

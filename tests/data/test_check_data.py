@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter, merge
+from megatron.data.indexed_dataset import IndexedDatasetWriter, merge
 from megatron.data.sidecar import write_sidecar
 from tests.data.pairs import write_pair
 from tools.check_data import main

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.gpt_dataset import GPTDataset, IndexCache
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.errors import DataError
 from tests.data.pairs import random_lengths, write_pair
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.index_file import HEADER
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.errors import DataError
 from tests.data.pairs import write_pair
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, merge, optimal_dtype
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, merge, optimal_dtype
 from megatron.data.sidecar import (
     check_sizes,
     read_file_records,

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from megatron.data import preprocess as preprocess_module
-from megatron.data.indexed import IndexedDataset
-from megatron.data.raw_text import read_batches
-from megatron.data.records import Oversized
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.raw_text import Oversized, read_batches
 from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import tokenizer_from_sidecar
 from tools.preprocess_data import main

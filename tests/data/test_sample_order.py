@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from megatron.data import sample_order
-from megatron.data.sample_order import EpochPlan, build_order, expected_arrays, plan_epochs
+from megatron.data import gpt_dataset
+from megatron.data.gpt_dataset import EpochPlan, build_order, expected_arrays, plan_epochs
 
 
 def _walk(
@@ -62,7 +62,7 @@ def _slow_order(
 
 
 def test_order_equals_the_slow_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_order, "_BLOCK", 7)  # blocks must not show
+    monkeypatch.setattr(gpt_dataset, "_BLOCK", 7)  # blocks must not show
     rng = np.random.default_rng(0)
     seen = {"apart": 0, "together": 0, "single": 0}
     for seed in range(300):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.mock import MockDataset
+from megatron.data.build import MockDataset
 from megatron.data.sampler import CollateOptions, MicrobatchSampler, collate
 from megatron.errors import ConfigError
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data.split import documents_of, filled_split, parse_blend, parse_split, split_sources
+from megatron.data.blended_dataset import (
+    documents_of,
+    filled_split,
+    parse_blend,
+    parse_split,
+    split_sources,
+)
 from megatron.errors import ConfigError, DataError
 from tests.data.pairs import Options
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.data.workers import Crew, WorkerError
+from megatron.data.preprocess import Crew, WorkerError
 from megatron.errors import DataError
 
 

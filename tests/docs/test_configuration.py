@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.config.megatron_names import MEGATRON_NAMES
+from megatron.config.megatron_flags import MEGATRON_NAMES
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 from tests.docs.documents import REPO, spoken_commands

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from megatron import errors
-from megatron.checkpoint import locate, manifest
+from megatron.checkpoint import find, format
 from megatron.checkpoint.store import Checkpoint
-from megatron.config.config import SPECS
+from megatron.config.sections import SPECS
 from megatron.data import gpt_dataset
-from megatron.guards import causes, failures, heartbeat, spikes, watchdog
-from megatron.guards.requests import Request
+from megatron.fault_tolerance import failures, heartbeat, loss_spikes, root_cause, watchdog
+from megatron.fault_tolerance.exit_signals import ExitRequest
+from megatron.fault_tolerance.run_lock import HEARTBEAT_SECONDS, STALE_SECONDS
 from megatron.metrics.throughput import Throughput
 from megatron.parallel.groups import ProcessGroups
-from megatron.run_lock import HEARTBEAT_SECONDS, STALE_SECONDS
 from megatron.status import State
 from tests.docs.documents import REPO
 from tests.faults.starting import start_ranks
@@ -107,18 +107,18 @@ def test_defaults_of_flags_are_those_of_the_configuration(page: Path) -> None:
         (FAULTS, f"thread on every rank looks every {watchdog.TICK:g} s"),
         (FAULTS, f"exceeds T and {watchdog.SLACK:g} s"),
         (FAULTS, f"ends its rank {watchdog.GRACE:g} s after"),
-        (FAULTS, f"looks for up to {causes.PATIENCE:g} s for a better cause"),
+        (FAULTS, f"looks for up to {root_cause.PATIENCE:g} s for a better cause"),
         (FAULTS, f"after {STALE_SECONDS:g} s of silence"),
-        (FAULTS, f"the mean of the last {spikes.WINDOW} losses"),
+        (FAULTS, f"the mean of the last {loss_spikes.WINDOW} losses"),
         (FAULTS, f"every {gpt_dataset._LOOK_EVERY} samples"),
         (FOLDER, f"(every\n{watchdog.TICK:g} s)"),
         (FOLDER, f"the latest {heartbeat._CALLS} collectives"),
         (FOLDER, ", ".join(f"`{phase}`" for phase in heartbeat.PHASES[:-1])),
         (FOLDER, f"has not touched for {STALE_SECONDS:g} s"),
         (FOLDER, f"touches the file every {HEARTBEAT_SECONDS:g} s"),
-        (FORMAT, f"at most {manifest.MANIFEST_LIMIT >> 20} MiB"),
-        (FORMAT, f"exactly {manifest._SIGNATURE_BYTES} bytes long"),
-        (FORMAT, f"The version in this page is {manifest.VERSION}."),
+        (FORMAT, f"at most {format.MANIFEST_LIMIT >> 20} MiB"),
+        (FORMAT, f"exactly {format._SIGNATURE_BYTES} bytes long"),
+        (FORMAT, f"The version in this page is {format.VERSION}."),
     ],
 )
 def test_times_and_sizes_are_those_of_the_program(page: Path, words: str) -> None:
@@ -196,12 +196,12 @@ def test_status_has_the_keys_of_the_table(run: Path) -> None:
     assert set(spans(meanings["throughput"])) == set(Throughput.__dataclass_fields__)
     assert set(written["throughput"]) == set(Throughput.__dataclass_fields__)
     assert spans(meanings["state"]) == list(get_args(State))
-    reasons = {request.left for request in Request if request.leaves}
+    reasons = {request.left for request in ExitRequest if request.leaves}
     assert set(spans(meanings["left"])) == reasons | {"exit-interval"}
 
 
 def test_a_manifest_has_the_keys_of_the_tables(step: Path) -> None:
-    data = (step / manifest.MANIFEST_NAME).read_bytes()
+    data = (step / format.MANIFEST_NAME).read_bytes()
     written = json.loads(data)
     of_all, of_tensors, of_slices, of_state = (keys_of(FORMAT, place) for place in range(4))
     assert of_all == list(written)
@@ -235,7 +235,7 @@ def test_the_order_and_the_names_of_a_save_are_as_drawn(step: Path, tmp_path: Pa
     block = FORMAT.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
     for name in re.findall(r"^  (step_\S+)/", block, re.MULTILINE):
         (tmp_path / name).mkdir()
-    listing = locate.list_steps(tmp_path)
+    listing = find.list_steps(tmp_path)
     assert [one.path.name for one in listing.committed] == [
         "step_00000200",
         "step_00000100",
@@ -301,7 +301,7 @@ def test_the_reader_reads_slices_of_any_grid(
     states = ranks.run(2, train_on, flags, folder, tp)
     step = folder / "checkpoints" / f"step_{STEPS:08d}"
     assert_reads_alike(step, on_page)
-    records = json.loads((step / manifest.MANIFEST_NAME).read_text())["tensors"].values()
+    records = json.loads((step / format.MANIFEST_NAME).read_text())["tensors"].values()
     assert any(is_sharded(part) for record in records for part in record["slices"])
     # What training ended with, on a rank that has the whole of it.
     for name, values in states[0].items():

@@ -12,11 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpoint.commit import Part, Save, alone, file_name  # noqa: E402
-from megatron.checkpoint.keep import Keeper  # noqa: E402
-from megatron.checkpoint.manifest import Manifest  # noqa: E402
-from megatron.checkpoint.tensorfile import Item  # noqa: E402
-from megatron.checkpoint.tensors import SliceRecord, TensorRecord  # noqa: E402
+from megatron.checkpoint.find import Keeper  # noqa: E402
+from megatron.checkpoint.format import (  # noqa: E402
+    Manifest,  # noqa: E402
+    SliceRecord,
+    TensorRecord,
+)
+from megatron.checkpoint.io import TensorToWrite  # noqa: E402
+from megatron.checkpoint.writer import RankWrites, Save, alone, file_name  # noqa: E402
 
 ENTRIES = 30_000
 MARK = "/the-saves-begin-here"
@@ -32,10 +35,10 @@ def save(directory: Path, step: int) -> None:
     """Commit a step."""
     end = (ENTRIES,)
     record = TensorRecord((ENTRIES,), "U8", (SliceRecord(file_name(0), "t", (0,), end, None),))
-    item = Item(key="t", dtype="U8", shape=end, data=lambda: memoryview(content(step)))
+    item = TensorToWrite(key="t", dtype="U8", shape=end, data=lambda: memoryview(content(step)))
     manifest = Manifest(step=step, state={"step": step}, world={"size": 1})
     Save(directory=directory, manifest=manifest, rank=0, gather=alone, say=print).run(
-        lambda: Part([item], {"t": record})
+        lambda: RankWrites([item], {"t": record})
     )
 
 

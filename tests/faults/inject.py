@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import pretrain
 from megatron.errors import ConfigError
-from megatron.guards.heartbeat import PHASES
+from megatron.fault_tolerance.heartbeat import PHASES
 from megatron.parallel.dims import Coordinates
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.guards.heartbeat import FOLDER
+from megatron.fault_tolerance.heartbeat import FOLDER
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPO / "pretrain_gpt.py")
@@ -158,7 +158,7 @@ def start_launcher(
 
 def wait_for_step(run_dir: Path, step: int, limit: float = 40.0) -> None:
     """Return once rank 0 of a run with several ranks has come to `step`."""
-    from megatron.guards import heartbeat
+    from megatron.fault_tolerance import heartbeat
 
     deadline = time.monotonic() + limit
     path = run_dir / FOLDER / "rank_0"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
 from tests.faults import checkpoint_writer
 from tests.faults.checkpoint_writer import MARK, content

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import Checkpoint
-from megatron.guards.causes import Causes
-from megatron.guards.heartbeat import FOLDER, Heartbeat
+from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
+from megatron.fault_tolerance.root_cause import RootCause
 from megatron.parallel.groups import ProcessGroups
 from megatron.status import Status
 from tests.faults.inject import arm, parse_faults
@@ -129,7 +129,7 @@ def test_of_two_ranks_in_one_phase_the_one_that_waits_is_not_blamed(tmp_path: Pa
         beat.at("receive" if rank < 2 else "backward")
         beat.called(1, "sum of 8 float32", f"tp of {rank - rank % 2}")
     beats[2].called(2, "sum of 8 float32", "tp of 2")
-    causes = Causes(
+    causes = RootCause(
         run_dir=tmp_path, attempt="a", rank=0, world_size=WORLD, signed=Status(state="failed")
     )
     blamed = causes.blame(beats[0], "timed out")

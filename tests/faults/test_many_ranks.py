@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.guards import heartbeat
-from megatron.guards.causes import _LOOK_BYTES, _POLL, PATIENCE, Causes, Look
-from megatron.guards.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
-from megatron.guards.parting import find_parting, find_parting_of
+from megatron.fault_tolerance import heartbeat
+from megatron.fault_tolerance.desync import find_parting, find_parting_of
+from megatron.fault_tolerance.heartbeat import FOLDER, LOOK, Heartbeat, calls, sightings
+from megatron.fault_tolerance.root_cause import _LOOK_BYTES, _POLL, PATIENCE, RingCheck, RootCause
 from megatron.status import Status, read_status
 
 WORLD = 1024
@@ -53,9 +53,9 @@ def _rank(run_dir: Path, rank: int, odd: bool, steps: int = 20) -> Heartbeat:
     return beat
 
 
-def _causes(run_dir: Path, rank: int) -> Causes:
+def _causes(run_dir: Path, rank: int) -> RootCause:
     first = rank - rank % PER_NODE
-    return Causes(
+    return RootCause(
         run_dir=run_dir,
         attempt="a",
         rank=rank,
@@ -101,14 +101,14 @@ def test_ranks_that_ask_together_look_once_or_twice(
     few = 32
     beats = [_rank(tmp_path, rank, odd=False, steps=3) for rank in range(few)]
     looks: list[int] = []
-    look = Causes._look
-    monkeypatch.setattr(Causes, "_look", lambda self: looks.append(self.rank) or look(self))
+    look = RootCause._look
+    monkeypatch.setattr(RootCause, "_look", lambda self: looks.append(self.rank) or look(self))
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         asked = threading.Barrier(few + 1)
-        told = Causes._told
+        told = RootCause._told
 
-        def noted(self: Causes, file: int) -> object:
+        def noted(self: RootCause, file: int) -> object:
             found = told(self, file)
             if not looks and not getattr(local, "asked", False):
                 local.asked = True
@@ -116,7 +116,7 @@ def test_ranks_that_ask_together_look_once_or_twice(
             return found
 
         local = threading.local()
-        monkeypatch.setattr(Causes, "_told", noted)
+        monkeypatch.setattr(RootCause, "_told", noted)
         found: list[object] = []
         threads = [
             threading.Thread(
@@ -142,7 +142,7 @@ def test_the_rank_that_hangs_is_named_by_a_rank_of_another_node(
 ) -> None:
     """Everybody else has begun the next sum and waits there; files opened do not grow with the
     square of the ranks, whoever asks how often."""
-    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.01)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.PATIENCE", 0.01)
     for rank in range(WORLD):
         beat = Heartbeat(tmp_path / FOLDER, rank=rank, attempt="a")
         beat.at("reduce" if rank != ODD else "backward", 7)
@@ -224,14 +224,14 @@ def _hung(run_dir: Path, late: int, few: int = 4) -> None:
         beat._memory.close()
 
 
-def _few(run_dir: Path, rank: int) -> Causes:
+def _few(run_dir: Path, rank: int) -> RootCause:
     return replace(_causes(run_dir, rank), world_size=4, near=range(4))
 
 
 def test_a_rank_that_stops_while_it_looks_does_not_make_its_peers_blame_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.2)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.PATIENCE", 0.2)
     _hung(tmp_path, late=3)
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -243,7 +243,7 @@ def test_without_locks_a_rank_looks_for_itself_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lowest rank of the host, which looks for the others there, is the one that hangs."""
-    monkeypatch.setattr("megatron.guards.causes.PATIENCE", 0.2)
+    monkeypatch.setattr("megatron.fault_tolerance.root_cause.PATIENCE", 0.2)
     monkeypatch.setattr(fcntl, "flock", _no_locks)
     _hung(tmp_path, late=0)
     blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
@@ -269,8 +269,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("megatron.guards.causes.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("megatron.guards.causes.time.sleep", self._sleep)
+        monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("megatron.fault_tolerance.root_cause.time.sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -286,8 +286,8 @@ def test_a_held_lock_costs_no_more_than_the_patience(
     """The rank that looks for all is stopped; its peer waits once, not once for each look."""
     _hung(tmp_path, late=3)
     looks: list[int] = []
-    look = Causes._look
-    monkeypatch.setattr(Causes, "_look", lambda self: looks.append(self.rank) or look(self))
+    look = RootCause._look
+    monkeypatch.setattr(RootCause, "_look", lambda self: looks.append(self.rank) or look(self))
     clock = Clock(monkeypatch)
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -317,7 +317,7 @@ def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
     _hung(tmp_path, late=3)
     clock = Clock(monkeypatch)
     monkeypatch.setattr(
-        "megatron.guards.causes.is_gone", lambda peer: peer.rank == 2 and clock.now > 0
+        "megatron.fault_tolerance.root_cause.is_gone", lambda peer: peer.rank == 2 and clock.now > 0
     )
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -354,8 +354,8 @@ def test_a_look_fits_into_its_record_whatever_the_reason(
 ) -> None:
     _hung(tmp_path, late=3)
     reason = letter * 9999
-    found = Look(attempt="a" * 16, parted=WORLD, step=2**40, phase="optimizer", reason=reason)
-    monkeypatch.setattr(Causes, "_look", lambda self: found)
+    found = RingCheck(attempt="a" * 16, parted=WORLD, step=2**40, phase="optimizer", reason=reason)
+    monkeypatch.setattr(RootCause, "_look", lambda self: found)
     causes = replace(_few(tmp_path, 1), attempt=found.attempt)
     causes.parted()
     assert (tmp_path / FOLDER / LOOK).stat().st_size == _LOOK_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.guards.heartbeat import FOLDER, sightings
+from megatron.fault_tolerance.heartbeat import FOLDER, sightings
 from megatron.parallel.groups import ProcessGroups
 from tests.faults import starting
 from tests.faults.inject import arm, parse_faults
@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
 ) -> None:
     """Inside the library, where the others wait with the interpreter's lock."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    code = "from megatron.mpi_world import open_mpi; open_mpi(seconds=2)"
+    code = "from megatron.launch import open_mpi; open_mpi(seconds=2)"
     script = f"[ $PMI_RANK = 1 ] || exec {shlex.quote(sys.executable)} -c '{code}'"
     command = [mpiexec or "mpiexec", "-n", "2", "sh", "-c", script]
     began = time.monotonic()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError, SparsetronError
-from megatron.guards.replicas import checksum
-from megatron.guards.spikes import WINDOW, is_spike, remember
+from megatron.fault_tolerance.loss_spikes import WINDOW, is_spike, remember
+from megatron.fault_tolerance.replicas import checksum
 from megatron.parallel.groups import ProcessGroups
 from tests.faults.inject import arm, parse_faults
 from tests.ranks import Ranks

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import PeerError
-from megatron.guards.heartbeat import Call, Heartbeat, calls
-from megatron.guards.parting import find_parting
-from megatron.guards.requests import Request
+from megatron.fault_tolerance.desync import find_parting
+from megatron.fault_tolerance.exit_signals import ExitRequest
+from megatron.fault_tolerance.heartbeat import CollectiveCall, Heartbeat, calls
 from megatron.parallel.groups import ProcessGroups
 from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, Ended, environment, losses, start_ranks
 from tests.ranks import Ranks
@@ -133,9 +133,9 @@ def test_matrix_of_collectives_of_four(
 
 def on_rank_evaluation(groups: ProcessGroups, run_dir: Path) -> str:
     trainer = make_trainer(groups, TINY, run_dir)
-    assert trainer._agree_on(Request.STOP, tag=2) is Request.STOP
+    assert trainer._agree_on(ExitRequest.STOP, tag=2) is ExitRequest.STOP
     with pytest.raises(PeerError) as caught:
-        trainer._agree_on(Request.NONE, tag=3 + groups.world.rank)
+        trainer._agree_on(ExitRequest.NONE, tag=3 + groups.world.rank)
     trainer.metrics.close()
     trainer.engine.detach()
     return str(caught.value)
@@ -151,7 +151,7 @@ def test_a_rank_one_batch_ahead_in_an_evaluation_is_noticed(ranks: Ranks, tmp_pa
 STEP = [("backward", "avg of 768"), ("backward", "avg of 768"), ("reduce", "vote"), ("reduce", "s")]
 
 
-def _log(steps: int, size: int, evaluated: int) -> list[Call]:
+def _log(steps: int, size: int, evaluated: int) -> list[CollectiveCall]:
     """What a rank of a sound run issues, over `steps` with `size` kinds of buckets."""
     plan = []
     for step in range(1, steps + 1):
@@ -160,12 +160,12 @@ def _log(steps: int, size: int, evaluated: int) -> list[Call]:
             of_step += [("evaluate", "vote 0"), ("evaluate", "vote 1"), ("evaluate", "s")]
         plan += [(step, *what) for what in of_step]
     return [
-        Call(number=number, step=step, phase=phase, what=what)
+        CollectiveCall(number=number, step=step, phase=phase, what=what)
         for number, (step, phase, what) in enumerate(plan, 1)
     ]
 
 
-def _numbered(log: list[Call]) -> list[Call]:
+def _numbered(log: list[CollectiveCall]) -> list[CollectiveCall]:
     return [replace(call, number=number) for number, call in enumerate(log, 1)]
 
 
@@ -212,14 +212,16 @@ def test_calls_outlive_their_rank_and_only_the_latest_are_kept(tmp_path: Path) -
         heartbeat.called(number, f"sum of {number} float32")
     found = calls(tmp_path, attempt="a", ranks=[2, 3])
     assert list(found) == [3] and [call.number for call in found[3]] == list(range(173, 301))
-    assert found[3][-1] == Call(number=300, step=100, phase="reduce", what="sum of 300 float32")
+    assert found[3][-1] == CollectiveCall(
+        number=300, step=100, phase="reduce", what="sum of 300 float32"
+    )
     assert calls(tmp_path, attempt="b", ranks=[3]) == {}
 
 
 def test_a_process_that_cxx_ends_tells_why_and_leaves_with_6() -> None:
     text = (
         "import ctypes, threading\n"
-        "from megatron.guards.terminate import before_abort\n"
+        "from megatron.fault_tolerance.watchdog import before_abort\n"
         "before_abort(lambda: print('told'))\n"
         "end = ctypes.CDLL('libstdc++.so.6')['_ZSt9terminatev']\n"
         "thread = threading.Thread(target=end)\n"

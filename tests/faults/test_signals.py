@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.guards.requests import Request, Requests
+from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
 from tests.faults.starting import (
     Ended,
     Started,
@@ -148,20 +148,20 @@ def test_matrix_of_signals(tmp_path: Path, name: str, phase: str, record_propert
 
 
 def test_requests_by_urgency(tmp_path: Path) -> None:
-    requests = Requests(tmp_path)
+    requests = ExitSignals(tmp_path)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         requests.install()
-        assert requests.pending() is Request.NONE
+        assert requests.pending() is ExitRequest.NONE
         (tmp_path / "SAVE").touch()
-        assert requests.pending() is Request.SAVE
+        assert requests.pending() is ExitRequest.SAVE
         requests.saved()
-        assert requests.pending() is Request.NONE
+        assert requests.pending() is ExitRequest.NONE
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert requests.pending() is Request.SIGUSR1
+        assert requests.pending() is ExitRequest.SIGUSR1
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert requests.pending() is Request.SIGTERM
+        assert requests.pending() is ExitRequest.SIGTERM
         began = time.monotonic()
         requests.wait_out_sigterm()
         assert 0.8 < time.monotonic() - began < 1.5
@@ -169,5 +169,5 @@ def test_requests_by_urgency(tmp_path: Path) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     (tmp_path / "STOP").touch()
-    assert Requests(tmp_path).pending() is Request.STOP
-    assert Requests(None).pending() is Request.NONE
+    assert ExitSignals(tmp_path).pending() is ExitRequest.STOP
+    assert ExitSignals(None).pending() is ExitRequest.NONE

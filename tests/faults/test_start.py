@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.guards.sameness import compare, compare_data
+from megatron.fault_tolerance.consistency import compare, compare_data
+from megatron.launch import _check_address
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import _check_address
 from tests.faults.starting import TIMEOUT, TIMEOUT_SECONDS, free_port, start_ranks
 from tests.ranks import Ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.guards.failures import Failures
+from megatron.fault_tolerance.failures import Failures
 from megatron.launch import detect_launch
 from tests.faults.starting import FLAGS, REPO, SCRIPT, environment
 from tools import doctor_host, faults_table

@@ -6,7 +6,7 @@ import torch
 
 from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group
-from megatron.sparse.largest import largest
+from megatron.sparse.selection import largest
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer

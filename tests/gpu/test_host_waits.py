@@ -8,8 +8,8 @@ import math
 import torch
 
 from megatron.checkpoint.store import Snapshots, whole
+from megatron.data_parallel.exchange import Waits
 from megatron.data_parallel.norm import sum_of_squares
-from megatron.data_parallel.waits import Waits
 from megatron.transfer import to_device
 from tests.gpu import sizes
 from tests.gpu.sizes import fitting

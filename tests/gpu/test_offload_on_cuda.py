@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.gradient_path import PathParts, Rewiring
+from megatron.data_parallel.gradient_path import LayoutChange, PathParts
 from megatron.data_parallel.layout import BucketLayout, DenseLayout
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.offload import OffloadedOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.layout import CompressedLayout
@@ -97,7 +97,7 @@ def compare(device: torch.device, *, share: float, clip_norm: float) -> None:
         assert norms[0] == norms[1]
         if number == 3 and share < 1:
             for net in nets:
-                net.optimizer.rebucket(Rewiring(layout=net.layout(share, 2)))
+                net.optimizer.rebucket(LayoutChange(layout=net.layout(share, 2)))
         states = [net.state() for net in nets]
         assert states[0].keys() == states[1].keys()
         for name, tensor in states[0].items():

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from megatron.data_parallel.reducer import Reduced
-from megatron.optimizer.rules import AdamW, Hyper
+from megatron.data_parallel.reducer import ReducedGrad
+from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.sparse.selection import draw_seeded, select_largest
-from radius.bitmap import BitmapIndex
+from radius.bitmap_index import BitmapIndex
 from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import no_host_sync
 
@@ -67,7 +67,7 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
                 chosen.gather(values, out)
                 chosen.take(values.clone(), out, scale=0.5)
                 chosen.clear(values.clone())
-                reduced = Reduced(values=out, index=chosen, rest=rest, gathered=counts)
+                reduced = ReducedGrad(values=out, index=chosen, rest=rest, gathered=counts)
                 chosen.apply(RULE, reduced, weight, (mean, square), HYPER, factor=1.0)
 
 
@@ -89,7 +89,7 @@ def test_more_entries_than_32_bits_count(device: torch.device) -> None:
     index.clear(values)
     assert int((values[-1000:] != last).sum()) == 10
     weight, mean, square = (torch.zeros(length, device=device) for _ in range(3))
-    reduced = Reduced(values=taken[: index.numel], index=index)
+    reduced = ReducedGrad(values=taken[: index.numel], index=index)
     index.apply(RULE, reduced, weight, (mean, square), HYPER, factor=1.0)
     moved = sum(int(piece.count_nonzero()) for piece in weight.split(2**28))
     assert moved == index.numel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.data_parallel.reducer import StepContext
 from tests.contract.harness import copies
 from tests.gpu.sizes import fitting

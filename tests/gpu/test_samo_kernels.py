@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from samo.layout import Bitmap, CompressedLayout
+from samo.layout import BitmapStore, CompressedLayout
 from tests.gpu.sizes import fitting
 from tests.gpu.test_training_on_cuda import no_host_sync
 
@@ -85,7 +85,7 @@ def test_more_entries_than_32_bits_count(device: torch.device) -> None:
     mask = torch.zeros(entries, dtype=torch.bool)
     mask[::1000] = True
     mask[-1000:] = True
-    index = Bitmap(mask, device)
+    index = BitmapStore(mask, device)
     dense = torch.zeros(entries, dtype=torch.bfloat16, device=device)
     index.expand(torch.ones(index.stored, device=device), dense)
     dense[-10:] = 2.0

@@ -11,16 +11,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import CheckpointSource, find_checkpoint
 from megatron.config import parse, resolve
-from megatron.data.loader import BatchReader
+from megatron.data.data_loader import BatchReader
 from megatron.data_parallel.reducer import StepContext
-from megatron.launch import Launch
-from megatron.origin import Origin
+from megatron.launch import Launch, Runtime
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import build_trainer, open_metrics
-from megatron.runtime import Runtime
 from megatron.tensor_parallel.cross_entropy import token_losses
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
@@ -43,7 +41,7 @@ SMALL = (
 def make_trainer(
     device: torch.device, run_dir: Path, more: str = "", checkpoint: Path | None = None
 ) -> Trainer:
-    origin = Origin(checkpoint, own=True) if checkpoint is not None else None
+    origin = CheckpointSource(checkpoint, own=True) if checkpoint is not None else None
     flags = f"{FLAGS} {SMALL if sizes.small else ''} {more}"
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), 1)
     launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import RecomputeConfig
-from megatron.low_memory.spans import Span, recompute_spans
+from megatron.low_memory.checkpoint_interval import Span, recompute_spans
 from tests.model.models import gradients, random_tokens, small_model
 
 SETTINGS = {

@@ -14,8 +14,8 @@ from megatron.low_memory.checkpoint_interval import (
     checkpoint_interval,
     describe_interval,
     factors,
+    recompute_spans,
 )
-from megatron.low_memory.spans import recompute_spans
 from megatron.parallel.groups import ProcessGroups
 from tests.config.helpers import read
 from tests.ranks import Ranks, grid

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.metrics import cut_metrics
-from megatron.metrics.files import COLUMNS, AppendFile, parse_line
+from megatron.metrics.logger import COLUMNS, AppendFile, parse_line
 
 from .helpers import lines_of, make_metrics, record
 

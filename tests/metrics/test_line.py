@@ -9,9 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.metrics.line import format_evaluation, format_line, format_timers
+from megatron.metrics.log_line import (
+    byte_size,
+    duration,
+    flop_rate,
+    format_evaluation,
+    format_line,
+    format_timers,
+    memory_size,
+    perplexity,
+    scaled,
+)
 from megatron.metrics.record import StepRecord, summarize
-from megatron.metrics.units import byte_size, duration, flop_rate, memory_size, perplexity, scaled
 
 from .helpers import NOON, record
 

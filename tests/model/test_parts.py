@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config.model import ROPE_SCALING
+from megatron.config.sections import ROPE_SCALING
 from megatron.model import gelu
 from megatron.model.attention import SelfAttention
 from megatron.model.mlp import MLP

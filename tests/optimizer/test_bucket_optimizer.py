@@ -12,7 +12,7 @@ from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.optimizer import bucket_optimizer
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import SGD, AdamW, ApexAdamW, Hyper, UpdateRule
+from megatron.optimizer.update_rules import SGD, AdamW, ApexAdamW, Hyper, UpdateRule
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, Toy, gradients, same

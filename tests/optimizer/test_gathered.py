@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.optimizer.rules import SGD, AdamW, Hyper
+from megatron.optimizer.update_rules import SGD, AdamW, Hyper
 
 HYPER = Hyper(t=40, lr=1e-2, weight_decay=0.1)
 

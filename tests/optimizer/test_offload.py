@@ -10,18 +10,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo, Slice
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
-from megatron.data_parallel.reducer import Reduced
+from megatron.data_parallel.reducer import ReducedGrad
 from megatron.errors import NumericsError
-from megatron.guards.replicas import compare_replicas
-from megatron.optimizer import bucket_optimizer, shards
-from megatron.optimizer.host import ByMask
-from megatron.optimizer.offload import OffloadedOptimizer
-from megatron.optimizer.rules import SGD, AdamW, UpdateRule
+from megatron.fault_tolerance.replicas import compare_replicas
+from megatron.optimizer import bucket_optimizer, distributed_optimizer
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
+from megatron.optimizer.host import MaskedHostLayout
+from megatron.optimizer.update_rules import SGD, AdamW, UpdateRule
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.layout import CompressedLayout
@@ -168,9 +168,9 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
         def __init__(self, number: int, where: Slice, grad: torch.Tensor) -> None:
             self.number, self.values = number, where.of(grad)
 
-        def wait(self) -> Reduced:
+        def wait(self) -> ReducedGrad:
             events.append(f"sum {self.number}")
-            return Reduced(values=self.values)
+            return ReducedGrad(values=self.values)
 
         def drop(self) -> None:
             self.wait()
@@ -181,7 +181,7 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
             self.pieces = [(cut, Sum(i, cut, grad)) for i, cut in enumerate(cuts)]
             self.values = grad
 
-        def wait(self) -> Reduced:
+        def wait(self) -> ReducedGrad:
             raise AssertionError("nobody may wait for all of it")
 
         def drop(self) -> None:
@@ -413,12 +413,12 @@ def test_states_apart_from_the_index_are_carried_over_by_masks(
         plain.step([gradients(number)])
     used = []
 
-    def apart(layout: Any, state: torch.Tensor, param: torch.Tensor) -> ByMask:
+    def apart(layout: Any, state: torch.Tensor, param: torch.Tensor) -> MaskedHostLayout:
         used.append(state.numel())
-        return ByMask(layout)
+        return MaskedHostLayout(layout)
 
     monkeypatch.setattr(bucket_optimizer, "beside", apart)
-    monkeypatch.setattr(shards, "beside", apart)
+    monkeypatch.setattr(distributed_optimizer, "beside", apart)
     toy = Toy(ALONE, offloaded(case), **BF16)
     for number in range(8):
         toy.step([gradients(number)])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.optimizer import offload
-from megatron.optimizer.offload import CudaLanes
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer import cpu_offload
+from megatron.optimizer.cpu_offload import CudaLanes
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import DSR, RANDOM, PathCase, Toy, gradients
@@ -125,7 +125,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
-    monkeypatch.setattr(offload, "_copy", made.copy)
+    monkeypatch.setattr(cpu_offload, "_copy", made.copy)
     return made
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.optimizer.pinned import pinned_zeros
+from megatron.optimizer.pinned_memory import pinned_zeros
 
 
 class Cudart:

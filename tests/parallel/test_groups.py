@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import DataError
-from megatron.guards.heartbeat import Heartbeat, calls
-from megatron.guards.parting import find_parting
+from megatron.fault_tolerance.desync import find_parting
+from megatron.fault_tolerance.heartbeat import Heartbeat, calls
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import (
     Group,

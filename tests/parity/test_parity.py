@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.launch import Launch
+from megatron.launch import Launch, Runtime
 from megatron.parallel.groups import ProcessGroups
-from megatron.runtime import Runtime
 from tests.ranks import Ranks, grid
 from tools import parity
 from tools.parity_cases import CASES, Case, Grid

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.pipeline.runner import Pipeline
-from megatron.pipeline.schedule import Place
+from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import GroupTransport
 from megatron.timers import Timers
 
@@ -125,7 +125,7 @@ class RecordedEdge:
         return SimpleNamespace(wait=lambda: self.recorder.wait(event), is_completed=lambda: False)
 
 
-def edges(recorder: Recorder, place: Place) -> Any:
+def edges(recorder: Recorder, place: StagePosition) -> Any:
     """Those of the rank at a place, as `megatron.parallel.groups.Edges`."""
     rank, up, down = place.stage, (place.stage + 1) % place.stages, (place.stage - 1) % place.stages
     return SimpleNamespace(
@@ -142,7 +142,7 @@ class RecordedStage:
     gradient of a step is copied, the others are added."""
 
     recorder: Recorder
-    place: Place
+    place: StagePosition
     chunks: Sequence[Any] = (SimpleNamespace(device=META),)
     evaluates: bool = False
     accumulated: set[int] = field(default_factory=set)
@@ -166,7 +166,7 @@ class RecordedStage:
 
 
 def record(
-    place: Place,
+    place: StagePosition,
     microbatches: int,
     *,
     steps: int = 2,

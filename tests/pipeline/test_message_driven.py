@@ -18,12 +18,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.layer_split import split_layers
+from megatron.config.sections import split_layers
 from megatron.parallel.groups import ALONE, Calls, Group, ProcessGroups
-from megatron.pipeline.course import WAIT, MessageDriven
-from megatron.pipeline.message_driven import BatchProgress
+from megatron.pipeline.message_driven import WAIT, BatchProgress, MessageDriven
 from megatron.pipeline.runner import Pipeline
-from megatron.pipeline.schedule import Kind, Message, Operation, Place, one_f_one_b
+from megatron.pipeline.schedule import Kind, Message, Operation, StagePosition, one_f_one_b
 from megatron.pipeline.stage import Stage
 from megatron.timers import Timers
 from tests.pipeline.loopback import (
@@ -213,7 +212,7 @@ def lines(
     split = split_layers(MODEL.num_layers, stages)
     made = []
     for rank, (layers,) in enumerate(split):
-        place = Place(stage=rank, stages=stages)
+        place = StagePosition(stage=rank, stages=stages)
         transport = Loopback(mailbox) if fixed else ArrivalLoopback(mailbox)
         timers, group = Timers(2), ALONE if tp is None else tp[rank]
         course = None
@@ -302,7 +301,7 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
 
     transport: Any = SimpleNamespace(arrived=arrived)
     course = MessageDriven(
-        Place(stage=1, stages=3),
+        StagePosition(stage=1, stages=3),
         limit=None,
         transport=transport,
         tp=ALONE,

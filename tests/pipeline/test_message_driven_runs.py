@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.parallel.groups import ProcessGroups
-from megatron.pipeline.course import WAIT
+from megatron.pipeline.message_driven import WAIT
 from tests.faults.starting import SCRIPT, environment, losses
 from tests.pipeline.grids import SMALL, train_by_hand
 from tests.ranks import Ranks, grid

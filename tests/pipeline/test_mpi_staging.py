@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.pipeline.mpi_staging import (
+from megatron.pipeline.mpi_transport import (
     DirectStaging,
     HostStaging,
-    Parcel,
+    MessageBuffer,
     PinnedStaging,
     staging_for,
 )
@@ -53,7 +53,7 @@ class ByHand:
         self.used.append((tensor, copied))
 
 
-def write(parcel: Parcel, number: float) -> None:
+def write(parcel: MessageBuffer, number: float) -> None:
     """What MPI does when a message comes."""
     parcel.buffer.fill_(number)
     parcel.landed()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError, PeerError
-from megatron.mpi_world import poll
+from megatron.launch import poll
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.schedule import Kind, Message
 from megatron.pipeline.transport import NoTransport
@@ -271,16 +271,15 @@ def test_tensor_parallel_ranks_have_lines_of_their_own(mpi_ranks: Ranks) -> None
 def late_memory(groups: ProcessGroups) -> Any:
     """A message whose memory is not ready is held back, with those behind it; the thread sends
     them when it is."""
-    from megatron.pipeline.mpi_staging import HostStaging, Parcel
-    from megatron.pipeline.mpi_transport import MPITransport
+    from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
 
     transport, rank = transport_on(groups), groups.world.rank
     assert isinstance(transport, MPITransport)
     ready = {0.0: False, 1.0: True}
 
     class Late(HostStaging):
-        def outgoing(self, tensor: torch.Tensor) -> Parcel:
-            return Parcel(buffer=tensor, ready=lambda: ready[float(tensor[0])])
+        def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+            return MessageBuffer(buffer=tensor, ready=lambda: ready[float(tensor[0])])
 
     messages = [forward(0), forward(1)]
     transport.expect(messages if rank else [], unanswered=2)
@@ -312,8 +311,7 @@ def test_a_message_waits_for_its_memory_and_not_its_rank(mpi_ranks: Ranks) -> No
 
 def broken_memory(groups: ProcessGroups) -> Any:
     """What goes wrong in the thread is raised where its rank looks next."""
-    from megatron.pipeline.mpi_staging import HostStaging, Parcel
-    from megatron.pipeline.mpi_transport import MPITransport
+    from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
 
     transport = transport_on(groups)
     assert isinstance(transport, MPITransport)
@@ -326,8 +324,8 @@ def broken_memory(groups: ProcessGroups) -> Any:
         return False
 
     class Broken(HostStaging):
-        def outgoing(self, tensor: torch.Tensor) -> Parcel:
-            return Parcel(buffer=tensor, ready=ready)
+        def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
+            return MessageBuffer(buffer=tensor, ready=ready)
 
     transport._staging = Broken()
     transport.expect([], unanswered=1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pipeline.schedule import POSTED, Kind, Message, Place
+from megatron.pipeline.schedule import POSTED, Kind, Message, StagePosition
 from megatron.pipeline.transport import GroupTransport
 from tests.pipeline.queues import Entry, Launch, Meeting, Recorder, edges, play, record
 
@@ -45,7 +45,7 @@ def traces(
     shape: tuple[int, int, int], transport: type[GroupTransport] = GroupTransport
 ) -> list[list[Entry]]:
     stages, chunks, microbatches = shape
-    places = [Place(stage=rank, stages=stages, chunks=chunks) for rank in range(stages)]
+    places = [StagePosition(stage=rank, stages=stages, chunks=chunks) for rank in range(stages)]
     return [record(place, microbatches, transport=transport) for place in places]
 
 
@@ -74,7 +74,7 @@ def test_1f1b_gets_through_however_kernels_are_loaded(shape: tuple[int, int, int
 
 
 def test_interleaved_stages_would_stand_still_where_kernels_are_loaded_late() -> None:
-    """Which a run with CUDA_MODULE_LOADING=LAZY is refused for: see `megatron.runtime`."""
+    """Which a run with CUDA_MODULE_LOADING=LAZY is refused for: see `megatron.launch`."""
     stuck = [play(traces(shape), connections=32, lazy=True) for shape in INTERLEAVED]
     assert any("'add of chunk" in line for lines in stuck for line in lines)
 
@@ -113,7 +113,7 @@ def test_receives_ahead_would_stand_still(shape: tuple[int, int, int]) -> None:
 def test_receives_are_posted_ahead_on_a_cpu_alone(device: str, ahead: int) -> None:
     recorder, messages = Recorder(), [Message(Kind.FORWARD, i, 0) for i in range(4)]
     transport = GroupTransport(
-        edges(recorder, Place(stage=1, stages=2)),
+        edges(recorder, StagePosition(stage=1, stages=2)),
         shape=(1,),
         dtype=torch.float32,
         device=torch.device(device),

@@ -11,7 +11,7 @@ import pytest
 from megatron.pipeline.schedule import (
     Kind,
     Operation,
-    Place,
+    StagePosition,
     forward_only,
     interleaved,
     one_f_one_b,
@@ -106,7 +106,7 @@ def test_both_ends_of_every_edge_issue_its_messages_in_one_order() -> None:
     """What a transport without tags, as NCCL's, relies on."""
     for p, v, m in GRIDS:
         for make in (interleaved, lambda _, *sizes: forward_only(*sizes)):
-            places = [Place(stage=rank, stages=p, chunks=v) for rank in range(p)]
+            places = [StagePosition(stage=rank, stages=p, chunks=v) for rank in range(p)]
             runs = [make(rank, p, v, m) for rank in range(p)]
             for rank, kind in product(range(p), Kind):
                 to = (rank + (1 if kind is Kind.FORWARD else -1)) % p
@@ -118,7 +118,7 @@ def test_both_ends_of_every_edge_issue_its_messages_in_one_order() -> None:
 def test_no_rank_has_more_unanswered_sends_than_the_first_has_in_flight() -> None:
     """So that waiting for the oldest beyond those is no waiting: it has been received."""
     for p, v, m in GRIDS:
-        places = [Place(stage=rank, stages=p, chunks=v) for rank in range(p)]
+        places = [StagePosition(stage=rank, stages=p, chunks=v) for rank in range(p)]
         for backward, transfer in ((1, 0), (5, 0), (1, 7)):
             found = timeline(orders(p, v, m), chunks=v, backward=backward, transfer=transfer)
             begun = {

@@ -11,12 +11,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config import ModelConfig
-from megatron.config.layer_split import split_layers
-from megatron.data.loader import DeviceMicrobatch
+from megatron.config.sections import split_layers
+from megatron.data.data_loader import DeviceMicrobatch
 from megatron.model.gpt import GPT
 from megatron.parallel.groups import ALONE, Group
 from megatron.pipeline.runner import Pipeline
-from megatron.pipeline.schedule import Place
+from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.stage import Stage
 from megatron.timers import Timers
 from tests.pipeline.loopback import Loopback, Mailbox, on_threads
@@ -72,7 +72,7 @@ def pipelines(stages: int, per_turn: int | None, mailbox: Mailbox) -> list[Pipel
     return [
         Pipeline(
             stage=Stage([model(layers) for layers in runs]),
-            place=Place(stage=rank, stages=stages, chunks=len(runs)),
+            place=StagePosition(stage=rank, stages=stages, chunks=len(runs)),
             transport=Loopback(mailbox),
             engine=SimpleNamespace(expect_last_backward=lambda names: None),  # type: ignore[arg-type]
             timers=Timers(0),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron.config import Config, parse, resolve
-from megatron.memory_estimate import Grid
-from megatron.optimizer.offload import OffloadedOptimizer
+from megatron.memory_estimate import RankGrid
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import bucket_elements
@@ -18,8 +18,8 @@ from megatron.training import Trainer
 from pretrain_gpt import GRADIENT_PATHS
 from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
-from radius.bitmap import BitmapIndex
-from radius.chunk_index import ChunkIndex
+from radius.bitmap_index import BitmapIndex
+from radius.offset_index import OffsetIndex
 from radius.reducer import RadiusReducer
 from samo.layout import CompressedLayout
 from tests.ranks import Ranks
@@ -35,13 +35,13 @@ MODEL = (
 )
 
 
-def planned(flags: str, world: int, *, vocabulary: int = 101) -> Grid:
+def planned(flags: str, world: int, *, vocabulary: int = 101) -> RankGrid:
     """The grid that the planner would make of these flags."""
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
     return grid_of(config, world, vocabulary)
 
 
-def grid_of(config: Config, world: int, vocabulary: int) -> Grid:
+def grid_of(config: Config, world: int, vocabulary: int) -> RankGrid:
     parallel = config.parallel
     dims = ParallelDims.from_world(
         world,
@@ -49,7 +49,7 @@ def grid_of(config: Config, world: int, vocabulary: int) -> Grid:
         pp=parallel.pipeline_model_parallel_size,
         order=parallel.rank_order,
     )
-    return Grid(
+    return RankGrid(
         config=config,
         dims=dims,
         path=GRADIENT_PATHS[config.gradient.grad_path],
@@ -139,7 +139,7 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
         own = [each for each in reducer._own if each.index is not None]
         waits = [each.residual.pending for each in own]
         index += sum(
-            i.nbytes for each in own if isinstance(i := each.index, ChunkIndex | BitmapIndex)
+            i.nbytes for each in own if isinstance(i := each.index, OffsetIndex | BitmapIndex)
         )
         apart = [w for w in waits if w is not None and w.data_ptr() not in known]
         found["residual"] = sum(bytes_of(apart).values())

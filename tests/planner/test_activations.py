@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config import parse, resolve
-from megatron.data.loader import DeviceMicrobatch
+from megatron.data.data_loader import DeviceMicrobatch
 from megatron.data.vocabulary import Vocabulary
 from megatron.memory_estimate import Activations
 from megatron.model import attention as attention_module
@@ -18,7 +18,7 @@ from megatron.model.attention import SelfAttention, document_mask
 from megatron.model.rotary import rotary_table
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.stage import Stage
-from megatron.tasks.gpt import OpenGPT
+from megatron.tasks.gpt import LoadedGPT
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tests.planner.grids import planned, run
 from tests.ranks import Ranks
@@ -80,7 +80,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
     groups = groups_of(
         groups, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size
     )
-    opened = OpenGPT(GPT_TASK, config, Vocabulary(size=vocabulary))
+    opened = LoadedGPT(GPT_TASK, config, Vocabulary(size=vocabulary))
     chunks = opened.chunks(groups, torch.device("cpu"))
     stage = Stage(chunks)
     batch, length = config.training.micro_batch_size, config.model.seq_length

@@ -12,8 +12,8 @@ import pytest
 from megatron.config import parse, resolve
 from megatron.memory_estimate import (
     Activations,
-    Grid,
     MessageCounts,
+    RankGrid,
     message_bytes,
     message_counts,
     microbatches_of,
@@ -30,7 +30,7 @@ TURNS = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 STEPS = 2
 
 
-def counts_of(grid: Grid, stage: int) -> MessageCounts:
+def counts_of(grid: RankGrid, stage: int) -> MessageCounts:
     in_flight = Activations(grid).of_stage(stage).in_flight
     return message_counts(grid, stage, microbatches_of(grid), in_flight)
 
@@ -102,7 +102,7 @@ def test_message_driven_stages_post_and_keep_as_planned(
 # ---- on paper -----------------------------------------------------------------------------------
 
 
-def on_cuda(more: str, *, aware: bool = False) -> Grid:
+def on_cuda(more: str, *, aware: bool = False) -> RankGrid:
     flags = f"{MODEL} {PP} 4 --num-layers 8 --global-batch-size 32 {more}"
     return replace(planned(flags, 4), device="cuda", cuda_aware_mpi=aware)
 

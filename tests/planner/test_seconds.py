@@ -14,7 +14,7 @@ from megatron.memory_estimate import state_bytes
 from megatron.parallel.dims import ParallelDims
 from megatron.pretrain import bucket_elements
 from pretrain_gpt import GRADIENT_PATHS
-from samo.paper import FIGURE, eq_1, eq_2, eq_4, saved
+from samo.memory import FIGURE, eq_1, eq_2, eq_4, saved
 from tests.planner.grids import planned
 from tests.test_repo import SITES
 from tools.planner.plan import Plan

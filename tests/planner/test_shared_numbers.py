@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import parse
-from megatron.config.running import OffloadConfig
+from megatron.config.sections import OffloadConfig
 from megatron.data_parallel.bucket import ALIGNMENT
 from megatron.data_parallel.bucket_plan import BYTES, mean_traffic
 from megatron.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.data_parallel.bucket_plan import RankShapes
-from megatron.memory_estimate import Grid, state_bytes
+from megatron.memory_estimate import RankGrid, state_bytes
 from tests.planner.grids import MODEL, on_rank, planned, run, saved_by
 from tests.ranks import Ranks
 from tools.planner.plan import Plan
@@ -89,7 +89,7 @@ def test_state_and_bytes_sent_are_planned_to_the_byte(
 
 
 def _compare_traffic(
-    case: str, grid: Grid, stage: int, rank: RankShapes, found: dict[str, Any]
+    case: str, grid: RankGrid, stage: int, rank: RankShapes, found: dict[str, Any]
 ) -> None:
     plan = step_bytes(grid, stage, rank)
     sent = sorted(kind.bytes_sent(grid.dims.dp) for kind in plan.dp for _ in range(kind.steps))

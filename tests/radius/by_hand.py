@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
-from megatron.data_parallel.reducer import Reduced, StepContext
+from megatron.data_parallel.reducer import ReducedGrad, StepContext
 from radius.baselines.feedback import FeedbackReducer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -62,7 +62,7 @@ def mean_of(
 ) -> dict[str, torch.Tensor]:
     """One committed step: the mean by name, unscaled and flat, padding included."""
     fill(bucket, {name: gradient * scale for name, gradient in gradients.items()})
-    reduced: Reduced = reducer.reduce(bucket, StepContext(t=t, loss_scale=scale)).wait()
+    reduced: ReducedGrad = reducer.reduce(bucket, StepContext(t=t, loss_scale=scale)).wait()
     assert reduced.index is None and reduced.values.shape == bucket.grad.shape
     assert reduced.values.data_ptr() == bucket.grad.data_ptr(), "in place"
     found = {name: s.of(reduced.values).float() / scale for name, s in bucket.slices.items()}

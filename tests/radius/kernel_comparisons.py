@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from megatron.data_parallel.reducer import Reduced
-from megatron.optimizer.rules import AdamW, Hyper
+from megatron.data_parallel.reducer import ReducedGrad
+from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.sparse.reference import BLOCK, GROUP, Bits
 from megatron.sparse.selection import draw_seeded, select_largest
 from radius import kernels, reference
-from radius.bitmap import BitmapIndex
+from radius.bitmap_index import BitmapIndex
 
 LENGTH = 13 * BLOCK + 1000
 """Not a whole number of blocks; the last bucket of a model need not be one either."""
@@ -89,7 +89,7 @@ def compare_adamw(device: torch.device) -> None:
             numel = bits_of.numel
             values = torch.randn(numel, device=device).to(dtype)
             counts = torch.randint(1, 9, (numel,), device=device).float() if counted else None
-            reduced = Reduced(values=values, index=bits_of, rest=rest, gathered=counts)
+            reduced = ReducedGrad(values=values, index=bits_of, rest=rest, gathered=counts)
             results = []
             for module, fused in ((reference, False), (kernels, True)):
                 bits_of._kernels, bits_of._fused = module, fused

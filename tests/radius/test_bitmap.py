@@ -11,12 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data_parallel.reducer import Reduced, Run
-from megatron.optimizer.rules import SGD, AdamW, Hyper
+from megatron.data_parallel.reducer import IndexRange, ReducedGrad
+from megatron.optimizer.update_rules import SGD, AdamW, Hyper
 from megatron.sparse.reference import BLOCK, CHUNK
-from megatron.sparse.selection import Given, draw_seeded, select_largest
-from radius.bitmap import BitmapIndex
-from radius.marked import FlushedBitmap, Marked
+from megatron.sparse.selection import GivenSelection, draw_seeded, select_largest
+from radius.bitmap_index import BitmapIndex, BitmapIndexBase, FlushedBitmapIndex
 from radius.native_library import native_library
 
 CPU = torch.device("cpu")
@@ -31,7 +30,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "native" and native_library() is None:
         pytest.skip("needs the kernels of radius/native.c, and AVX2")
     module = import_module(f"radius.{request.param}")
-    monkeypatch.setattr("radius.marked._kernels_for", lambda device: module)
+    monkeypatch.setattr("radius.bitmap_index._kernels_for", lambda device: module)
 
 
 def choose_randomly(index: BitmapIndex, model: torch.Tensor, start: int, length: int) -> None:
@@ -51,7 +50,7 @@ def filled() -> tuple[BitmapIndex, torch.Tensor]:
     return index, model
 
 
-def assert_marks(index: Marked, model: torch.Tensor) -> None:
+def assert_marks(index: BitmapIndexBase, model: torch.Tensor) -> None:
     flat = torch.randn(LENGTH)
     expected = flat[model]
     assert index.numel == expected.numel()
@@ -148,7 +147,7 @@ def test_flushed_ranges_are_sent_whole(ranges: list[tuple[int, int]]) -> None:
     flushed.gather(places, sent)
     assert [(run.start, run.stop) for run in flushed.runs] == [r for r in ranges if r[0] < r[1]]
     for run in flushed.runs:
-        assert isinstance(run, Run)
+        assert isinstance(run, IndexRange)
         assert torch.equal(sent[run.values], places[run.start : run.stop])
 
 
@@ -224,7 +223,7 @@ def test_optimizer_sees_values_among_zeros_or_nothing_else(
     expected = [state.clone() for state in states]
     rule.apply(expected[0], dense, expected[1:], HYPER, counts if gathered is not None else None)
     found = [state.clone() for state in states]
-    reduced = Reduced(values=values, index=index, rest=rest, gathered=gathered)
+    reduced = ReducedGrad(values=values, index=index, rest=rest, gathered=gathered)
     index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
     for mine, wanted, before in zip(found, expected, states, strict=True):
         if rest == "frozen":
@@ -244,8 +243,8 @@ def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
     model = torch.rand(length) < 0.4
     model[CHUNK : CHUNK * 3 // 2] = False
     base = BitmapIndex(length, CPU)
-    base.choose(0, Given(model))
-    index: BitmapIndex | FlushedBitmap = base
+    base.choose(0, GivenSelection(model))
+    index: BitmapIndex | FlushedBitmapIndex = base
     if flush is not None:
         index = base.flushed([flush])
         model = model.clone()
@@ -257,7 +256,7 @@ def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
     alone = [state[model] for state in states]
     rule.apply(alone[0], values * 0.5, alone[1:], HYPER, gathered)
     found = [state.clone() for state in states]
-    reduced = Reduced(values=values, index=index, rest="frozen", gathered=gathered)
+    reduced = ReducedGrad(values=values, index=index, rest="frozen", gathered=gathered)
     index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
     for mine, wanted, before in zip(found, alone, states, strict=True):
         # In one go and in pieces: equal but for the rounding of scalar tails.

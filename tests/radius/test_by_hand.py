@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.parallel.groups import ProcessGroups
 from megatron.sparse.selection import select_largest
-from radius.by_hand import select, sparse_all_reduce
+from radius.functional import select, sparse_all_reduce
 from tests.radius.toys import index_of
 from tests.ranks import Ranks
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data_parallel.reducer import Reduced
-from megatron.optimizer.rules import SGD, AdamW, Hyper, UpdateRule
+from megatron.data_parallel.reducer import ReducedGrad
+from megatron.optimizer.update_rules import SGD, AdamW, Hyper, UpdateRule
 from megatron.sparse.selection import CHUNK
-from radius.chunk_index import ChunkIndex
+from radius.offset_index import OffsetIndex
 
 LENGTHS = [64, 1024, CHUNK, CHUNK + 64, 2 * CHUNK + 4096]
 ADAMW = AdamW(beta1=0.9, beta2=0.99, eps=1e-8)
@@ -38,10 +38,10 @@ class Chosen:
         return found.nonzero().view(-1).int()
 
 
-def filled(length: int, seed: int = 0, block: int = 1) -> tuple[ChunkIndex, torch.Tensor]:
+def filled(length: int, seed: int = 0, block: int = 1) -> tuple[OffsetIndex, torch.Tensor]:
     """An index in which about 0.4 of two slices are chosen, in blocks, with a gap between the
     slices; and as booleans."""
-    index, chosen = ChunkIndex(length), torch.zeros(length, dtype=torch.bool)
+    index, chosen = OffsetIndex(length), torch.zeros(length, dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
     for start, stop in ((0, length // 3), (length // 3 + 7, length)):
         blocks = torch.rand(-(-(stop - start) // block), generator=generator) < 0.4
@@ -51,7 +51,7 @@ def filled(length: int, seed: int = 0, block: int = 1) -> tuple[ChunkIndex, torc
     return index, chosen
 
 
-def mask_of(index: ChunkIndex) -> torch.Tensor:
+def mask_of(index: OffsetIndex) -> torch.Tensor:
     positions = torch.empty(index.numel, dtype=torch.int64)
     index.gather(torch.arange(index.length), positions)
     assert bool((positions[1:] > positions[:-1]).all()), "ascending"
@@ -83,12 +83,12 @@ def test_gather_take_and_clear_are_those_of_booleans(
 
 
 def test_an_index_in_which_nothing_is_chosen_sends_nothing() -> None:
-    index = ChunkIndex(128)
+    index = OffsetIndex(128)
     flat = torch.randn(128)
     index.gather(flat, torch.empty(0))
     assert index.numel == index.nbytes == 0 and not index.runs
     weight = torch.ones(128)
-    reduced = Reduced(values=torch.empty(0), index=index, rest="frozen")
+    reduced = ReducedGrad(values=torch.empty(0), index=index, rest="frozen")
     index.apply(SGD(momentum=0.9), reduced, weight, [torch.zeros(128)], HYPER, factor=1.0)
     assert torch.equal(weight, torch.ones(128))
 
@@ -182,7 +182,7 @@ def test_zero_elsewhere_is_the_rule_on_zeros_with_the_values_among_them(
     (weight, *moments), (wanted, *wanted_moments) = (
         states(length, len(rule.moments)) for _ in range(2)
     )
-    reduced = Reduced(values=values, index=index, rest="zero")
+    reduced = ReducedGrad(values=values, index=index, rest="zero")
     index.apply(rule, reduced, weight, moments, HYPER, factor=factor)
     for start in range(0, length, CHUNK):
         cut = slice(start, start + CHUNK)
@@ -207,7 +207,7 @@ def test_frozen_elsewhere_is_the_rule_on_the_sent_entries_alone(
     # In one go and gathered: equal but for the rounding of scalar tails.
     alone, *alone_moments = (state[chosen] for state in (old, *old_moments))
     rule.apply(alone, values.float() * 0.37, alone_moments, HYPER, gathered)
-    reduced = Reduced(values=values, index=index, rest="frozen", gathered=gathered)
+    reduced = ReducedGrad(values=values, index=index, rest="frozen", gathered=gathered)
     index.apply(rule, reduced, weight, moments, HYPER, factor=0.37)
     pairs = zip([weight, *moments], [alone, *alone_moments], [old, *old_moments], strict=True)
     for found, expected, before in pairs:

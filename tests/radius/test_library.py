@@ -22,7 +22,7 @@ from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.groups import ProcessGroups
 from radius.ddp_hook import RadiusHook, radius_hook
 from radius.reducer import RadiusReducer, RadiusSettings

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.data_parallel.arriving import ArrivingMeans
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reducer import BucketUpdate, Step, StepContext
+from megatron.data_parallel.reducer import OptimizerUpdate, Step, StepContext
+from megatron.data_parallel.streaming import StreamedGrads
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW, Hyper
+from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.parallel.groups import Group
-from radius.bitmap import BitmapIndex
+from radius.bitmap_index import BitmapIndex
 from radius.index import index_bytes
 from radius.memory import memory_note, radius_bytes
 from radius.native_library import native_library
@@ -45,7 +45,7 @@ class Bench:
             tied=False,
             tp_sharded=False,
         )
-        self.update = BucketUpdate(where, torch.randn(ENTRIES).to(dtype))
+        self.update = OptimizerUpdate(where, torch.randn(ENTRIES).to(dtype))
         self.weight = torch.randn(ENTRIES)
         self.moments = [torch.zeros(ENTRIES), torch.zeros(ENTRIES)]
         settings = RadiusSettings(density=Fraction(density), interval=4, start=1, **options)
@@ -60,7 +60,9 @@ class Bench:
         if reduced.index is not None:
             rule, hyper = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), Hyper(t=t, lr=0, weight_decay=0)
             reduced.index.apply(rule, reduced, self.weight, self.moments, hyper, factor=0.5)
-        update = BucketUpdate(self.update.slices, reduced.values) if reduced.index else self.update
+        update = (
+            OptimizerUpdate(self.update.slices, reduced.values) if reduced.index else self.update
+        )
         wanted = self.reducer.wants_update(context)
         self.reducer.commit(self.bucket, update if wanted else None)
 
@@ -205,7 +207,7 @@ def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
     reduced = bench.reducer.reduce(bench.bucket, StepContext(6)).wait()
     engine: Any = Whole(bench)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
-    means = ArrivingMeans(lambda number: reduced, 1)
+    means = StreamedGrads(lambda number: reduced, 1)
     step = Step(ok=True, norm=1.0, factor=0.5, reduced=means)
     taken = most_at_once(lambda: optimizer.step(step, lr=0.0, weight_decay=weight_decay))
     kept = 4 * ENTRIES / 4 if weight_decay else 0

@@ -24,10 +24,10 @@ from megatron.data_parallel.exchange import Exchange
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.parallel.tensor_shard import ModelShard
 from megatron.sparse.reference import BLOCK, GROUP, Bits, count_blocks
-from megatron.sparse.selection import Given
+from megatron.sparse.selection import GivenSelection
 from radius import native_library as finder
 from radius import reference
-from radius.bitmap import BitmapIndex
+from radius.bitmap_index import BitmapIndex
 from radius.index import LEAST_DENSITY, keeps_bits
 from radius.reducer import RadiusReducer
 from radius.schedule import RadiusSettings
@@ -60,7 +60,7 @@ def using(instruction_set: str) -> AbstractContextManager[None]:
 
 def bits_of(length: int, share: float, *, flushed: bool) -> Bits:
     index = BitmapIndex(length, CPU)
-    index.choose(0, Given(torch.rand(length) < share))
+    index.choose(0, GivenSelection(torch.rand(length) < share))
     return index.flushed([(length // 5, length // 2)]).bits if flushed else index.bits
 
 
@@ -178,7 +178,7 @@ def test_tensors_that_do_not_go_with_the_bitmap_are_refused(instruction_set: str
     chosen = torch.zeros(5 * BLOCK, dtype=torch.bool)
     chosen[::3] = True
     index = BitmapIndex(5 * BLOCK, CPU)
-    index.choose(0, Given(chosen))
+    index.choose(0, GivenSelection(chosen))
     bits, flat, numel = index.bits, torch.randn(5 * BLOCK), int(chosen.sum())
     short, around = guarded(torch.zeros(numel - 1))
     values = torch.zeros(numel)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
-from megatron.data_parallel.dense import AllReduceReducer
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import StepContext
 from megatron.parallel.groups import Group, ProcessGroups

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket, Slice
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
-from megatron.sparse.largest import SAMPLED, largest
+from megatron.sparse.selection import SAMPLED, largest
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
 from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random

@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from megatron.optimizer import offload
-from megatron.optimizer.rules import AdamW
-from megatron.pipeline.mpi_staging import CudaStreams, PinnedStaging
+from megatron.optimizer import cpu_offload
+from megatron.optimizer.update_rules import AdamW
+from megatron.pipeline.mpi_transport import CudaStreams, PinnedStaging
 from tests.gpu import test_offload_on_cuda
 from tests.gpu.test_offload_on_cuda import Net
 from tests.rehearsal import gpu_tests
@@ -54,7 +54,7 @@ def messages() -> None:
 def first_copy() -> None:
     """Copy into a buffer that was just filled, by a stream that was just made."""
     buffer, pinned = torch.zeros(64, device=CUDA), torch.ones(64).pin_memory()
-    lanes = offload.CudaLanes(CUDA)
+    lanes = cpu_offload.CudaLanes(CUDA)
     with lanes.coming(0):
         buffer.copy_(pinned, non_blocking=True)
     torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def states_in_pageable_memory() -> dict[str, int]:
     def pageable(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    with mock.patch.object(offload, "pinned_zeros", pageable):
+    with mock.patch.object(cpu_offload, "pinned_zeros", pageable):
         return _findings(offloaded_steps)
 
 

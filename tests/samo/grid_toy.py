@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.gradient_path import Rewirer
+from megatron.data_parallel.gradient_path import MaskUpdater
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.tensor_shard import TensorShard
 from tests.ranks import grid_of
@@ -122,7 +122,7 @@ class Weights:
             yield info, value if mask is None else value[mask]
 
 
-def state_of(rewirer: Rewirer) -> dict[str, torch.Tensor]:
+def state_of(rewirer: MaskUpdater) -> dict[str, torch.Tensor]:
     """Its state as a checkpoint gives it back: copies."""
     return {
         name: (state if isinstance(state, torch.Tensor) else state.values()).clone()

@@ -12,7 +12,7 @@ import torch
 
 from megatron.sparse.reference import BLOCK, Bits
 from samo import kernels, reference
-from samo.layout import Bitmap
+from samo.layout import BitmapStore
 
 LENGTH = 5 * BLOCK + 1000
 """Not a whole number of blocks, as few parameters are."""
@@ -24,7 +24,7 @@ def some_bits(device: torch.device, kept: float) -> Bits:
     mask = torch.rand(LENGTH, generator=torch.Generator().manual_seed(1)) < kept
     mask[BLOCK : 2 * BLOCK] = False
     mask[2 * BLOCK : 3 * BLOCK] = True
-    return Bitmap(mask, device)._bits
+    return BitmapStore(mask, device)._bits
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

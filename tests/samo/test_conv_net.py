@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.nn.functional import conv2d, cross_entropy, relu
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import BucketLayout, DenseLayout
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from samo.layout import CompressedLayout, Count
+from samo.layout import CompressedLayout, StoredCount
 from samo.pruning import magnitude, prunable
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -78,7 +78,7 @@ class Net:
 def test_stores_and_sends_only_what_exists() -> None:
     net = Net(torch.bfloat16)
     stored = sum(int(mask.sum()) for mask in net.masks.values()) + 22
-    assert net.count == Count(stored, 324 + 1080 + 50 + 22)
+    assert net.count == StoredCount(stored, 324 + 1080 + 50 + 22)
     sizes = {info.name: where.numel for info, _, where in net.engine.slices()}
     assert sizes == {n: int(net.masks[n].sum()) if n in PRUNED else SHAPES[n][0] for n in SHAPES}
     states = [t.numel() for _, _, t in net.optimizer.tensors()]

@@ -12,23 +12,22 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo import pruning
 from samo.early_bird import EarlyBird
 from samo.mask import flat_mask
 from samo.pruning import distance, magnitude, prunable
-from samo.schedule import why_no_resample
-from samo.shares import DRAWS, first_ticket
+from samo.schedule import DRAWS, first_ticket, why_no_resample
 from tests.samo.grid_toy import state_of
 
 P = Fraction("0.75")

@@ -13,21 +13,21 @@ import torch
 
 from megatron.config import OffloadConfig, OptimizerConfig
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.gradient_path import PathParts, Rewiring, Saved
+from megatron.data_parallel.gradient_path import CheckpointView, LayoutChange, PathParts
 from megatron.data_parallel.layout import DenseLayout, Masks
 from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.groups import ProcessGroups
+from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.early_bird import EarlyBird
 from samo.mask import flat_mask, save_masks
+from samo.model_parts import ModelParts
 from samo.options import SamoConfig
-from samo.parts import Parts
 from samo.path import SamoPath
 from samo.pruning import Scope, magnitude, prunable, random
-from samo.rewiring import DsrRewirer, RewiringSettings
-from samo.schedule import Schedule
+from samo.schedule import RewiringSchedule
 from tests.ranks import Ranks
 from tests.samo.grid_toy import (
     GRIDS,
@@ -60,7 +60,7 @@ def here(groups: ProcessGroups, dims: tuple[int, int, int]) -> ProcessGroups:
 def build(
     groups: ProcessGroups,
     options: dict[str, Any],
-    saved: Saved | None = None,
+    saved: CheckpointView | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **extensions: Any,
 ) -> tuple[PathParts, list[Any]]:
@@ -158,7 +158,7 @@ def on_rank_refused(groups: ProcessGroups, dims: tuple[int, int, int], file: Pat
     spoiled = Checkpoint({}, same_path=False)
     if mine.tp.rank == mine.tp.size - 1:  # as if one rank alone read something else
         spoiled.tensors["param/a.down"][3, 20] = torch.nan
-    cases: list[tuple[dict[str, Any], Saved | None, type[Exception]]] = [
+    cases: list[tuple[dict[str, Any], CheckpointView | None, type[Exception]]] = [
         ({"samo_scope": "global"}, spoiled, NumericsError),
         ({}, spoiled, NumericsError),
         ({"samo_sparsity": 0.5}, Checkpoint(some_masks("0.9"), same_path=False), ConfigError),
@@ -200,7 +200,7 @@ def bird_of(groups: ProcessGroups, scope: Scope) -> tuple[EarlyBird, list[Any]]:
         interval=INTERVAL,
         limit=0.2,
         last=LAST,
-        parts=Parts(infos, groups),
+        parts=ModelParts(infos, groups),
         make_layout=lambda masks: MaskLayout(masks),
     )
     return bird, infos
@@ -216,7 +216,7 @@ class MaskLayout(DenseLayout):
         return self.masks.get(name)
 
 
-def masks_of(change: Rewiring) -> dict[str, torch.Tensor]:
+def masks_of(change: LayoutChange) -> dict[str, torch.Tensor]:
     assert isinstance(change.layout, MaskLayout)
     return change.layout.masks
 
@@ -286,13 +286,13 @@ class Sparse:
         masks.pop(WORDS)  # stored whole at first, padding and all
         self.weights = Weights(infos, masks)
         settings = RewiringSettings(
-            schedule=Schedule(interval=1, until=1000, widening=False),
+            schedule=RewiringSchedule(interval=1, until=1000, widening=False),
             target=60,
             threshold=threshold,
             reset_moments=False,
             seed=11,
         )
-        self.dsr = DsrRewirer(PRUNED, settings, MaskLayout, parts=Parts(infos, groups))
+        self.dsr = DsrMaskUpdater(PRUNED, settings, MaskLayout, parts=ModelParts(infos, groups))
 
     def step(self, t: int, by: float) -> None:
         self.weights.train(t, by)
@@ -316,7 +316,7 @@ def on_rank_rewired(
     """Rewirings that changed something, and the number of nonzeros after each update."""
     mine = here(groups, dims)
     net, one = Sparse(mine, threshold, "0.6"), Sparse(alone(), threshold, "0.6")
-    parts = Parts(net.weights.infos, mine)
+    parts = ModelParts(net.weights.infos, mine)
     totals: list[float] = []
     for t in range(1, 13):
         if t == 5:  # all of it is below: the largest stays, wherever it is
@@ -425,7 +425,7 @@ def on_rank_trained(groups: ProcessGroups, dims: tuple[int, int, int], name: str
                 assert torch.equal(mask, part(info, all_[: info.entries]))
                 assert not param[~mask].view(torch.int32).any()
                 table[info.name] = [int(mask.sum())]
-        told.append(json.dumps(Parts(net.infos, mine).table(table)))
+        told.append(json.dumps(ModelParts(net.infos, mine).table(table)))
     net.engine.detach()
     one.engine.detach()
     return told

@@ -14,15 +14,15 @@ from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.layout import DenseLayout
 from megatron.errors import ConfigError
 from megatron.sparse.reference import CHUNK
-from samo.layout import MOST_ENTRIES, Bitmap, CompressedLayout, Count, Positions
+from samo.layout import MOST_ENTRIES, BitmapStore, CompressedLayout, PositionStore, StoredCount
 from tests.radius.test_memory import most_at_once
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CONV = (8, 5, 3, 3)
 """Output and input channels and the window of a convolution."""
-Index = Positions | Bitmap
-KINDS: list[Callable[[torch.Tensor], Index]] = [Positions, lambda mask: Bitmap(mask, CPU)]
+Index = PositionStore | BitmapStore
+KINDS: list[Callable[[torch.Tensor], Index]] = [PositionStore, lambda mask: BitmapStore(mask, CPU)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=["positions", "bitmap"])
 
 
@@ -88,7 +88,7 @@ def test_many_chunks_are_one_to_the_caller(kind: Callable[[torch.Tensor], Index]
 def test_no_call_makes_more_than_a_chunk() -> None:
     entries = 8 * CHUNK
     mask = torch.rand(entries) < 0.5
-    index, dense = Positions(mask), torch.randn(entries).bfloat16()
+    index, dense = PositionStore(mask), torch.randn(entries).bfloat16()
     wide, same = torch.empty(index.stored), torch.empty(index.stored, dtype=torch.bfloat16)
     assert most_at_once(lambda: index.compress(dense, same, add=False)) == 0
     assert most_at_once(lambda: index.compress(dense, wide, add=False)) == 2 * CHUNK
@@ -163,7 +163,7 @@ def test_parameters_without_a_mask_are_stored_whole() -> None:
 def test_an_index_takes_four_bytes_a_stored_entry_or_a_bit_for_each() -> None:
     mask = some_mask(1 << 20)
     assert CompressedLayout({"w": mask}).nbytes == 4 * int(mask.sum())
-    assert Bitmap(mask, CPU).nbytes == (1 << 20) / 8 + 16 * 1024
+    assert BitmapStore(mask, CPU).nbytes == (1 << 20) / 8 + 16 * 1024
     assert CompressedLayout({"w": torch.ones(9, dtype=torch.bool)}).nbytes == 0
 
 
@@ -173,9 +173,9 @@ def test_entries_are_counted_without_padding() -> None:
         ParamInfo(name="embedding", leaves=embedding, logical_shape=(3, 3)),
         ParamInfo(name="bias", leaves=bias, logical_shape=(5,)),
     ]
-    assert CompressedLayout({}).count(infos) == Count(14, 14)
+    assert CompressedLayout({}).count(infos) == StoredCount(14, 14)
     mask = torch.tensor([True, False, True] + 9 * [False])
-    assert CompressedLayout({"embedding": mask}).count(infos) == Count(7, 14)
+    assert CompressedLayout({"embedding": mask}).count(infos) == StoredCount(7, 14)
 
 
 @every_kind

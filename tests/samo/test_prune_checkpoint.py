@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.store import Shard, save_checkpoint, whole
+from megatron.checkpoint.store import LocalShard, save_checkpoint, whole
 from megatron.config import parse, to_yaml
 from pretrain_gpt import GRADIENT_PATHS
 from samo.mask import load_masks
@@ -240,7 +240,7 @@ def test_a_pruned_network_can_be_pruned_further_only(
     tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mask = torch.arange(20).view(4, 5) % 4 == 0
-    kept = Shard("param/w", torch.arange(1.0, 6), (4, 5), (0, 0), (4, 5), mask="mask/w")
+    kept = LocalShard("param/w", torch.arange(1.0, 6), (4, 5), (0, 0), (4, 5), mask="mask/w")
     shards = [kept, whole("mask/w", mask), whole("param/bias", torch.ones(4))]
     save_checkpoint(tmp_path / "checkpoints", step=1, tensors=shards, state={})
     assert main([str(tmp_path), "--sparsity", "0.7", "--output", str(output)]) == 2

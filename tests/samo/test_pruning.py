@@ -20,7 +20,7 @@ from megatron.data_parallel.bucket import ParamInfo
 from megatron.errors import NumericsError
 from samo import pruning
 from samo.pruning import distance, magnitude, prunable, random
-from samo.shares import is_prunable, stored_count
+from samo.schedule import is_prunable, stored_count
 
 P = Fraction("0.9")
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.gradient_path import Rewiring
+from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.layout import DenseLayout, Masks
-from samo.regrowth import choose, share_out
-from samo.rewiring import DsrRewirer, RewiringSettings
-from samo.schedule import Schedule
+from samo.dsr import DsrMaskUpdater, RewiringSettings, choose, share_out
+from samo.schedule import RewiringSchedule
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 50), "thin": (8, 5), "embedding": (21, 32)}
 PADDING = {"embedding": 3}
 """Rows that exist in memory only."""
-EVERY = Schedule(interval=1, until=1_000_000, widening=False)
+EVERY = RewiringSchedule(interval=1, until=1_000_000, widening=False)
 SETTINGS = RewiringSettings(
     schedule=EVERY, target=60, threshold=0.02, reset_moments=True, seed=1234
 )
@@ -67,7 +66,7 @@ class Network:
             mask = self.layout.mask(info.name)
             self.weights[info.name] += noise if mask is None else noise * mask
 
-    def take(self, change: Rewiring | None) -> None:
+    def take(self, change: LayoutChange | None) -> None:
         if change is None:
             return
         assert isinstance(change.layout, MaskLayout)
@@ -90,11 +89,11 @@ def _info(name: str, shape: tuple[int, ...]) -> ParamInfo:
     return ParamInfo(name=name, leaves=(param,), logical_shape=shape)
 
 
-def rewirer(**changes: object) -> DsrRewirer:
-    return DsrRewirer(SHAPES, dataclasses.replace(SETTINGS, **changes), MaskLayout)  # pyright: ignore[reportArgumentType]
+def rewirer(**changes: object) -> DsrMaskUpdater:
+    return DsrMaskUpdater(SHAPES, dataclasses.replace(SETTINGS, **changes), MaskLayout)  # pyright: ignore[reportArgumentType]
 
 
-def run(network: Network, dsr: DsrRewirer, updates: range) -> list[dict[str, torch.Tensor]]:
+def run(network: Network, dsr: DsrMaskUpdater, updates: range) -> list[dict[str, torch.Tensor]]:
     """The masks after each update."""
     found = []
     for t in updates:
@@ -162,7 +161,10 @@ def test_ranks_agree_without_talking_and_whatever_the_order_of_parameters() -> N
 
 
 def test_resumed_run_goes_on_with_the_same_masks() -> None:
-    settings = {"schedule": Schedule(interval=3, until=60, widening=False), "threshold": 0.001}
+    settings = {
+        "schedule": RewiringSchedule(interval=3, until=60, widening=False),
+        "threshold": 0.001,
+    }
     whole = run(Network(), rewirer(**settings), range(1, 70))
     network, dsr = Network(), rewirer(**settings)
     run(network, dsr, range(1, 35))
@@ -175,7 +177,10 @@ def test_resumed_run_goes_on_with_the_same_masks() -> None:
 
 
 def test_settles_after_the_last_rewiring() -> None:
-    network, dsr = Network(), rewirer(schedule=Schedule(interval=3, until=10, widening=False))
+    network, dsr = (
+        Network(),
+        rewirer(schedule=RewiringSchedule(interval=3, until=10, widening=False)),
+    )
     settled = []
     for t in range(1, 12):
         network.take(dsr.after_update(t, network.layout, network.stored()))
@@ -184,7 +189,7 @@ def test_settles_after_the_last_rewiring() -> None:
     (note,) = dsr.notes()
     assert "update 9 was the last after which to rewire; there were 3 rewirings" in note
     assert dsr.notes() == ()
-    again = rewirer(schedule=Schedule(interval=3, until=10, widening=False))
+    again = rewirer(schedule=RewiringSchedule(interval=3, until=10, widening=False))
     again.load_state_tensors(dict(dsr.state_tensors()))
     assert again.settled
 
@@ -194,7 +199,7 @@ def test_weights_are_not_looked_at_between_rewirings() -> None:
         raise AssertionError("the weights were asked for")
         yield
 
-    dsr = rewirer(schedule=Schedule(interval=10, until=20, widening=False))
+    dsr = rewirer(schedule=RewiringSchedule(interval=10, until=20, widening=False))
     for t in [*range(1, 10), *range(11, 20), *range(21, 50)]:
         assert dsr.after_update(t, MaskLayout({}), nobody()) is None
 

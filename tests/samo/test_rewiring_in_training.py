@@ -8,25 +8,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.layout import CompressedLayout
-from samo.rewiring import DsrRewirer, RewiringSettings
-from samo.schedule import Schedule
+from samo.schedule import RewiringSchedule
 from tests.ranks import Ranks
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 SHAPES = {"embedding": (24, 16), "first": (32, 16), "bias": (32,), "second": (16, 32)}
 PRUNED = [name for name, shape in SHAPES.items() if len(shape) > 1]
-SCHEDULE = Schedule(interval=2, until=12, widening=False)
+SCHEDULE = RewiringSchedule(interval=2, until=12, widening=False)
 
 
 class Saved(NamedTuple):
@@ -64,7 +64,7 @@ class Net:
         parts = PathParts(
             layout=CompressedLayout(saved.masks if saved else draws),
             reducer=AllReduceReducer(Exchange(groups.dp)),
-            rewirer=DsrRewirer(PRUNED, settings, CompressedLayout),
+            rewirer=DsrMaskUpdater(PRUNED, settings, CompressedLayout),
         )
         self.rank = groups.dp.rank
         self.engine = GradientEngine(infos, parts, groups, cap=800, grad_dtype=torch.float32)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from samo.schedule import FRACTION, Schedule, target_of, until_of, why_none, why_too_many
+from samo.schedule import FRACTION, RewiringSchedule, target_of, until_of, why_none, why_too_many
 
 WIDE_RESNET = [(16, 32), *[(32, 32)] * 7, (32, 64), *[(64, 64)] * 7, (64, 128), *[(128, 128)] * 7]
 """Channels in and out of the 3 x 3 convolutions of a WRN-28-2 after the first."""
@@ -20,7 +20,7 @@ WIDE_RESNET = [(16, 32), *[(32, 32)] * 7, (32, 64), *[(64, 64)] * 7, (64, 128), 
     ],
 )
 def test_widening_is_the_schedule_of_the_papers(updates: int, periods: dict[int, int]) -> None:
-    schedule = Schedule(interval=100, until=until_of(updates))
+    schedule = RewiringSchedule(interval=100, until=until_of(updates))
     expected, begin = [], 0
     for end, interval in periods.items():
         expected += [t for t in range(begin + 1, end + 1) if t % interval == 0]
@@ -30,11 +30,11 @@ def test_widening_is_the_schedule_of_the_papers(updates: int, periods: dict[int,
 
 
 def test_without_widening_each_multiple_counts() -> None:
-    schedule = Schedule(interval=7, until=30, widening=False)
+    schedule = RewiringSchedule(interval=7, until=30, widening=False)
     assert [t for t in range(100) if schedule.due(t)] == [7, 14, 21, 28]
     assert schedule.last == 28
     assert schedule.any_due(8, 14) and not schedule.any_due(8, 13) and not schedule.any_due(29, 99)
-    assert Schedule(interval=7, until=6).last == 0
+    assert RewiringSchedule(interval=7, until=6).last == 0
 
 
 def test_target_is_the_number_that_the_fraction_comes_from() -> None:
@@ -52,13 +52,13 @@ def test_a_target_that_cannot_be_reached_is_refused() -> None:
 
 
 def test_a_run_without_a_rewiring_is_told_what_would_help() -> None:
-    assert why_none(Schedule(interval=200, until=1000), 1, 1100) == ""
-    short = why_none(Schedule(interval=200, until=95), 1, 100)
+    assert why_none(RewiringSchedule(interval=200, until=1000), 1, 1100) == ""
+    short = why_none(RewiringSchedule(interval=200, until=95), 1, 100)
     assert "dsr_interval 200: the network is rewired after no update from 1 to 95" in short
     assert short.endswith("--dsr-interval 12 would do")
-    assert Schedule(interval=12, until=95).any_due(1, 100)
-    assert not Schedule(interval=25, until=95).any_due(1, 100)
+    assert RewiringSchedule(interval=12, until=95).any_due(1, 100)
+    assert not RewiringSchedule(interval=25, until=95).any_due(1, 100)
     # With three updates in all the interval has doubled before it is over, whatever it is.
-    assert why_none(Schedule(interval=5, until=3), 1, 3).endswith("train for longer")
-    over = why_none(Schedule(interval=10, until=95), 100, 200)
+    assert why_none(RewiringSchedule(interval=5, until=3), 1, 3).endswith("train for longer")
+    over = why_none(RewiringSchedule(interval=10, until=95), 100, 200)
     assert over.startswith("dsr_until 95 is before update 100")

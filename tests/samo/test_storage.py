@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samo.storage import csr_bits, model_bits
+from samo.memory import csr_bits, model_bits
 
 ROWS, WIDTH = 74_220, 512
 """Of the Transformer: 38.0 million entries are sparsified ("over 98 %" of 38.7 million)."""

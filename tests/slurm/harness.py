@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.guards import heartbeat
+from megatron.fault_tolerance import heartbeat
 
 REPO = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).parent

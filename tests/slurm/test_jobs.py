@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid

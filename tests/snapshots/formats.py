@@ -17,9 +17,9 @@ from typing import Any
 from safetensors import safe_open
 
 from megatron.config import parse, resolve, to_yaml
-from megatron.config.config import SECTIONS
-from megatron.config.megatron_names import MEGATRON_NAMES
-from megatron.config.options import Spec, specs_of
+from megatron.config.fields import FieldSpec, specs_of
+from megatron.config.megatron_flags import MEGATRON_NAMES
+from megatron.config.sections import SECTIONS
 from pretrain_gpt import GRADIENT_PATHS
 from tests.data.pairs import write_pair
 from tests.snapshots.errors import errors
@@ -65,7 +65,7 @@ def flags(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _flag(spec: Spec) -> str:
+def _flag(spec: FieldSpec) -> str:
     words = [f"{spec.name} {spec.flag} {spec.kind.__name__}"]
     if spec.many:
         words.append(f"x {spec.count or 'any'}")

@@ -13,7 +13,7 @@ import torch
 from megatron.sparse import kernels, reference, selection
 from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK
 from megatron.sparse.selection import DTYPES, Candidates
-from megatron.sparse.shard import Shard
+from megatron.sparse.shard import FlatShard
 
 
 def compare_counting(device: torch.device) -> None:
@@ -40,10 +40,10 @@ def _compare_counting(device: torch.device, dtype: torch.dtype) -> None:
     kernels.add_histogram(values, torch.tensor((1, 0, 0), device=device), found)
     assert not found.any()
     for shard in (
-        Shard(20000, 20000),
-        Shard(20000, 200000, offset=100000),
-        Shard(20000, 200000, row=20, stride=200, offset=40),
-        Shard(20000, 201000, row=20, stride=200, offset=-9, first=13),
+        FlatShard(20000, 20000),
+        FlatShard(20000, 200000, offset=100000),
+        FlatShard(20000, 200000, row=20, stride=200, offset=40),
+        FlatShard(20000, 201000, row=20, stride=200, offset=-9, first=13),
     ):
         blocks = -(-shard.total // TIE_BLOCK)
         found = torch.zeros(blocks, dtype=torch.int64, device=device)
@@ -68,10 +68,10 @@ def compare_bit_writing(device: torch.device) -> None:
     for start, numel in ((0, 12 * BLOCK), (64, 5000), (4000, 4500), (4097, 31), (4099, 1)):
         values = whole[:numel].clone()
         for shard in (
-            Shard(numel, numel),
-            Shard(numel, 10 * numel, offset=2 * numel),
-            Shard(numel, 10 * numel, row=7, stride=70, offset=14),
-            Shard(numel, 10 * numel, row=7, stride=70, offset=-3, first=4),
+            FlatShard(numel, numel),
+            FlatShard(numel, 10 * numel, offset=2 * numel),
+            FlatShard(numel, 10 * numel, row=7, stride=70, offset=14),
+            FlatShard(numel, 10 * numel, row=7, stride=70, offset=-3, first=4),
         ):
             cutoff = shard.logical(torch.tensor(numel // 3, device=device))
             found, wanted = torch.randint(-(2**31), 2**31, (2, 3 * GROUP, 32), device=device).int()
@@ -103,8 +103,8 @@ def compare_selection(device: torch.device) -> None:
             (equal, 77),
             (equal, 6000),
         ):
-            one = Candidates(case, k, Shard(case.numel(), case.numel()))
-            other = Candidates(values[:5000], 17, Shard(5000, 5000))
+            one = Candidates(case, k, FlatShard(case.numel(), case.numel()))
+            other = Candidates(values[:5000], 17, FlatShard(5000, 5000))
             _, largest, _ = selection._by_counting([other, one, other], None, sampled=True)
             found = largest.positions()
             order = torch.sort(case.cpu().abs(), descending=True, stable=True).indices

@@ -24,7 +24,7 @@ from megatron.sparse.selection import (
     select_largest,
     select_largest_each,
 )
-from megatron.sparse.shard import Shard
+from megatron.sparse.shard import FlatShard
 
 DENORMAL = 1e-40
 HALF = (torch.bfloat16, torch.float16)
@@ -137,7 +137,7 @@ def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: b
         values[:: (30_000 // 100) | 1] = 1e-9
     for k in (0, 1, 12_000, 30_000):
         passes.clear()
-        one = Candidates(values, k, Shard(30_000, 30_000))
+        one = Candidates(values, k, FlatShard(30_000, 30_000))
         (found,) = selection._by_counting([one], None, sampled=True)
         assert torch.equal(found.positions().long(), largest_by_sorting(values, k))
         if k == 12_000:
@@ -194,7 +194,7 @@ def test_cut_over_ranks_chooses_the_same(
 
         def on_rank(rank: int, k: int = k, group: Together = group) -> torch.Tensor:
             part = whole.chunk(ranks, dim=axis)[rank].contiguous()
-            shard = Shard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=ranks))
+            shard = FlatShard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=ranks))
             found = select_largest(part.view(-1), k, sum_bins=group.sums(rank), shard=shard)
             assert found.count is None
             chosen = torch.zeros(part.numel(), dtype=torch.bool)
@@ -205,17 +205,20 @@ def test_cut_over_ranks_chooses_the_same(
         assert len(set(group.calls)) == 1
 
 
-def stored_in_part(ranks: int) -> list[Shard]:
+def stored_in_part(ranks: int) -> list[FlatShard]:
     """A tensor of 6 x 8, cut by columns, of which the ranks store some entries: of one row none."""
     counts = torch.tensor([[2, 0, 1, 0, 4, 3], [1, 3, 0, 0, 2, 0], [0, 1, 1, 0, 0, 0]])[:ranks]
-    return [Shard.of_stored(counts, rank) for rank in range(ranks)]
+    return [FlatShard.of_stored(counts, rank) for rank in range(ranks)]
 
 
 KINDS_OF_CUT = {
-    "rows": [Shard.of(TensorShard.evenly((7, 8), axis=0, rank=r, ranks=3)) for r in range(3)],
-    "columns": [Shard.of(TensorShard.evenly((6, 8), axis=1, rank=r, ranks=3)) for r in range(3)],
+    "rows": [FlatShard.of(TensorShard.evenly((7, 8), axis=0, rank=r, ranks=3)) for r in range(3)],
+    "columns": [
+        FlatShard.of(TensorShard.evenly((6, 8), axis=1, rank=r, ranks=3)) for r in range(3)
+    ],
     "blocks": [
-        Shard.of(TensorShard.evenly((8, 5), axis=0, rank=r, ranks=2, blocks=2)) for r in range(2)
+        FlatShard.of(TensorShard.evenly((8, 5), axis=0, rank=r, ranks=2, blocks=2))
+        for r in range(2)
     ],
     "stored": stored_in_part(3),
 }
@@ -262,7 +265,7 @@ def test_parts_of_a_cut_tensor_are_chosen_from_alike(
 def test_shard_places_are_those_of_the_cut(axis: int) -> None:
     places = torch.arange(6 * 8).view(6, 8)
     for rank, part in enumerate(places.chunk(2, dim=axis)):
-        shard = Shard.of(TensorShard.evenly((6, 8), axis=axis, rank=rank, ranks=2))
+        shard = FlatShard.of(TensorShard.evenly((6, 8), axis=axis, rank=rank, ranks=2))
         local = torch.arange(part.numel())
         assert torch.equal(shard.logical(local), part.reshape(-1))
         back, here = shard.local(places.view(-1))
@@ -343,7 +346,7 @@ def test_draw_cut_over_ranks_is_the_same_draw(axis: int) -> None:
     expected[whole] = 1
     parts = []
     for rank in range(4):
-        shard = Shard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=4))
+        shard = FlatShard.of(TensorShard.evenly(shape, axis=axis, rank=rank, ranks=4))
         draw = draw_seeded(48 * 200, k, seed=1, step=2, name="w", shard=shard)
         part = torch.zeros(shard.numel)
         part[draw.positions().long()] = 1
@@ -367,7 +370,7 @@ def assorted(seed: int) -> list[Candidates]:
             values.zero_()
         values = values.to((torch.float32, torch.bfloat16, torch.float16)[(number + seed) % 3])
         for k in {0, 1, numel // 3, numel}:
-            found.append(Candidates(values, k, Shard(numel, numel)))
+            found.append(Candidates(values, k, FlatShard(numel, numel)))
     return found
 
 
@@ -439,7 +442,7 @@ def test_operations_hardly_grow_with_the_number_of_tensors(
     counted = {}
     for count in (1, 2, 16):
         passes.clear()
-        batch = [Candidates(torch.randn(30_000), 10_000, Shard(30_000, 30_000))] * count
+        batch = [Candidates(torch.randn(30_000), 10_000, FlatShard(30_000, 30_000))] * count
         mode = Count()
         mode.operations = 0
         # The device of a GPU has no shortcut for tensors without ties.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.config import SECTIONS, SPECS
-from megatron.config.options import Spec, specs_of
+from megatron.config.fields import FieldSpec, specs_of
+from megatron.config.sections import SECTIONS, SPECS
 from pretrain_gpt import GRADIENT_PATHS
 from tests.sweep.asking import Case
 
@@ -30,7 +30,7 @@ WRONG_TEXTS = ("", "a\x1b[31mred", "two\nlines", "\u2028")
 class Field:
     """A field, and what must be given for it to be allowed."""
 
-    spec: Spec
+    spec: FieldSpec
     path: str | None
 
     @property
@@ -52,7 +52,7 @@ def fields() -> list[Field]:
     return list(found.values())
 
 
-def wrong_values(spec: Spec) -> Iterator[tuple[str, str]]:
+def wrong_values(spec: FieldSpec) -> Iterator[tuple[str, str]]:
     """Kind and text of values that the field cannot have."""
     if spec.name == "grad_path" or spec.choices:
         yield from (("choice", text) for text in ("no-such", "", "１", "a\nb"))
@@ -67,7 +67,7 @@ def wrong_values(spec: Spec) -> Iterator[tuple[str, str]]:
     yield from (("range", text) for text in _out_of_range(spec) if count == 1)
 
 
-def _out_of_range(spec: Spec) -> Iterator[str]:
+def _out_of_range(spec: FieldSpec) -> Iterator[str]:
     if spec.within is None:
         return
     whole = spec.kind is int
@@ -144,7 +144,7 @@ def yaml_cases(folder: Path) -> Iterator[Case]:
             yield _refused(f"yaml: {kind}", ("--config", str(path)), names)
 
 
-def _wrong_entries(spec: Spec) -> Iterator[tuple[str, str]]:
+def _wrong_entries(spec: FieldSpec) -> Iterator[tuple[str, str]]:
     name = spec.name
     if not spec.many:
         yield "list", f"{name}: [1, 2]\n"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.locate import find_checkpoint
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, dump
+from megatron.checkpoint.format import MANIFEST_NAME, Manifest, dump
 from megatron.errors import CheckpointError, ConfigError
 from tools.run_model import find_model
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.store import save_checkpoint
-from megatron.guards.heartbeat import FOLDER, Heartbeat
-from megatron.run_lock import LOCK, RunLock
+from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
+from megatron.fault_tolerance.run_lock import LOCK, RunLock
 from megatron.status import Status, write_status
 from tools.status import MEANINGS, main
 

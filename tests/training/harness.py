@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
 from megatron.config import parse, resolve
-from megatron.launch import Launch
+from megatron.launch import Launch, Runtime
 from megatron.metrics import cut_metrics
-from megatron.origin import Origin, locate_checkpoint
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import build_trainer, open_metrics
-from megatron.runtime import Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
@@ -44,7 +43,7 @@ def make_trainer(
         return json.dumps([str(found.path), found.own] if found else None)
 
     found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
-    origin = Origin(Path(found[0]), own=found[1]) if found else None
+    origin = CheckpointSource(Path(found[0]), own=found[1]) if found else None
     metrics = open_metrics(GPT_TASK, config, runtime, run_dir, origin)
     trainer = build_trainer(
         GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, origin

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.guards import spikes
+from megatron.fault_tolerance import loss_spikes
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
@@ -58,7 +58,7 @@ def test_a_run_makes_the_same_bits_and_goes_on_either_way(
 
 def on_rank_spike(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
     """The sixth loss counts as too far out."""
-    usual, asked = spikes.is_spike, []
+    usual, asked = loss_spikes.is_spike, []
 
     def spike(*args: Any, **kwargs: Any) -> bool:
         asked.append(args[0])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import CheckpointError
 from megatron.parallel.groups import ProcessGroups

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.sidecar import write_sidecar
 from megatron.errors import CheckpointError, DataError
-from megatron.guards.requests import Requests
+from megatron.fault_tolerance.exit_signals import ExitSignals
 from megatron.parallel.groups import ProcessGroups
-from megatron.training import Outcome
+from megatron.training import TrainOutcome
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 
@@ -194,10 +194,10 @@ def test_duration_ends_with_a_save_and_asks_to_be_requeued(ranks: Ranks, tmp_pat
     assert (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").is_file()
 
 
-def on_rank_told_to_stop(groups: ProcessGroups, run_dir: Path) -> Outcome:
+def on_rank_told_to_stop(groups: ProcessGroups, run_dir: Path) -> TrainOutcome:
     """Only the test set is left to evaluate when somebody says stop."""
     trainer = make_trainer(groups, TINY.replace("--train-iters 8", "--train-iters 1"), run_dir)
-    trainer.requests = Requests(run_dir)
+    trainer.requests = ExitSignals(run_dir)
     trainer.train_step()
     (run_dir / "STOP").touch()
     outcome = trainer._run()
@@ -208,7 +208,7 @@ def on_rank_told_to_stop(groups: ProcessGroups, run_dir: Path) -> Outcome:
 
 def test_a_stop_during_the_last_evaluation_is_obeyed_once(ranks: Ranks, tmp_path: Path) -> None:
     (outcome,) = ranks.run(1, on_rank_told_to_stop, tmp_path)
-    assert outcome == Outcome(75, "STOP")
+    assert outcome == TrainOutcome(75, "STOP")
     assert not (tmp_path / "STOP").exists()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.data_parallel.bucket_plan import RankShapes, StepTraffic
-from megatron.memory_estimate import Activations, Grid, microbatches_of
-from megatron.pipeline.schedule import Kind, Operation, Place
+from megatron.memory_estimate import Activations, RankGrid, microbatches_of
+from megatron.pipeline.schedule import Kind, Operation, StagePosition
 from tools.planner.seconds import Lasts, PassSeconds, pass_seconds, play, unchanged
 from tools.planner.site import Link, Site
 from tools.planner.timeline import Passed, Timeline
@@ -34,7 +34,7 @@ class Setting:
     `lasts`: of each of so many pipelines that are played against each other, all others being as
     one of these."""
 
-    grid: Grid
+    grid: RankGrid
     site: Site
     ranks: Sequence[RankShapes]
     passes: Sequence[PassSeconds]
@@ -42,7 +42,7 @@ class Setting:
     lasts: Sequence[Lasts] = (unchanged,)
 
     @classmethod
-    def of(cls, grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
+    def of(cls, grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
         """As `seconds` would have it."""
         passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
         return cls(
@@ -115,7 +115,10 @@ def course_of(setting: Setting, lasts: Lasts) -> Course:
 
 def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> int:
     """Messages that a pass waits for and makes."""
-    place, operation = Place(stage=rank, stages=stages, chunks=chunks), Operation(kind, 0, chunk)
+    place, operation = (
+        StagePosition(stage=rank, stages=stages, chunks=chunks),
+        Operation(kind, 0, chunk),
+    )
     return sum(each is not None for each in (place.needs(operation), place.makes(operation)))
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config, check, resolve
-from megatron.config.config import SPECS
-from megatron.config.refused_pairs import check_pairs
+from megatron.config.sections import SPECS
+from megatron.config.validate import check_pairs
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from tools.planner.plan import Plan

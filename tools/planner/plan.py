@@ -8,13 +8,13 @@ from functools import cached_property
 
 from megatron.config import Config
 from megatron.config.compilation import choose_compilation
-from megatron.config.parallel_rules import check_vocabulary
+from megatron.config.validate import check_vocabulary
 from megatron.data_parallel.bucket_plan import BYTES, RankShapes
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.memory_estimate import (
     ActivationBytes,
     Activations,
-    Grid,
+    RankGrid,
     StateBytes,
     microbatches_of,
     state_bytes,
@@ -80,7 +80,7 @@ class Queue:
 class Plan:
     """A configuration, resolved, on the ranks and the GPU of a site."""
 
-    grid: Grid
+    grid: RankGrid
     site: Site
 
     @classmethod
@@ -105,7 +105,7 @@ class Plan:
             order=parallel.rank_order,
         )
         device = config.run.device or site.device
-        grid = Grid(
+        grid = RankGrid(
             config=config,
             dims=dims,
             path=path,

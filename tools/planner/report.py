@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.config.layer_split import describe_split
-from megatron.config.notices import describe_recomputation
-from megatron.metrics.units import byte_size, duration, memory_size, scaled
+from megatron.config.sections import describe_split
+from megatron.config.validate import describe_recomputation
+from megatron.metrics.log_line import byte_size, duration, memory_size, scaled
 from tools.planner.fit import Way
 from tools.planner.plan import RESERVE, Plan, group_bytes
 from tools.planner.traffic import step_bytes

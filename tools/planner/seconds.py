@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.data_parallel.bucket_plan import RankShapes, Sent, StepTraffic
-from megatron.low_memory.spans import recompute_spans, recomputes_attention
-from megatron.memory_estimate import Activations, Grid, microbatches_of
+from megatron.data_parallel.bucket_plan import PlannedCollective, RankShapes, StepTraffic
+from megatron.low_memory.checkpoint_interval import recompute_spans, recomputes_attention
+from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 from megatron.model.flops import flops_per_token
 from megatron.pipeline.schedule import Kind, Operation, interleaved
 from tools.planner.site import Link, Site
@@ -76,7 +76,7 @@ class StepSeconds:
         return self.compute + self.tensor + self.bubble + self.exposed + self.optimizer
 
 
-def step_seconds(grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> StepSeconds:
+def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> StepSeconds:
     """Of a mean step of the run; `ranks` has one of each stage."""
     passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
     slowest = max(passes, key=lambda each: each.total)
@@ -95,7 +95,7 @@ def step_seconds(grid: Grid, site: Site, ranks: Sequence[RankShapes]) -> StepSec
     )
 
 
-def pass_seconds(grid: Grid, site: Site, stage: int, *, hides_sums: bool = True) -> PassSeconds:
+def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = True) -> PassSeconds:
     """Of a microbatch through all chunks of a stage. `hides_sums`: whether tensor-parallel
     sums of backward go on beside gradients of weights, as ours do."""
     config, tp = grid.config, grid.dims.tp
@@ -126,7 +126,7 @@ def pass_seconds(grid: Grid, site: Site, stage: int, *, hides_sums: bool = True)
     return PassSeconds(ahead + sums, back + left, sums + left)
 
 
-def evaluation_seconds(grid: Grid, site: Site) -> float:
+def evaluation_seconds(grid: RankGrid, site: Site) -> float:
     """Of a global batch that goes forward alone."""
     passes = [pass_seconds(grid, site, stage).forward for stage in range(grid.dims.pp)]
     messages = site.message(grid.dims).message(Activations(grid).hidden) * (grid.dims.pp - 1)
@@ -134,7 +134,7 @@ def evaluation_seconds(grid: Grid, site: Site) -> float:
 
 
 def pipeline_seconds(
-    grid: Grid, passes: Sequence[PassSeconds], link: Link, microbatches: int
+    grid: RankGrid, passes: Sequence[PassSeconds], link: Link, microbatches: int
 ) -> float:
     """All microbatches through a pipeline; `passes`: of each stage. Stages that take equal times
     wait for the bubble of Eq. 6 and 7 of the SAMO paper."""
@@ -156,7 +156,7 @@ def pipeline_seconds(
 
 
 def play(
-    grid: Grid,
+    grid: RankGrid,
     passes: Sequence[PassSeconds],
     transfer: float,
     microbatches: int,
@@ -181,7 +181,7 @@ def play(
     return timeline(players, chunks=chunks, transfer=transfer, factor=seconds)
 
 
-def collective_seconds(sent: Sent, link: Link, ranks: int) -> float:
+def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float:
     """Of one collective over so many data-parallel ranks."""
     if ranks == 1:
         return 0.0
@@ -201,7 +201,7 @@ class AfterBackward(NamedTuple):
 
 
 def after_backward(
-    grid: Grid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
+    grid: RankGrid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
 ) -> AfterBackward:
     """In a step of this kind whose last backward takes so long: buckets leave as they fill."""
     link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
@@ -215,7 +215,7 @@ def after_backward(
         waits = bucket.kind.tied or bucket.kind.partial or not overlaps
         return backward * (1.0 if waits else share)
 
-    def takes(sent: Sent) -> float:
+    def takes(sent: PlannedCollective) -> float:
         return collective_seconds(sent, link, ranks)
 
     sums = play_sums(rank, step.sent, ready=ready, takes=takes)
@@ -230,7 +230,7 @@ def after_backward(
     return found._replace(looked=last.stop - over, updated=sum(update(j.entries) for j in jobs))
 
 
-def _mean_after(grid: Grid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
+def _mean_after(grid: RankGrid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
     """Over the steps of the run."""
     kinds = grid.path.plan_traffic(grid.config, rank)
     found = [(kind.steps, after_backward(grid, site, rank, kind, backward)) for kind in kinds]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from megatron.data_parallel.bucket_plan import Sent
+from megatron.data_parallel.bucket_plan import PlannedCollective
 from megatron.memory_estimate import microbatches_of
 from tools.planner.course import Course, Setting, course_of
 from tools.planner.seconds import collective_seconds
@@ -179,7 +179,7 @@ class _Reduction:
             found.append(Event(stage, "reduce", f"{each.kind} {each.bucket}", start, stop))
         return sums
 
-    def _takes(self, sent: Sent) -> float:
+    def _takes(self, sent: PlannedCollective) -> float:
         return collective_seconds(sent, self._setting.links.reduce, self._grid.dims.dp)
 
     def _over(self, stage: int) -> float:

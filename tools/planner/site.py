@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.values import nearest
+from megatron.config.fields import nearest
 from megatron.errors import ConfigError
 from megatron.parallel.dims import Axis, ParallelDims
 

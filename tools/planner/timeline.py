@@ -19,7 +19,7 @@ from itertools import count
 from typing import Protocol, Self
 
 from megatron.pipeline.message_driven import BatchProgress
-from megatron.pipeline.schedule import Kind, Message, Operation, Place
+from megatron.pipeline.schedule import Kind, Message, Operation, StagePosition
 
 Time = int | float | Fraction
 """In a unit of the caller's; whole numbers and fractions stay exact."""
@@ -117,7 +117,7 @@ def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
     """Every rank of a message-driven pipeline, before the batch."""
     return [
         BatchProgress(
-            place=Place(stage=rank, stages=stages), microbatches=microbatches, limit=limit
+            place=StagePosition(stage=rank, stages=stages), microbatches=microbatches, limit=limit
         )
         for rank in range(stages)
     ]
@@ -161,7 +161,9 @@ def timeline(
     rank waits for.
     """
     players = [Fixed(each) if isinstance(each, Sequence) else each for each in ranks]
-    places = [Place(stage=r, stages=len(players), chunks=chunks) for r in range(len(players))]
+    places = [
+        StagePosition(stage=r, stages=len(players), chunks=chunks) for r in range(len(players))
+    ]
     seconds = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     passed: list[list[Passed]] = [[] for _ in players]
     there: set[Message] = set()
@@ -209,7 +211,7 @@ class _Events:
         return now, arrived, awake
 
 
-def _ready(player: Player, place: Place, there: Container[Message]) -> Operation | None:
+def _ready(player: Player, place: StagePosition, there: Container[Message]) -> Operation | None:
     for operation in player.possible():
         needed = place.needs(operation)
         if needed is None or needed in there:
@@ -222,7 +224,7 @@ def _receiver(message: Message, ranks: int) -> int:
     return (message.boundary + (message.kind is Kind.FORWARD)) % ranks
 
 
-def _refuse_waiting(places: Sequence[Place], players: Sequence[Player]) -> None:
+def _refuse_waiting(places: Sequence[StagePosition], players: Sequence[Player]) -> None:
     waiting = [
         f"rank {place.stage} for {' or '.join(str(place.needs(each)) for each in possible)}"
         for place, player in zip(places, players, strict=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.data_parallel.bucket_plan import BYTES, RankShapes, StepTraffic, ring_all_reduce_bytes
-from megatron.low_memory.spans import recompute_spans
-from megatron.memory_estimate import Activations, Grid, microbatches_of
+from megatron.low_memory.checkpoint_interval import recompute_spans
+from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 
 NUMBER = 8
 """Bytes of the fp64 numbers that a copy of the model adds up in each step."""
@@ -44,7 +44,7 @@ class StepBytes:
     host: int = 0
 
 
-def step_bytes(grid: Grid, stage: int, rank: RankShapes) -> StepBytes:
+def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
     """What this rank of the stage sends."""
     held = sum(bucket.numel for bucket in rank.buckets)
     return StepBytes(
@@ -60,7 +60,7 @@ def state_width(config: Config) -> int:
     return 4 * (1 + config.optimizer.num_moments)
 
 
-def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
+def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
     """Of one microbatch through all chunks of a stage."""
     ranks = grid.dims.tp
     if ranks == 1:
@@ -95,7 +95,7 @@ def tensor_traffic(grid: Grid, stage: int) -> TensorTraffic:
     return TensorTraffic(sent, again * unit, backward * unit, rounds, each * again, each * backward)
 
 
-def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:
+def _on_tensor_group(grid: RankGrid, stage: int, rank: RankShapes) -> int:
     ranks = grid.dims.tp
     if ranks == 1:
         return 0
@@ -105,7 +105,7 @@ def _on_tensor_group(grid: Grid, stage: int, rank: RankShapes) -> int:
     return microbatches_of(grid) * each.total + _summed([*sums, NUMBER], ranks)
 
 
-def _on_pipeline(grid: Grid, stage: int, rank: RankShapes) -> int:
+def _on_pipeline(grid: RankGrid, stage: int, rank: RankShapes) -> int:
     stages = grid.dims.pp
     if stages == 1:
         return 0

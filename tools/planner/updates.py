@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.data_parallel.bucket_plan import BYTES, RankShapes, Sent
-from megatron.memory_estimate import Grid
+from megatron.data_parallel.bucket_plan import BYTES, PlannedCollective, RankShapes
+from megatron.memory_estimate import RankGrid
 from tools.planner.site import Link, Site
 from tools.planner.traffic import state_width
 
@@ -25,7 +25,7 @@ from tools.planner.traffic import state_width
 class Summed(NamedTuple):
     """A collective, and when it goes on."""
 
-    sent: Sent
+    sent: PlannedCollective
     start: float
     stop: float
 
@@ -34,7 +34,7 @@ class Sums(NamedTuple):
     """Of one rank in a step: in the order in which they go on, and what comes after updates."""
 
     done: list[Summed]
-    late: list[Sent]
+    late: list[PlannedCollective]
 
     def over(self, since: float) -> float:
         """When there is nothing left to wait for."""
@@ -65,15 +65,15 @@ def streams(config: Config) -> bool:
 
 def play_sums(
     rank: RankShapes,
-    sent: Iterable[Sent],
+    sent: Iterable[PlannedCollective],
     *,
     ready: Callable[[int, float, float], float],
-    takes: Callable[[Sent], float],
+    takes: Callable[[PlannedCollective], float],
 ) -> Sums:
     """One after the other, first in first out. `ready`: when a bucket may leave, of its number, the
     share of all gradients that are there then, and when the network is free."""
     entries = sum(bucket.numel for bucket in rank.buckets)
-    done, rest, late = list[Summed](), list[Sent](), list[Sent]()
+    done, rest, late = list[Summed](), list[PlannedCollective](), list[PlannedCollective]()
     seen = set[tuple[int, int]]()
     filled, free, at = 0, 0.0, 0.0
     for each in sent:
@@ -93,7 +93,7 @@ def play_sums(
     return Sums(done, late)
 
 
-def jobs_of(grid: Grid, rank: RankShapes, sums: Sums) -> list[Job]:
+def jobs_of(grid: RankGrid, rank: RankShapes, sums: Sums) -> list[Job]:
     """What a rank updates, in order: pieces where they are taken up one by one, else buckets."""
     shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
     whole = not streams(grid.config)
@@ -122,17 +122,17 @@ def in_turns(jobs: Sequence[Job], since: float, takes: Callable[[float], float])
         yield Ran(job, start, now)
 
 
-def embedding_seconds(grid: Grid, link: Link, entries: int) -> float:
+def embedding_seconds(grid: RankGrid, link: Link, entries: int) -> float:
     """Of adding up a tied table's two gradients, one at each end of the pipeline."""
     return link.ring(BYTES[grid.config.precision.grad_dtype] * entries, 2, rounds=2)
 
 
-def norm_seconds(grid: Grid, site: Site, entries: float) -> float:
+def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
     """Of a look at so many gradients."""
     return BYTES[grid.config.precision.grad_dtype] * entries / site.memory_rate
 
 
-def update_seconds(grid: Grid, site: Site, entries: float) -> float:
+def update_seconds(grid: RankGrid, site: Site, entries: float) -> float:
     """Of an update of so many entries, by what it moves: the gradient, states there and back, a
     16-bit parameter; on a GPU a 16-bit gradient is widened in memory.
 

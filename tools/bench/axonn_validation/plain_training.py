@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.config import Config, parse, resolve
-from megatron.data.loader import BatchReader
+from megatron.data.data_loader import BatchReader
 from megatron.launch import Launch
 from megatron.model.gpt import GPT
 from megatron.pretrain import build_groups

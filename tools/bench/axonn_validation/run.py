@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from megatron.errors import PeerError, SparsetronError
-from megatron.metrics.files import JSONL
+from megatron.metrics.logger import JSONL
 from tools.bench.axonn_validation.page import OURS, PLAIN, SEEDS, STOCK, as_markdown
 from tools.bench.axonn_validation.plain_training import Curve, train
 from tools.bench.axonn_validation.plot import write_plot

@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron.config import parse, resolve
 from megatron.errors import missing_extra
-from megatron.launch import Launch
+from megatron.launch import Launch, Runtime
 from megatron.metrics import Metrics, NullMetrics
 from megatron.model.gpt import GPT
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import build_trainer, open_metrics
-from megatron.runtime import Runtime
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 

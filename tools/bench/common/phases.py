@@ -10,7 +10,7 @@ from functools import wraps
 from time import perf_counter, thread_time
 from typing import Any
 
-from megatron.optimizer.rules import UpdateRule
+from megatron.optimizer.update_rules import UpdateRule
 from megatron.training import Trainer
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.config import Config, parse, resolve
 from megatron.errors import ConfigError
-from megatron.run_folder import CONFIG
+from megatron.run_dir import CONFIG
 from megatron.status import read_status
 from pretrain_gpt import GRADIENT_PATHS
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.metrics.files import JSONL
+from megatron.metrics.logger import JSONL
 from tools.bench.convergence.rows import records
 from tools.bench.convergence.study import REFERENCE_STEPS, Plan, Run, flags_of
 

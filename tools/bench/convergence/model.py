@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from megatron.config import ModelConfig
 from megatron.model.flops import parameter_count
-from samo.shares import stored_count
+from samo.schedule import stored_count
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 256, 4, 8192
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.metrics.files import JSONL, lines_of, parse_line
+from megatron.metrics.logger import JSONL, lines_of, parse_line
 from tools.bench.convergence.model import parameters
 from tools.bench.convergence.study import CLIP, EARLY_BIRD_DISTANCE, Plan, Run
 

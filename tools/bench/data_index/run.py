@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron.data.blended import blend_order, number_draws
-from megatron.data.sample_order import build_order, plan_epochs
+from megatron.data.blended_dataset import blend_order, number_draws
+from megatron.data.gpt_dataset import build_order, plan_epochs
 
 Result = TypeVar("Result")
 

@@ -29,7 +29,7 @@ from statistics import median
 
 import torch
 
-from megatron.report import Run, read_run
+from megatron.report import RunData, read_run
 from megatron.report.comparison import compare
 
 REPO = Path(__file__).resolve().parents[3]
@@ -67,7 +67,7 @@ CASES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """RunData the tool; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # What ends this tool, such as `timeout`, must end the ranks too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, str] = {}
-    first: Run | None = None
+    first: RunData | None = None
     print(f"{'run':<16} {'median step':>12}  losses")
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(text != "as on one GPU" for text in results.values()) else 0
 
 
-def problem(case: Case, folder: Path, first: Run | None, *, smoke: bool) -> str:
-    """Run a case; what is wrong with it beside the `first` run, or nothing."""
+def problem(case: Case, folder: Path, first: RunData | None, *, smoke: bool) -> str:
+    """RunData a case; what is wrong with it beside the `first` run, or nothing."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
     log = folder.with_suffix(".log")
     port = _free_port()

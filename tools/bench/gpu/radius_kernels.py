@@ -14,10 +14,10 @@ import sys
 
 import torch
 
-from megatron.data_parallel.reducer import Reduced
-from megatron.optimizer.rules import AdamW, Hyper
+from megatron.data_parallel.reducer import ReducedGrad
+from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.sparse.selection import select_largest
-from radius.bitmap import BitmapIndex
+from radius.bitmap_index import BitmapIndex
 from tools.bench.gpu.kernel_passes import BITS, Bench, Pass, met
 
 RULE, HYPER = AdamW(beta1=0.9, beta2=0.95, eps=1e-8), Hyper(t=10, lr=1e-4, weight_decay=0.1)
@@ -72,7 +72,7 @@ class _Bucket:
         self.states.scratch.zero_().index_copy_(0, self.positions, self.values)
 
     def adamw(self) -> None:
-        self._apply(Reduced(values=self.values, index=self.index))
+        self._apply(ReducedGrad(values=self.values, index=self.index))
 
     def adamw_by_positions(self) -> None:
         self.expand_by_positions()
@@ -80,7 +80,9 @@ class _Bucket:
         RULE.apply(states.weight, states.scratch, (states.mean, states.square), HYPER)
 
     def adamw_frozen(self) -> None:
-        rest = Reduced(values=self.values, index=self.index, rest="frozen", gathered=self.counts)
+        rest = ReducedGrad(
+            values=self.values, index=self.index, rest="frozen", gathered=self.counts
+        )
         self._apply(rest)
 
     def adamw_frozen_by_positions(self) -> None:
@@ -97,7 +99,7 @@ class _Bucket:
         found = torch.topk(self.states.update.abs(), self.k, sorted=False).indices
         self.mask.zero_().index_fill_(0, found, True)
 
-    def _apply(self, reduced: Reduced) -> None:
+    def _apply(self, reduced: ReducedGrad) -> None:
         states, moments = self.states, (self.states.mean, self.states.square)
         self.index.apply(RULE, reduced, states.weight, moments, HYPER, factor=0.5)
 

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from samo.layout import Bitmap
+from samo.layout import BitmapStore
 from tools.bench.gpu.kernel_passes import BITS, Bench, Pass, met
 
 
@@ -34,7 +34,7 @@ class _Bucket:
         self.states = states
         length, device = states.grad.numel(), states.grad.device
         mask = torch.rand(length, device=device) < density
-        self.index = Bitmap(mask.cpu(), device)
+        self.index = BitmapStore(mask.cpu(), device)
         stored = self.index.stored
         self.sums = torch.zeros(stored, device=device)
         self.short = torch.empty(stored, dtype=torch.bfloat16, device=device)

@@ -38,15 +38,14 @@ def main() -> int:
     rounds = parser.parse_args().rounds
 
     from megatron.config import parse
-    from megatron.guards.causes import Causes
-    from megatron.guards.heartbeat import FOLDER, Heartbeat
-    from megatron.guards.replicas import compare_replicas
-    from megatron.guards.requests import Requests
-    from megatron.guards.watchdog import Watchdog
-    from megatron.launch import detect_launch
+    from megatron.fault_tolerance.exit_signals import ExitSignals
+    from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat
+    from megatron.fault_tolerance.replicas import compare_replicas
+    from megatron.fault_tolerance.root_cause import RootCause
+    from megatron.fault_tolerance.watchdog import Watchdog
+    from megatron.launch import detect_launch, start, stop
     from megatron.metrics import NullMetrics
     from megatron.pretrain import build_groups, build_trainer
-    from megatron.runtime import start, stop
     from megatron.status import Status
     from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
@@ -60,15 +59,15 @@ def main() -> int:
             GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), None
         )
         heartbeat = Heartbeat(run_dir / FOLDER, rank=launch.rank, attempt="bench")
-        requests = Requests(run_dir if runtime.is_writer else None)
-        causes = Causes(
+        requests = ExitSignals(run_dir if runtime.is_writer else None)
+        causes = RootCause(
             run_dir=run_dir,
             attempt="bench",
             rank=launch.rank,
             world_size=launch.world_size,
             signed=Status(state="running"),
         )
-        without_heartbeat, without_requests = Heartbeat(), Requests()
+        without_heartbeat, without_requests = Heartbeat(), ExitSignals()
         without_heartbeat.at = lambda phase, step=None: None  # type: ignore[method-assign]
 
         def guarded() -> list[float]:

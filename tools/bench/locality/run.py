@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, SparsetronError
-from megatron.metrics.files import JSONL
+from megatron.metrics.logger import JSONL
 from tools.bench.convergence.rows import records
 from tools.bench.locality.report import Curve, Kept, write_report
 

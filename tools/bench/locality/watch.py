@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.find import locate_checkpoint
 from megatron.config import Config, parse, resolve
 from megatron.data_parallel.reducer import Step
 from megatron.errors import ConfigError
-from megatron.launch import detect_launch
+from megatron.launch import detect_launch, start, stop
 from megatron.metrics import NullMetrics
-from megatron.optimizer.rules import Hyper
-from megatron.origin import locate_checkpoint
+from megatron.optimizer.update_rules import Hyper
 from megatron.pretrain import build_groups, build_trainer
-from megatron.runtime import start, stop
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 from tools.bench.locality.report import Curve

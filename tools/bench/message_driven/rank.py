@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.launch import detect_launch
-from megatron.mpi_world import leave_mpi, require_mpi, with_master
+from megatron.launch import detect_launch, leave_mpi, require_mpi, with_master
 
 LAUNCH = detect_launch()
 require_mpi(LAUNCH)  # before torch, as in a run
@@ -28,10 +27,10 @@ import torch.distributed as dist
 from megatron.model.gpt import GPT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
-from megatron.pipeline.course import MessageDriven
+from megatron.pipeline.message_driven import MessageDriven
 from megatron.pipeline.mpi_transport import open_mpi_transport
 from megatron.pipeline.runner import Pipeline
-from megatron.pipeline.schedule import Place
+from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
 from megatron.timers import Timers
 from tools.bench.common.contenders import Ours, quiet
@@ -91,7 +90,7 @@ def _train_both(settings: dict[str, Any], groups: ProcessGroups) -> dict[str, An
 
 def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, Any]]:
     """Every step of the contenders, which take turns; the first round warms up."""
-    stage = UnevenStage(Place(stage=groups.pp.rank, stages=groups.pp.size), settings)
+    stage = UnevenStage(StagePosition(stage=groups.pp.rank, stages=groups.pp.size), settings)
     shape: dict[str, Any] = {
         "shape": tuple(settings["shape"]),
         "dtype": torch.float32,
@@ -120,7 +119,7 @@ def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, 
 def _pipeline(
     contender: Contender, stage: UnevenStage, transport: Any, groups: ProcessGroups
 ) -> Pipeline:
-    place = Place(stage=groups.pp.rank, stages=groups.pp.size)
+    place = StagePosition(stage=groups.pp.rank, stages=groups.pp.size)
     timers = Timers(0, synchronize=None)
     driven = None
     if contender.beyond is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.pipeline.schedule import Kind, Operation, Place
+from megatron.pipeline.schedule import Kind, Operation, StagePosition
 from tools.bench.pipeline.rank import SleepingStage
 from tools.planner.timeline import Factor, Timeline, driven, even, jitter, slow, timeline
 
@@ -96,7 +96,7 @@ class Pass(NamedTuple):
 class UnevenStage(SleepingStage):
     """A `SleepingStage` of one chunk whose passes take `factor` times as long, and are noted."""
 
-    def __init__(self, place: Place, settings: dict[str, Any]) -> None:
+    def __init__(self, place: StagePosition, settings: dict[str, Any]) -> None:
         super().__init__(place, settings)
         self._rank, self._settings = place.stage, settings
         self.factor: Factor = even

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from megatron.data_parallel.reducer import Reduced
+from megatron.data_parallel.reducer import ReducedGrad
 from megatron.errors import ConfigError, SparsetronError
-from megatron.optimizer.rules import Hyper
+from megatron.optimizer.update_rules import Hyper
 from megatron.processor import processor_model
 from megatron.sparse.selection import draw_seeded, select_largest
-from radius.bitmap import BitmapIndex
-from radius.chunk_index import ChunkIndex
+from radius.bitmap_index import BitmapIndex
 from radius.native_library import INSTRUCTION_SETS, instruction_sets
+from radius.offset_index import OffsetIndex
 from tools.bench.common.page_files import write_page
 
 CASES = (
@@ -76,11 +76,11 @@ class Nothing:
 class Mover:
     """One kind of index, and a step's work with it."""
 
-    def __init__(self, index: BitmapIndex | ChunkIndex, flat: torch.Tensor) -> None:
+    def __init__(self, index: BitmapIndex | OffsetIndex, flat: torch.Tensor) -> None:
         self.index, self._flat, self._left = index, flat, flat.clone()
         self.values = torch.empty(index.numel)
         self._rule: Any = Nothing()
-        self._reduced = Reduced(values=self.values, index=index)
+        self._reduced = ReducedGrad(values=self.values, index=index)
 
     def prepare(self) -> None:
         """Put back what `take` took."""
@@ -118,7 +118,7 @@ def measure(density: float, select: str, *, entries: int, rounds: int) -> Row:
         selection = select_largest(torch.randn(entries), wanted)
     else:
         selection = draw_seeded(entries, wanted, seed=1, step=1, name="bench")
-    indices = {COMPILED: BitmapIndex(entries, flat.device), TORCH: ChunkIndex(entries)}
+    indices = {COMPILED: BitmapIndex(entries, flat.device), TORCH: OffsetIndex(entries)}
     for index in indices.values():
         index.choose(0, selection)
     movers = {who: Mover(index, flat) for who, index in indices.items()}

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.data_parallel.dense import AllReduceReducer
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
 from megatron.data_parallel.layout import DenseLayout
 from megatron.data_parallel.reducer import StepContext
-from megatron.optimizer.offload import OffloadedOptimizer
-from megatron.optimizer.rules import AdamW
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
+from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megatron.optimizer.offload import OffloadedOptimizer
+from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.contenders import Ours, Shape, quiet

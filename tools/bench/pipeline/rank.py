@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.runner import Pipeline
-from megatron.pipeline.schedule import Place
+from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
 from megatron.timers import Timers
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 class SleepingStage:
     """What a `Stage` does, but for the arithmetic."""
 
-    def __init__(self, place: Place, settings: dict[str, Any]) -> None:
+    def __init__(self, place: StagePosition, settings: dict[str, Any]) -> None:
         self.chunks = [SimpleNamespace(device=torch.device("cpu"))] * place.chunks
         self._place = place
         self._forward = settings["forward"] / place.chunks
@@ -73,7 +73,7 @@ class SleepingStage:
 
 
 def _pipeline(groups: ProcessGroups, chunks: int, settings: dict[str, Any]) -> Pipeline:
-    place = Place(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
+    place = StagePosition(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
     # The runner asks no more of stage and engine than these have.
     stage: Any = SleepingStage(place, settings)
     engine: Any = SimpleNamespace(expect_last_backward=lambda names: None)

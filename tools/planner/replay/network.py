@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.config import parse, resolve
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
-from megatron.memory_estimate import Grid
+from megatron.memory_estimate import RankGrid
 from megatron.parallel.dims import ParallelDims
 from pretrain_gpt import GRADIENT_PATHS
 from tools.planner.course import Links, Setting
@@ -97,7 +97,7 @@ def step_of(method: Method, link: Link, ranks: int) -> SimulatedStep:
     rank = RankShapes(
         params=params, buckets=plan_buckets(entries, cap=cap), ranks=ranks, stored=stored
     )
-    grid = Grid(
+    grid = RankGrid(
         config=config,
         dims=ParallelDims(tp=1, dp=ranks, pp=1),
         path=path,
@@ -204,7 +204,7 @@ def _pipeline(each: Mapping[str, Any], link: Link) -> float:
     if chunks > 1:
         flags += " --num-layers-per-virtual-pipeline-stage 1"
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), stages)
-    grid = Grid(
+    grid = RankGrid(
         config=config,
         dims=ParallelDims(tp=1, dp=1, pp=stages),
         path=GRADIENT_PATHS["dense"],

@@ -15,7 +15,7 @@ from math import exp, log
 from megatron.config import ModelConfig
 from megatron.data_parallel.bucket_plan import ParamShape, RankShapes, plan_buckets
 from megatron.model.flops import parameter_count, recomputing_flops_per_token
-from samo.paper import PAPER_SIZES
+from samo.memory import PAPER_SIZES
 from tools.planner.course import Setting
 from tools.planner.replay.axonn import PEAK, SUMMIT, told
 from tools.planner.replay.machines import GPT2_VOCABULARY, Machine, single

@@ -1,0 +1,356 @@
+"""Save and restore a run: everything that a resumed run needs to go on bitwise.
+
+`Background` finishes a save in a thread while training goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.compatibility import (
+    check_data,
+    check_identity,
+    check_path,
+    path_differences,
+    schedule,
+    with_schedule,
+)
+from megatron.checkpoint.find import CheckpointSource, Keeper, save_directory
+from megatron.checkpoint.io import FILES, Files
+from megatron.checkpoint.state_dict import RunStateDict
+from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_checkpoint
+from megatron.config import Config
+from megatron.data_parallel.engine import GradientEngine
+from megatron.errors import CheckpointError
+from megatron.metrics import Metrics
+from megatron.optimizer.bucket_optimizer import BucketOptimizer
+from megatron.optimizer.build import learning_rate
+from megatron.optimizer.loss_scaler import LossScaler
+from megatron.parallel.dims import ParallelDims
+from megatron.parallel.groups import ProcessGroups
+from megatron.training import TrainState
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Runs one piece of work at a time in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._future: Future[T] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether some work was started whose result nobody has taken."""
+        return self._future is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the pending work has ended, well or not."""
+        assert self._future is not None, "nothing is pending"
+        return self._future.done()
+
+    def start(self, work: Callable[[], T]) -> None:
+        """Run `work`. The result of the work before it must have been taken."""
+        assert self._future is None, "one at a time"
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._future = future
+        # A daemon: a run whose peers are gone must be able to leave in the middle of a save.
+        threading.Thread(target=run, name="save-checkpoint", daemon=True).start()
+
+    def take(self) -> T:
+        """Wait for the work to end; return its result, or raise what it raised."""
+        assert self._future is not None, "nothing is pending"
+        try:
+            return self._future.result()
+        finally:
+            self._future = None
+
+
+@dataclass(frozen=True)
+class StartingCheckpoint:
+    """The checkpoint a run starts from, as its gradient path may see it; a `Saved`."""
+
+    checkpoint: Checkpoint
+    same_path: bool
+
+    def names(self, prefix: str = "") -> tuple[str, ...]:
+        return self.checkpoint.names(prefix)
+
+    def read(
+        self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        return self.checkpoint.read(name, start, stop)
+
+
+@contextmanager
+def opened(
+    origin: CheckpointSource | None, config: Config, identity: Mapping[str, Any]
+) -> Iterator[StartingCheckpoint | None]:
+    """What `GradientPath.build` is given of the checkpoint a run starts from, None at step 0."""
+    if origin is None:
+        yield None
+        return
+    with Checkpoint.open(origin.path, verify=False) as saved:
+        was = saved.state.get("identity", {})
+        weights_only = config.checkpoint.finetune and not origin.own
+        check_identity(was, identity, where=origin.path, model_only=weights_only)
+        yield StartingCheckpoint(saved, same_path=not path_differences(was, identity))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A committed save: its step and folder, and the seconds since training stopped for it."""
+
+    iteration: int
+    path: Path
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Checkpointer:
+    """Saves and restores everything a run consists of; a `Saver`. Every rank calls all of it
+    together. `data_files`: facts of the data sets, looked at by rank 0 alone.
+
+    With `--async-save` a save copies this rank's shards and returns; a thread of its own writes
+    them, and gathers over `channel`, a group that nobody else uses. Whether all ranks have
+    finished is asked at each step boundary for as long as a save is pending, so that all of them
+    tell of it, or fail, at the same step. The next save, and leaving, wait for it.
+    """
+
+    config: Config
+    run_dir: Path
+    groups: ProcessGroups
+    engine: GradientEngine
+    optimizer: BucketOptimizer
+    scaler: LossScaler
+    metrics: Metrics
+    identity: dict[str, Any]
+    data_files: dict[str, Any]
+    files: Files = FILES
+    _background: Background[_Written] = field(default_factory=Background)
+    _snapshots: Snapshots = field(default_factory=Snapshots)
+    _notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tensors = RunStateDict(
+            groups=self.groups, engine=self.engine, optimizer=self.optimizer
+        )
+        asked, world = self.config.checkpoint, self.groups.world
+        self._directory = save_directory(self.config, self.run_dir)
+        self._channel = world.apart() if asked.async_save else world
+        self._keeper: Keeper | None = None
+        removes = asked.keep_last is not None or asked.save_retain_interval is not None
+        if removes and world.rank == 0:
+            self._keeper = Keeper(
+                directory=self._directory,
+                count=asked.keep_last or 1,
+                interval=asked.save_retain_interval,
+                say=self._notes.append,
+                files=self.files,
+            )
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def save(self, progress: TrainState, *, wait: bool) -> None:
+        """Save the step just finished; what was there before stays until this one is committed.
+
+        Raises the same `CheckpointError` on every rank where it, or the one that was still being
+        written, cannot be.
+        """
+        began = time.perf_counter()
+        self.settle(wait=True)
+        self.metrics.flush()
+        shards = list(self._tensors.shards(moments=not self.config.checkpoint.no_save_optim))
+        asynchronous = self.config.checkpoint.async_save and not wait
+        if asynchronous:
+            # A rank that has no memory for its copies must not leave the others waiting.
+            shards = self.groups.world.agreed(partial(self._snapshots.take, shards))
+        work = partial(self._write, progress.iteration, shards, self._json(progress), began)
+        if not asynchronous:
+            self._conclude(work)
+            return
+        self._background.start(work)
+        seconds = time.perf_counter() - began
+        self.metrics.say(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell of a pending save that has ended on every rank, or `wait` for that; raises as
+        `save` does."""
+        if self._background.pending and (wait or self._ended_everywhere()):
+            self._conclude(self._background.take)
+
+    def _ended_everywhere(self) -> bool:
+        ended = torch.tensor([float(self._background.finished)])
+        self.groups.world.all_reduce(ended, dist.ReduceOp.MIN)
+        return bool(ended.item())
+
+    def _write(
+        self, iteration: int, shards: list[LocalShard], state: dict[str, Any], began: float
+    ) -> _Written:
+        path = save_checkpoint(
+            self._directory,
+            step=iteration,
+            tensors=shards,
+            state=state,
+            rank=self._channel.rank,
+            world=self._channel.size,
+            gather=self._channel.gather_text,
+            grid=self.groups.dims.sizes,
+            packages={"torch": torch.__version__},
+            say=self._notes.append,
+            files=self.files,
+        )
+        seconds = time.perf_counter() - began
+        if self._keeper is not None:
+            removed = [folder.name for folder in self._keeper.prune()]
+            self._notes.extend([f"removed older checkpoints: {', '.join(removed)}"] * bool(removed))
+        return _Written(iteration=iteration, path=path, seconds=seconds)
+
+    def _conclude(self, work: Callable[[], _Written]) -> None:
+        """Have the result of a save, or its error, on every rank alike, and tell of it."""
+        try:
+            written = self.groups.world.agreed(work)
+        finally:
+            while self._notes:
+                self.metrics.say(self._notes.pop(0))
+        self.metrics.saved(written.iteration)
+        self.metrics.say(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
+
+    def _json(self, progress: TrainState) -> dict[str, Any]:
+        return {
+            "progress": dataclasses.asdict(progress),
+            "applied_updates": self.optimizer.applied,
+            "moments_since": self.optimizer.moments_since,
+            "loss_scaler": self.scaler.state(),
+            "identity": self.identity,
+            "data_files": self.data_files,
+            "schedule": schedule(self.config),
+        }
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def restore(self, origin: CheckpointSource) -> TrainState:
+        """Take back a checkpoint that `locate_checkpoint` found.
+
+        Raises `CheckpointError`, on every rank, for one that does not fit this run, naming the
+        keys that differ.
+        """
+        asked = self.config.checkpoint
+        weights_only = asked.finetune and not origin.own
+        fresh_moments = (asked.finetune or asked.no_load_optim) and not origin.own
+        with Checkpoint.open(origin.path, verify=False) as saved:
+            self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
+            self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
+            # Collective where states are sharded: every rank has to have come this far.
+            self.optimizer.loaded()
+            if not weights_only and self._goes_on(saved, origin.own):
+                self._tensors.take_path(saved)
+            self._announce_grid(saved)
+            if not self.config.training.skip_train:
+                self._announce_changes(saved)
+                if not weights_only:
+                    self._announce_learning_rate(saved)
+        progress = TrainState() if weights_only else TrainState(**saved.state["progress"])
+        self.groups.world.agreed(lambda: self._check_rest(progress, origin))
+        self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
+        return progress
+
+    def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:
+        asked = self.config.checkpoint
+        was = saved.state.get("identity", {})
+        check_identity(was, self.identity, where=saved.path, model_only=weights_only)
+        if not weights_only:
+            check_path(
+                was,
+                self.identity,
+                where=saved.path,
+                own=own,
+                reset=asked.reset_grad_state,
+                say=self.metrics.say,
+            )
+        if not weights_only and self.groups.world.rank == 0:
+            check_data(
+                saved.state.get("data_files", {}),
+                self.data_files,
+                where=saved.path,
+                accept=asked.accept_new_data,
+                say=self.metrics.say,
+            )
+
+    def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
+        """Raise `CheckpointError` where the gradient path would do nothing in what is left of the
+        run. A run that goes on, and may have lost its chance to skipped steps, is told."""
+        applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
+        if self.config.training.skip_train or left <= 0:
+            return
+        idle = self.engine.why_idle(applied + 1, applied + left)
+        if idle and not origin.own:
+            raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
+        if idle:
+            self.metrics.say(f"the gradient path will not do what it is for: {idle}")
+
+    def _announce_grid(self, saved: Checkpoint) -> None:
+        now = self.groups.dims.sizes
+        was = {axis: saved.world.get(axis, 1) for axis in now}
+        if was != now:
+            saved_dims = ParallelDims(tp=was["tp"], dp=was["dp"], pp=was["pp"])
+            self.metrics.say(
+                f"the checkpoint is of {saved_dims}, this run of {self.groups.dims}: it "
+                "goes on equal in state, not bitwise"
+            )
+
+    def _announce_changes(self, saved: Checkpoint) -> None:
+        was = saved.state.get("schedule", {})
+        for key, value in schedule(self.config).items():
+            if key in was and was[key] != value:
+                self.metrics.say(f"{key}: {was[key]} in the checkpoint, {value} from here on")
+
+    def _announce_learning_rate(self, saved: Checkpoint) -> None:
+        """Tell of a jump: the settings that make it may not name the learning rate."""
+        was, options = saved.state.get("schedule", {}), self.config.optimizer
+        samples = int(saved.state["progress"]["applied_samples"])
+        before = learning_rate(with_schedule(self.config, was)).at(samples)
+        now = learning_rate(self.config).at(samples)
+        if before == now:
+            return
+        follows = ""
+        if not (options.lr_decay_iters or options.lr_decay_samples):
+            unit = "samples" if self.config.training.train_samples else "iters"
+            follows = f": its decay follows --train-{unit} unless --lr-decay-{unit} is given"
+        self.metrics.say(
+            f"learning rate at step {saved.step + 1}: {before:.2e} by the checkpoint's settings, "
+            f"{now:.2e} from here on{follows}"
+        )
+
+    def _take(self, saved: Checkpoint, fresh_moments: bool) -> None:
+        self._tensors.take(saved, moments=not fresh_moments)
+        if not fresh_moments:
+            self.optimizer.applied = int(saved.state["applied_updates"])
+            self.optimizer.moments_since = int(saved.state.get("moments_since", 0))
+            self.scaler.load(saved.state["loss_scaler"])
+
+    def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
+        """Whether the gradient path continues from the checkpoint, rather than starting there."""
+        same = not path_differences(saved.state.get("identity", {}), self.identity)
+        # A run that is started again and again by one command leaves its path once.
+        return same and (own or not self.config.checkpoint.reset_grad_state)

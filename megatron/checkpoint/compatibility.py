@@ -1,0 +1,171 @@
+"""Whether a checkpoint and a run belong together: what must be the same, and what may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.indexed_dataset import changes, file_facts
+from megatron.data.vocabulary import Vocabulary, data_prefixes
+from megatron.errors import CheckpointError
+
+_FREE_TO_CHANGE = {
+    "model": {
+        "attention_dropout",
+        "hidden_dropout",
+        "init_method_std",
+        "make_vocab_size_divisible_by",
+    },
+    "data": {"data_cache_path", "no_mmap_bin_files", "dataloader_type"},
+}
+_LATER: dict[str, Any] = {
+    "model.use_rope_scaling": False,
+    "model.rope_scaling_factor": 8.0,
+    "model.qk_layernorm": False,
+}
+"""Settings that older checkpoints do not mention, with the values by which these were trained."""
+_OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
+_PATH = "gradient.grad_path"
+_SECTIONS = ("model", "data", "training")
+"""Everything else in an identity belongs to the gradient path."""
+MAX_DIFFERENCES = 5
+"""Differing keys an error names before it counts the rest."""
+
+
+def identity(config: Config, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Settings that a checkpoint and the run that loads it must share, by dotted name."""
+    found: dict[str, Any] = {"data.tokenizer": vocabulary.fingerprint}
+    for section in ("model", "data"):
+        values = dataclasses.asdict(getattr(config, section))
+        for name in values.keys() - _FREE_TO_CHANGE[section]:
+            found[f"{section}.{name}"] = values[name]
+    for name in _OF_THE_DATA:
+        found[f"training.{name}"] = getattr(config.training, name)
+    found["model.vocab_size"] = vocabulary.size
+    found[_PATH] = config.gradient.grad_path
+    for section, options in config.extensions.items():
+        for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
+            found[f"{section}.{name}"] = value
+    return json.loads(json.dumps(found))
+
+
+def data_files(config: Config) -> dict[str, Any]:
+    """Facts by which a resumed run tells that its data changed. Raises `DataError`."""
+    return file_facts(data_prefixes(config.data))
+
+
+def schedule(config: Config) -> dict[str, Any]:
+    """Settings that a resumed run may change, with effect from here on."""
+    found = {f"optimizer.{k}": v for k, v in dataclasses.asdict(config.optimizer).items()}
+    found["precision.predivide_loss"] = config.precision.predivide_loss
+    found["training.train_iters"] = config.training.train_iters
+    found["training.train_samples"] = config.training.train_samples
+    return found
+
+
+def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
+    """`config` with the settings that `schedule` found in another one."""
+    by_section: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}, "training": {}}
+    for key in schedule(config).keys() & was.keys():
+        section, name = key.split(".")
+        by_section[section][name] = was[key]
+    changed = {
+        section: dataclasses.replace(getattr(config, section), **values)
+        for section, values in by_section.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
+def check_identity(
+    was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, model_only: bool
+) -> None:
+    """Raise `CheckpointError` naming the settings that differ, those of the model alone where
+    training starts anew on its weights."""
+    weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
+    checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
+    differing = _differences(was, now, checked)
+    if differing:
+        raise CheckpointError(
+            f"{where}: belongs to another run: {_few(differing)}; use another --run-dir, or give "
+            "the same settings"
+        )
+
+
+def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where the gradient path and its options differ, as an error names it."""
+    return _differences(was, now, {key for key in {*was, *now} if _section(key) not in _SECTIONS})
+
+
+def check_path(
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: Path,
+    own: bool,
+    reset: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Raise `CheckpointError` where the gradient path differs: a run (`own`) keeps the one it began
+    with, another may start from a dense one's checkpoint; with `reset` any may start from any,
+    without what the old one had not sent yet."""
+    differing = path_differences(was, now)
+    path, new = was.get(_PATH), now.get(_PATH)
+    if not differing:
+        if reset and own:
+            say(
+                "--reset-grad-state is ignored: this run goes on, on the gradient path that it "
+                "began with; it is for --load and another --run-dir"
+            )
+        elif reset:
+            say(
+                f"gradient path {new} starts anew: --reset-grad-state leaves behind its state in "
+                "the checkpoint, with what had not been sent yet"
+            )
+        return
+    if not reset and (own or path != "dense"):
+        raise CheckpointError(
+            f"{where}: was saved on another gradient path: {_few(differing)}; give the same "
+            "settings, or --reset-grad-state to leave behind what that path had not sent yet"
+        )
+    say(f"gradient path {new} starts here; the checkpoint is of {path}")
+
+
+def check_data(
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    where: Path,
+    accept: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Raise `CheckpointError` naming the data files that changed since, or only tell of them."""
+    found = changes(was, now)
+    if found and not accept:
+        raise CheckpointError(
+            f"{where}: data changed since: {_few(found)}; bring the old files back, or give "
+            "--accept-new-data to go on with these"
+        )
+    if found:
+        say(f"data changed since {where.name}, going on with it: {_few(found)}")
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:
+    return [
+        f"{key}: {there!r} there, {now.get(key)!r} here"
+        for key in sorted(keys)
+        if (there := was.get(key, _LATER.get(key))) != now.get(key)
+    ]
+
+
+def _section(key: str) -> str:
+    return key.split(".", 1)[0]
+
+
+def _few(differences: list[str]) -> str:
+    rest = len(differences) - MAX_DIFFERENCES
+    more = f" and {rest} more" if rest > 0 else ""
+    return "; ".join(differences[:MAX_DIFFERENCES]) + more

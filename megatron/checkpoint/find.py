@@ -1,0 +1,363 @@
+"""Find checkpoints: the committed step folders of a run, which of them to keep, which to load.
+
+The folders themselves are the truth; the file `latest` is a hint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from megatron.checkpoint.format import MANIFEST_NAME, Manifest, NewerFormat, show
+from megatron.checkpoint.io import (
+    FILES,
+    Files,
+    failing_as,
+    opened,
+    read_bytes,
+    remove_folder,
+    replace_text,
+    sync_folder,
+)
+from megatron.checkpoint.verify import alien, open_to_all, verify_folder
+from megatron.checkpoint.writer import LATEST, set_aside
+from megatron.config import Config
+from megatron.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of step folders in a run folder."""
+
+_STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
+
+
+@dataclass(frozen=True, order=True)
+class CommittedStep:
+    """A folder that was committed as `step`. Of several for one step the one under the plain name
+    comes first, then the last one that was replaced."""
+
+    step: int
+    plain: bool
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class StepListing:
+    """What a folder of step folders holds: committed ones, newest first; those set aside as
+    damaged; drafts of saves that never ended."""
+
+    committed: list[CommittedStep]
+    damaged: list[Path]
+    drafts: list[Path]
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """The folder of step folders: `path`, or `path/checkpoints` where that is a run folder.
+    Raises `CheckpointError` where the folder may not be read."""
+    inner = path / CHECKPOINTS
+    with failing_as(path, "read"):
+        return inner if inner.is_dir() else path
+
+
+def list_steps(directory: Path, *, files: Files = FILES) -> StepListing:
+    """Sort the step folders of a directory by their names.
+
+    A step that was replaced counts as committed, after the one that replaced it: a crash between
+    the two renames leaves it alone. Raises `CheckpointError`.
+    """
+    with failing_as(directory, "list"):
+        names = files.entries(directory)
+    listing = StepListing([], [], [])
+    for name in names:
+        match = _STEP.fullmatch(name)
+        path = directory / name
+        if match is None or not path.is_dir():
+            continue
+        if match[2] == "damaged":
+            listing.damaged.append(path)
+        elif match[2] == "tmp":
+            listing.drafts.append(path)
+        elif match[2] is None or match[3].isdecimal():
+            number = int(match[3] or 0)
+            listing.committed.append(CommittedStep(int(match[1]), match[2] is None, number, path))
+    listing.committed.sort(reverse=True)
+    return listing
+
+
+def find_checkpoint(
+    directory: Path | str,
+    *,
+    say: Callable[[str], None],
+    step: int | None = None,
+    repair: bool = False,
+    hashes: bool = True,
+    files: Files = FILES,
+) -> Path | None:
+    """The step folder to load: the newest that verifies, or that of `step`.
+
+    `directory`: a run folder, its `checkpoints`, or one step folder. None if nothing was ever
+    committed there. Damaged folders are told through `say`; with `repair` (one rank only) they
+    are renamed `.damaged-N` once a good one is found, and a stale `latest` is set right. It hashes
+    every byte of what it returns, so other ranks need not; without `hashes` it reads headers alone,
+    in milliseconds, for a look before a run. Raises `CheckpointError` if committed
+    folders are there and none verifies, if `step` is not there or damaged, for a checkpoint of
+    another program, and for one of a newer version of this program (`NewerFormat`).
+    """
+    path = Path(directory)
+    with failing_as(path, "read"):
+        if (path / MANIFEST_NAME).exists() or path.is_file():
+            return _check_one(path, step, hashes, files)
+        path = checkpoints_folder(path)
+        if not path.is_dir() and step is None:
+            return None
+        if path.is_dir() and (danger := open_to_all(path)):
+            raise CheckpointError(f"{path}: {danger}")
+        return _find(path, step, say, repair, hashes, files)
+
+
+def _find(
+    path: Path,
+    step: int | None,
+    say: Callable[[str], None],
+    repair: bool,
+    hashes: bool,
+    files: Files,
+) -> Path | None:
+    listing = list_steps(path, files=files) if path.is_dir() else StepListing([], [], [])
+    for draft in listing.drafts:
+        say(f"{draft}: what a save or a removal that did not end left, not used")
+    nothing = not listing.committed and not listing.damaged
+    if nothing and (kind := alien(path)):
+        raise CheckpointError(f"{path}: {kind}")
+    if step is not None:
+        return _explicit(path, step, listing.committed, hashes, files)
+    return None if nothing else _newest(path, listing, say, repair, hashes, files)
+
+
+def _check_one(path: Path, step: int | None, hashes: bool, files: Files) -> Path:
+    if danger := open_to_all(path):
+        raise CheckpointError(f"{path}: {danger}")
+    manifest = verify_folder(path, hashes=hashes, files=files)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(f"{path}: is step {manifest.step}, asked for was step {step}")
+    return path
+
+
+def _explicit(
+    path: Path, step: int, found: list[CommittedStep], hashes: bool, files: Files
+) -> Path:
+    for folder in found:
+        if folder.step == step:
+            verify_committed(folder, hashes=hashes, files=files)
+            return folder.path
+    steps = ", ".join(str(number) for number in sorted({folder.step for folder in found}))
+    raise CheckpointError(f"{path}: has no step {step}; steps found: {steps or 'none'}")
+
+
+def _newest(
+    path: Path,
+    listing: StepListing,
+    say: Callable[[str], None],
+    repair: bool,
+    hashes: bool,
+    files: Files,
+) -> Path:
+    bad: list[CommittedStep] = []
+    for folder in listing.committed:
+        try:
+            verify_committed(folder, hashes=hashes, files=files)
+        except NewerFormat:
+            raise
+        except CheckpointError as error:
+            say(f"checkpoint not used: {error}")
+            bad.append(folder)
+            continue
+        if repair:
+            for other in bad:
+                target = set_aside(files, other.path, "damaged")
+                say(f"{other.path.name} is now {target.name}")
+        _compare_hint(path, folder.path, say, repair, files)
+        return folder.path
+    names = ", ".join([f.path.name for f in bad] + [folder.name for folder in listing.damaged])
+    raise CheckpointError(
+        f"{path}: no checkpoint in it verifies: {names}; bring back a good copy of one, or start "
+        f"anew in another run folder"
+    )
+
+
+def verify_committed(
+    folder: CommittedStep, *, hashes: bool = True, files: Files = FILES
+) -> Manifest:
+    """`verify_folder`, and that the folder's name tells its step."""
+    manifest = verify_folder(folder.path, hashes=hashes, files=files)
+    if manifest.step != folder.step:
+        raise CheckpointError(
+            f"{folder.path / MANIFEST_NAME}: step: is {manifest.step}, the folder's name says "
+            f"{folder.step}"
+        )
+    return manifest
+
+
+def _compare_hint(
+    path: Path, chosen: Path, say: Callable[[str], None], repair: bool, files: Files
+) -> None:
+    hint = path / LATEST
+    text = None
+    with contextlib.suppress(CheckpointError), opened(files, hint) as (descriptor, _):
+        text = read_bytes(files, descriptor, 200).decode(errors="replace")
+    if text is not None and text.strip() == chosen.name:
+        return
+    told = "is missing" if text is None else f"says {show(text.strip())}"
+    say(f"{hint}: {told}, the newest checkpoint that verifies is {chosen.name}: using that")
+    if repair:
+        replace_text(files, hint, f"{chosen.name}\n", secrets.token_hex(4))
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(kw_only=True)
+class Keeper:
+    """Keeps the newest `count` steps of a folder that verify, and every multiple of `interval`
+    (None: no others). One process for each folder.
+
+    Every byte of a checkpoint is read once by each process, right after its commit for those it
+    writes; the verdict stands for as long as sizes and times of its files stay.
+    """
+
+    directory: Path
+    count: int
+    interval: int | None = None
+    say: Callable[[str], None]
+    files: Files = FILES
+    _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
+
+    def prune(self) -> list[Path]:
+        """Delete good steps older than the newest `count` good ones, except multiples of
+        `interval`; returns their folders.
+
+        Damaged steps neither count nor go. A failure is told through `say`: the run has what it
+        needs, and the next save tries again.
+        """
+        removed: list[Path] = []
+        try:
+            kept = 0
+            steps = list_steps(self.directory, files=self.files).committed
+            for step, folders in groupby(steps, key=lambda folder: folder.step):
+                if kept >= self.count and self._is_retained(step):
+                    continue
+                good = [folder.path for folder in folders if self._verifies(folder)]
+                if kept < self.count:
+                    kept += bool(good)
+                    continue
+                for path in good:
+                    self._remove(path)
+                    removed.append(path)
+        except CheckpointError as error:
+            self.say(f"older checkpoints stay: {error}")
+        return removed
+
+    def _is_retained(self, step: int) -> bool:
+        return self.interval is not None and step % self.interval == 0
+
+    def _verifies(self, folder: CommittedStep) -> bool:
+        stamp = self._stamp(folder.path)
+        known, good = self._verdicts.get(folder.path, (None, False))
+        if known == stamp:
+            return good
+        try:
+            verify_committed(folder, files=self.files)
+            good = True
+        except CheckpointError as error:
+            good = False
+            self.say(f"not counted as a checkpoint to keep: {error}")
+        self._verdicts[folder.path] = stamp, good
+        return good
+
+    def _stamp(self, path: Path) -> Stamp:
+        with failing_as(path, "read"):
+            found = [(name, os.lstat(path / name)) for name in self.files.entries(path)]
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+    def _remove(self, path: Path) -> None:
+        draft = path.with_name(f"{path.name.partition('.')[0]}.tmp-{secrets.token_hex(4)}")
+        with failing_as(path, "remove"):
+            self.files.rename(path, draft)
+            sync_folder(self.files, self.directory)
+            remove_folder(self.files, draft)
+        del self._verdicts[path]
+
+
+def save_directory(config: Config, run_dir: Path) -> Path:
+    """Where checkpoints of a run go."""
+    return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The step folder a run starts from. `own`: this very run saved it, and goes on; else it is
+    another's, of which `--finetune` and `--no-load-optim` may leave out parts."""
+
+    path: Path
+    own: bool
+
+
+def locate_checkpoint(
+    config: Config, run_dir: Path, *, say: Callable[[str], None], look: bool = False
+) -> CheckpointSource | None:
+    """Where to start from: the newest good checkpoint of this run, else of `--load`; None for
+    step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is hashed,
+    which is enough to find a mistake before a run starts.
+
+    Raises `CheckpointError` where committed folders are there and none verifies, where `--load`
+    names another place and nothing was ever committed there, and for `--ckpt-step` of this run's
+    own folder when that is not its newest: two histories would share the steps after it.
+    """
+    asked = config.checkpoint
+    own_place = save_directory(config, run_dir)
+    elsewhere = asked.load is not None and (
+        # Path.resolve raises a RuntimeError in a loop of links.
+        os.path.realpath(checkpoints_folder(Path(asked.load))) != os.path.realpath(own_place)
+    )
+    own_step = None if elsewhere else asked.ckpt_step
+    own = None
+    with failing_as(own_place, "read"):
+        begun = own_place.exists()
+    if begun or own_step is not None:
+        own = find_checkpoint(
+            own_place,
+            say=say,
+            step=own_step,
+            repair=own_step is None and not look,
+            hashes=not look,
+        )
+    if own is not None:
+        _refuse_to_branch(own, own_place, own_step, hashes=not look)
+        return CheckpointSource(own, own=True)
+    if asked.load is None:
+        return None
+    other = None
+    if elsewhere:
+        other = find_checkpoint(asked.load, say=say, step=asked.ckpt_step, hashes=not look)
+    if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
+        raise CheckpointError(
+            f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
+            "out to start at step 0"
+        )
+    return CheckpointSource(other, own=False) if other is not None else None
+
+
+def _refuse_to_branch(found: Path, directory: Path, step: int | None, *, hashes: bool) -> None:
+    if step is None:
+        return
+    if find_checkpoint(directory, say=lambda text: None, hashes=hashes) != found:
+        raise CheckpointError(
+            f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
+            f"give --load {directory} --ckpt-step {step} and a new --run-dir"
+        )

@@ -1,0 +1,499 @@
+"""The checkpoint format: boxes of logical tensors, tensor records, and the manifest.
+
+Everything is read strictly: a key that is missing, unknown or of the wrong type is an error that
+names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.errors import CheckpointError
+
+LARGEST = 2**62
+MOST_AXES = 16
+
+
+def strict_json(data: bytes) -> Any:
+    """Decode JSON; raises `ValueError` for duplicate keys and for numbers that are not finite."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) != len(items):
+            seen: set[str] = set()
+            twice = next(name for name, _ in items if name in seen or seen.add(name))
+            raise ValueError(f"key {show(twice)} occurs twice")
+        return result
+
+    def number(literal: str) -> float:
+        value = float(literal)
+        if not math.isfinite(value):
+            raise ValueError(f"{show(literal)} is not a finite number")
+        return value
+
+    return json.loads(
+        data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number
+    )
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raise `ValueError` naming the first place that JSON would not give back as it was."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: key {show(key)} is not text")
+            check_json(entry, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            check_json(entry, f"{where}[{number}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {value} is not a finite number")
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"{where}: {type(value).__name__} has no JSON form")
+
+
+def show(value: Any) -> str:
+    """A value for an error line: ASCII, quoted, at most 80 characters."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:397]}..."
+
+
+def fields(
+    value: Any, where: str, required: Collection[str], optional: Collection[str] = ()
+) -> None:
+    """Check that a value is an object with these keys and no others."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object")
+    for key in required:
+        if key not in value:
+            raise ValueError(f"{where}.{key}: missing")
+    for key in value:
+        if key not in required and key not in optional:
+            raise ValueError(f"{where}: unknown key {show(key)}")
+
+
+def named(value: Any, where: str, read: Any) -> dict[str, Any]:
+    """Read an object of any keys, each entry through `read(entry, where)`."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object")
+    return {key: read(entry, f"{where}[{show(key)}]") for key, entry in value.items()}
+
+
+def integer(value: Any, where: str, low: int = 0) -> int:
+    """A whole number from `low` to 2**62; true and false are not numbers."""
+    if type(value) is not int or not low <= value <= LARGEST:
+        raise ValueError(f"{where}: must be a whole number from {low} to 2**62, not {show(value)}")
+    return value
+
+
+def integers(value: Any, where: str) -> tuple[int, ...]:
+    """A list of whole numbers, one per axis."""
+    if not isinstance(value, list) or len(value) > MOST_AXES:
+        raise ValueError(f"{where}: must be a list of at most {MOST_AXES} whole numbers")
+    return tuple(integer(entry, where) for entry in value)
+
+
+def text(value: Any, where: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: must be text, not {show(value)}")
+    return value
+
+
+Corner = tuple[int, ...]
+Box = tuple[Corner, Corner]
+
+
+def volume(box: Box) -> int:
+    """Number of entries in a box; 1 without axes."""
+    return math.prod(stop - start for start, stop in zip(*box, strict=True))
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The box that two boxes share, None where they share no entry."""
+    start = tuple(map(max, one[0], other[0]))
+    stop = tuple(map(min, one[1], other[1]))
+    return (start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def within(box: Box, origin: Corner) -> tuple[slice, ...]:
+    """Index of a box in an array whose first entry is the tensor's entry `origin`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(*box, origin, strict=True))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut entries `[start, stop)` of a flattened tensor into boxes, in row-major order.
+
+    Each box lies without gaps in that range, the boxes follow one another in it, and there are at
+    most 2 x axes - 1 of them: a ragged first row, full rows, a ragged last row, on every axis.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = tuple(shape[1:])
+    size = math.prod(inner)
+    first, head = divmod(start, size)
+    last, tail = divmod(stop, size)
+    if first == last:
+        yield from _in_row(first, inner, head, tail)
+        return
+    if head:
+        yield from _in_row(first, inner, head, size)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last, *inner)
+    yield from _in_row(last, inner, 0, tail)
+
+
+def _in_row(row: int, shape: Corner, start: int, stop: int) -> Iterator[Box]:
+    for low, high in flat_boxes(shape, start, stop):
+        yield (row, *low), (row + 1, *high)
+
+
+SHARED, DATA_PARALLEL = "shared", "data_parallel"
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of an entry in memory, by safetensors' name of the dtype."""
+
+_TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@=+:-]{0,499}")
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """Where a box of a tensor, or entries `flat` of that box, is stored: `key` of `file`."""
+
+    file: str
+    key: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+
+    @property
+    def box(self) -> Box:
+        """Its two corners."""
+        return self.start, self.stop
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of its box."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The entries of its box that it holds, in row-major order: `[a, b)`."""
+        return self.flat if self.flat is not None else (0, math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class MaskRecord:
+    """Only entries at which the boolean tensor `name` equals `value` are stored."""
+
+    name: str
+    value: bool = True
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A logical tensor: whole shape, safetensors dtype name, slices, scope and mask."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[SliceRecord, ...]
+    scope: str = SHARED
+    mask: MaskRecord | None = None
+
+
+def tensor_to_json(record: TensorRecord) -> dict[str, Any]:
+    """JSON form of a tensor's record; fields at their usual value are left out."""
+    document: dict[str, Any] = {"shape": record.shape, "dtype": record.dtype}
+    if record.scope != SHARED:
+        document["scope"] = record.scope
+    if record.mask is not None:
+        document["mask"] = vars(record.mask)
+    document["slices"] = [
+        {key: value for key, value in vars(part).items() if value is not None}
+        for part in record.slices
+    ]
+    return document
+
+
+def tensor_from_json(value: Any, where: str) -> TensorRecord:
+    """Inverse of `tensor_to_json`; raises `ValueError` naming the field."""
+    fields(value, where, ["shape", "dtype", "slices"], ["scope", "mask"])
+    dtype, scope = value["dtype"], value.get("scope", SHARED)
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(f"{where}.dtype: {show(dtype)} is not one of {', '.join(DTYPE_BYTES)}")
+    if scope not in (SHARED, DATA_PARALLEL):
+        raise ValueError(f"{where}.scope: {show(scope)} is not {SHARED} or {DATA_PARALLEL}")
+    if not isinstance(value["slices"], list):
+        raise ValueError(f"{where}.slices: must be a list")
+    return TensorRecord(
+        shape=integers(value["shape"], f"{where}.shape"),
+        dtype=dtype,
+        scope=scope,
+        mask=_mask_record(value["mask"], f"{where}.mask") if "mask" in value else None,
+        slices=tuple(
+            _slice_record(part, f"{where}.slices[{number}]")
+            for number, part in enumerate(value["slices"])
+        ),
+    )
+
+
+def check_tensors(tensors: Mapping[str, TensorRecord]) -> None:
+    """Raise `ValueError` unless every entry of every tensor is stored exactly once."""
+    used: set[tuple[str, str]] = set()
+    for name, record in tensors.items():
+        where = f"tensors[{show(name)}]"
+        if not _TENSOR_NAME.fullmatch(name):
+            raise ValueError(f"{where}: letters, digits and ._/@=+:- make a tensor's name")
+        if math.prod(record.shape) > LARGEST:
+            raise ValueError(f"{where}.shape: {list(record.shape)} has more entries than 2**62")
+        if record.scope == DATA_PARALLEL and not record.shape:
+            raise ValueError(f"{where}.shape: needs a first axis for the data-parallel ranks")
+        _check_mask(record, tensors, where)
+        _check_cover(record, where)
+        for part in record.slices:
+            if (part.file, part.key) in used:
+                raise ValueError(f"{where}: key {show(part.key)} of {part.file} is used twice")
+            used.add((part.file, part.key))
+
+
+def _check_mask(record: TensorRecord, tensors: Mapping[str, TensorRecord], where: str) -> None:
+    if record.mask is None:
+        return
+    mask = tensors.get(record.mask.name)
+    if record.dtype == "BOOL":
+        raise ValueError(f"{where}.mask: a BOOL tensor is stored whole")
+    if mask is None or mask.dtype != "BOOL":
+        raise ValueError(f"{where}.mask: {show(record.mask.name)} is not a BOOL tensor here")
+    covered = record.shape[1:] if record.scope == DATA_PARALLEL else record.shape
+    if mask.scope != SHARED or mask.shape != covered:
+        raise ValueError(
+            f"{where}.mask: {show(record.mask.name)} has shape {list(mask.shape)}, "
+            f"not {list(covered)}"
+        )
+
+
+def _check_cover(record: TensorRecord, where: str) -> None:
+    """Boxes that are cells of one grid, are all different, and are as many as the grid has cells
+    cover the tensor exactly once: linear in the number of slices."""
+    boxes: dict[Box, list[SliceRecord]] = {}
+    for number, part in enumerate(record.slices):
+        at = f"{where}.slices[{number}]"
+        if not len(part.start) == len(part.stop) == len(record.shape):
+            raise ValueError(f"{at}: start and stop need one entry for each of the tensor's axes")
+        if not all(a < b <= n for a, b, n in zip(*part.box, record.shape, strict=True)):
+            raise ValueError(
+                f"{at}: {list(part.start)} to {list(part.stop)} is empty or outside "
+                f"shape {list(record.shape)}"
+            )
+        boxes.setdefault(part.box, []).append(part)
+    if math.prod(record.shape) == 0:
+        return
+    cells = 1
+    for axis, length in enumerate(record.shape):
+        cuts = {(start[axis], stop[axis]) for start, stop in boxes}
+        _check_tiles(cuts, length, f"{where}: slices on axis {axis}")
+        cells *= len(cuts)
+    if len(boxes) != cells:
+        raise ValueError(f"{where}: slices leave a hole: {len(boxes)} of {cells} boxes are there")
+    for (start, stop), parts in boxes.items():
+        at = f"{where}: slices of the box {list(start)} to {list(stop)}"
+        ranges = {part.range for part in parts}
+        if len(ranges) != len(parts):
+            raise ValueError(f"{at} overlap: the same entries are stored twice")
+        _check_tiles(ranges, math.prod(parts[0].shape), at)
+
+
+def _check_tiles(ranges: Iterable[tuple[int, int]], length: int, where: str) -> None:
+    end = 0
+    for start, stop in sorted(ranges):
+        if start != end:
+            problem = "overlap" if start < end else "leave a hole"
+            raise ValueError(f"{where} {problem} at {min(start, end)}")
+        end = stop
+    if end != length:
+        raise ValueError(f"{where} end at {end}, not at {length}")
+
+
+def _mask_record(value: Any, where: str) -> MaskRecord:
+    fields(value, where, ["name", "value"])
+    if type(value["value"]) is not bool:
+        raise ValueError(f"{where}.value: must be true or false, not {show(value['value'])}")
+    return MaskRecord(text(value["name"], f"{where}.name"), value["value"])
+
+
+def _slice_record(value: Any, where: str) -> SliceRecord:
+    fields(value, where, ["file", "key", "start", "stop"], ["flat"])
+    flat = None
+    if "flat" in value:
+        flat = integers(value["flat"], f"{where}.flat")
+        if len(flat) != 2 or flat[0] >= flat[1]:
+            raise ValueError(f"{where}.flat: must be [a, b] with a < b, not {show(list(flat))}")
+    return SliceRecord(
+        file=text(value["file"], f"{where}.file"),
+        key=text(value["key"], f"{where}.key"),
+        start=integers(value["start"], f"{where}.start"),
+        stop=integers(value["stop"], f"{where}.stop"),
+        flat=(flat[0], flat[1]) if flat else None,
+    )
+
+
+FORMAT = "sparsetron-checkpoint"
+VERSION = 2
+MANIFEST_NAME = "manifest.json"
+MANIFEST_LIMIT = 256 * 2**20
+"""Bytes. A manifest of 1024 ranks and 600 tensors takes about 90 MB."""
+
+_KEYS = ("sha256", "format", "version", "step", "state", "world", "packages", "files", "tensors")
+_SIGNATURE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_SIGNATURE_BYTES = 79
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}\.safetensors")
+
+
+class NewerFormat(CheckpointError):
+    """The checkpoint is whole but written by a later version: no reason to set it aside."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and lower-case hex SHA-256 of a file of the step folder."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a step but the numbers in its tensors.
+
+    `state` is the caller's JSON object. `world` are named counts, `size` (ranks) among them.
+    """
+
+    step: int
+    state: dict[str, Any]
+    world: dict[str, int]
+    packages: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Bytes of `manifest.json`, whose state has passed `check_json`. Raises `CheckpointError` where
+    a reader would refuse them."""
+    blocks = {
+        "format": _line(FORMAT),
+        "version": _line(VERSION),
+        "step": _line(manifest.step),
+        "state": _line(manifest.state),
+        "world": _line(manifest.world),
+        "packages": _line(manifest.packages),
+        "files": _block({name: vars(file) for name, file in manifest.files.items()}),
+        "tensors": _block({n: tensor_to_json(t) for n, t in manifest.tensors.items()}),
+    }
+    body = ",\n".join(f"{_line(key)}: {value}" for key, value in blocks.items()) + "}\n"
+    data = sign(body.encode())
+    if len(data) > MANIFEST_LIMIT:
+        raise CheckpointError(f"{MANIFEST_NAME}: {len(data)} bytes, the limit is {MANIFEST_LIMIT}")
+    parse(data, MANIFEST_NAME)
+    return data
+
+
+def sign(body: bytes) -> bytes:
+    """Put the signature line before the rest of a manifest."""
+    return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
+
+
+def parse(data: bytes, source: str) -> Manifest:
+    """Read the bytes of a manifest; `source` names it in errors.
+
+    Raises `CheckpointError`, one line with the key at fault: wrong signature, type, range or name,
+    unknown, missing or duplicate keys, a non-finite number, slices that overlap or leave a hole.
+    Raises `NewerFormat` for a version this code does not know.
+    """
+    signature = _SIGNATURE.match(data)
+    if signature is None:
+        raise CheckpointError(f"{source}: does not begin with the signature line of a manifest")
+    if hashlib.sha256(data[_SIGNATURE_BYTES:]).hexdigest().encode() != signature[1]:
+        raise CheckpointError(f"{source}: damaged: its bytes do not have the SHA-256 it states")
+    try:
+        return _manifest(strict_json(data), source)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: {one_line(error)}") from error
+
+
+def _manifest(document: Any, source: str) -> Manifest:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"format: must be {FORMAT!r}")
+    version = integer(document.get("version"), "version", low=1)
+    if version > VERSION:
+        raise NewerFormat(
+            f"{source}: written in format version {version}, this program reads up to version "
+            f"{VERSION}; use a newer sparsetron"
+        )
+    fields(document, "manifest", _KEYS)
+    if not isinstance(document["state"], dict):
+        raise ValueError("state: must be an object")
+    world = named(document["world"], "world", integer)
+    if world.get("size", 0) < 1:
+        raise ValueError("world.size: must be 1 or more")
+    manifest = Manifest(
+        step=integer(document["step"], "step"),
+        state=document["state"],
+        world=world,
+        packages=named(document["packages"], "packages", text),
+        files=named(document["files"], "files", _file_record),
+        tensors=named(document["tensors"], "tensors", tensor_from_json),
+    )
+    for name in manifest.files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"files[{show(name)}]: must be a plain name ending in .safetensors")
+    check_tensors(manifest.tensors)
+    for name, tensor in manifest.tensors.items():
+        for number, part in enumerate(tensor.slices):
+            if part.file not in manifest.files:
+                raise ValueError(
+                    f"tensors[{show(name)}].slices[{number}].file: {show(part.file)} is not listed"
+                )
+    return manifest
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _block(entries: Mapping[str, Any]) -> str:
+    lines = ",\n".join(f" {_line(key)}: {_line(value)}" for key, value in entries.items())
+    return "{\n" + lines + "\n}"
+
+
+def _file_record(value: Any, where: str) -> FileRecord:
+    fields(value, where, ["bytes", "sha256"])
+    digest = text(value["sha256"], f"{where}.sha256")
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"{where}.sha256: must be 64 hex digits, not {show(digest)}")
+    return FileRecord(integer(value["bytes"], f"{where}.bytes"), digest)

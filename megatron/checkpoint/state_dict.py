@@ -1,0 +1,360 @@
+"""The tensors of a run under their names in a checkpoint, and which rank writes which part.
+
+    logical tensor --boxes--> part on this rank --mask--> stored entries --mask--> entries in a file
+
+Names are of logical tensors, so that any grid loads the checkpoint of any other. A tensor-parallel
+rank has boxes of a tensor, a pruned tensor exists in part, and of the existing entries some may be
+left out. One rank writes each part that several ranks hold alike; data-parallel ranks share that
+work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.checkpoint.format import Box, volume, within
+from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, whole
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import PerEntryState
+from megatron.errors import CheckpointError
+from megatron.optimizer.bucket_optimizer import PARAM, BucketOptimizer
+from megatron.optimizer.distributed_optimizer import fill, pieces
+from megatron.parallel.groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class FileMask:
+    """Only entries at which the boolean tensor `name` of the checkpoint equals `value` are in the
+    file: on this rank those that `kept` marks, bool [local_entries]."""
+
+    name: str
+    value: bool
+    kept: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """What this rank has of a parameter: the part that `info` tells, of which `layout` stores some
+    entries. `pruned`: some do not exist, here or on another rank that has a part."""
+
+    info: ParamInfo
+    layout: BucketLayout
+    pruned: bool
+
+    @property
+    def exists(self) -> torch.Tensor:
+        """Which entries of the part are stored: bool [local_entries], on the CPU. Made anew each
+        time: to keep it would take a byte for each entry of a pruned model."""
+        entries, mask = self.info.local_entries, self.layout.mask(self.info.name)
+        return torch.ones(entries, dtype=torch.bool) if mask is None else mask[:entries]
+
+    @property
+    def boxes(self) -> list[tuple[Box, Box]]:
+        """The boxes of the logical tensor, and where they lie in the part."""
+        if self.info.tp_shard is not None:
+            return list(self.info.tp_shard.boxes())
+        box = (0,) * len(self.info.logical_shape), tuple(self.info.logical_shape)
+        return [(box, box)]
+
+    def stored(self, flat: torch.Tensor) -> torch.Tensor:
+        """The stored entries of a state in a bucket, without vocabulary padding, which lies at the
+        end of a slice that is stored whole and is not in one that is not. A view."""
+        return flat[: self.info.local_entries]
+
+    def pick(self, part: torch.Tensor) -> torch.Tensor:
+        """The stored ones of all entries of the part, 1-D on the CPU."""
+        return part[self.exists] if self.pruned else part
+
+    def spread(self, stored: torch.Tensor, fill: bool) -> torch.Tensor:
+        """All entries of the part from the stored ones (bool), `fill` for those that are not."""
+        if not self.pruned:
+            return stored.cpu()
+        return torch.full_like(self.exists, fill).masked_scatter_(self.exists, stored.cpu())
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def shards(
+        self, name: str, values: torch.Tensor, mask: FileMask | None = None
+    ) -> Iterator[LocalShard]:
+        """What this rank writes of the tensor `name`: `values` (1-D) are those of the part's
+        entries that are in the file, which are all without a mask."""
+        boxes, shape = self.boxes, tuple(self.info.logical_shape)
+        whole = values
+        if len(boxes) > 1 and mask is not None:
+            kept = mask.kept.to(values.device)
+            whole = values.new_zeros(self.info.local_entries).masked_scatter_(kept, values)
+        for (start, stop), box in boxes:
+            part = whole if len(boxes) == 1 else self._box(whole, box)
+            if mask is None:
+                yield LocalShard(name, part, shape, start, stop)
+                continue
+            if len(boxes) > 1:
+                part = part[self._box(mask.kept, box).to(part.device)]
+            yield LocalShard(name, part, shape, start, stop, mask=mask.name, mask_value=mask.value)
+
+    def _box(self, part: torch.Tensor, box: Box) -> torch.Tensor:
+        shape = self.info.local_shape
+        return part.view(shape)[within(box, (0,) * len(shape))].reshape(-1)
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def read(self, saved: Checkpoint, name: str) -> torch.Tensor:
+        """All entries of the part (1-D, on the CPU), 0 for those that are not in the file."""
+        return self._read(saved, name, ())
+
+    def read_own(self, saved: Checkpoint, name: str, rank: int, ranks: int) -> torch.Tensor:
+        """The same of state that each data-parallel rank has of its own; where they were not
+        `ranks`, the mean of the old ones, which keeps the update that is pending in them."""
+        before = saved.shape(name)[0]
+        if before == ranks:
+            return self._read(saved, name, (rank,))
+        total = self._read(saved, name, (0,))
+        for old in range(1, before):
+            total += self._read(saved, name, (old,))
+        return total.div_(before)
+
+    def _read(self, saved: Checkpoint, name: str, lead: tuple[int, ...]) -> torch.Tensor:
+        after = tuple(axis + 1 for axis in lead)
+        pieces = []
+        for (start, stop), box in self.boxes:
+            found = saved.read(name, (*lead, *start), (*after, *stop))
+            pieces.append((found.view([b - a for a, b in zip(start, stop, strict=True)]), box))
+        if len(pieces) == 1:
+            return pieces[0][0].view(-1)
+        part = pieces[0][0].new_empty(self.info.local_shape)
+        for found, box in pieces:
+            assert found.numel() == volume(box)
+            part[within(box, (0,) * part.dim())] = found
+        return part.view(-1)
+
+
+PATH, ENTRIES, RESIDUAL, MASK = "path/", "entries/", "residual/", "mask/"
+"""Where checkpoints keep a gradient path's state: plain tensors, and such as go by the entries of a
+parameter, which all data-parallel ranks share; what each of these has of its own; and which entries
+of parameters exist."""
+_OLD_INDEX = f"{PATH}index/"
+"""Where the first version of the format kept what Radius had chosen."""
+
+
+@dataclass(frozen=True)
+class _RankPart:
+    """A tensor to save: the data-parallel rank it falls to makes the shards."""
+
+    name: str
+    nbytes: int
+    make: Callable[[], Iterator[LocalShard]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStateDict:
+    """Weights, moments and the gradient path's state of a run, as they are in a checkpoint."""
+
+    groups: ProcessGroups
+    engine: GradientEngine
+    optimizer: BucketOptimizer
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def shards(self, *, moments: bool) -> Iterator[LocalShard]:
+        """What this rank writes. Collective over the ranks of a copy of the model."""
+        dp, pruned = self.groups.dp, self._pruned()
+        parts = {part.name: part for part in self._shared(pruned, moments)}
+        owners = owner({name: part.nbytes for name, part in parts.items()}, dp.size)
+        for name, part in parts.items():
+            if owners[name] == dp.rank:
+                yield from part.make()
+        if self.optimizer.is_sharded:
+            yield from self._kept(pruned, moments)
+        shared = dict(self.engine.shared_tensors())
+        for name, state in self.engine.reducer.state_tensors():
+            if self.engine.model_shard.owns(self.engine.infos[name]):
+                for shard in self._own_shards(state, shared, pruned):
+                    yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
+
+    def _shared(self, pruned: set[str], moments: bool) -> Iterator[_RankPart]:
+        """State equal on all data-parallel ranks, as far as this rank's group writes it. Of a
+        parameter that is stored in part its mask is saved once, and of its weight and moments the
+        entries there are."""
+        for kind, name, flat in self.optimizer.tensors():
+            info = self.engine.infos[name]
+            held = self._held(info, pruned)
+            if not self.engine.model_shard.owns(info):
+                continue
+            if kind == PARAM and held.pruned:
+                make = partial(_mask_shards, held)
+                yield _RankPart(f"{MASK}{name}", info.local_entries, make)
+            if (kind == PARAM or moments) and not self.optimizer.is_sharded:
+                file = f"{kind}/{name}"
+                yield _RankPart(file, flat.nbytes, partial(_shards, held, file, held.stored(flat)))
+        plain: dict[str, torch.Tensor] = {}
+        for name, state in self.engine.shared_tensors():
+            if not isinstance(state, PerEntryState):
+                plain[f"{PATH}{name}"] = state
+            elif self.engine.model_shard.owns(info := self.engine.infos[state.param]):
+                make = partial(_entry_shards, self._held(info, pruned), name, state)
+                yield _RankPart(f"{ENTRIES}{name}", info.local_entries, make)
+        first = self._first_with(list(plain))
+        for name, tensor in plain.items():
+            if name in first:
+                yield _RankPart(name, tensor.nbytes, partial(_whole, name, tensor))
+
+    def _kept(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
+        """Weights and moments of which each data-parallel rank keeps, and writes, a part."""
+        for kind, name, flat in self.optimizer.tensors():
+            info, file = self.engine.infos[name], f"{kind}/{name}"
+            if not self.engine.model_shard.owns(info) or not (kind == PARAM or moments):
+                continue
+            if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
+                # Nothing is stored here, which somebody has to say.
+                yield from _shards(self._held(info, pruned), file, flat)
+            mask = f"{MASK}{name}" if name in pruned else None
+            for part in pieces(self.engine, name, flat):
+                shape = tuple(info.logical_shape)
+                yield LocalShard(file, part.values, shape, part.start, part.stop, part.flat, mask)
+
+    def _own_shards(
+        self,
+        state: PerEntryState,
+        shared: Mapping[str, torch.Tensor | PerEntryState],
+        pruned: set[str],
+    ) -> Iterator[LocalShard]:
+        held = self._held(self.engine.infos[state.param], pruned)
+        file = f"{RESIDUAL}{state.param}"
+        if not state.unless:
+            return _shards(held, file, state.values())
+        excluding = shared[state.unless]
+        assert isinstance(excluding, PerEntryState)
+        left_out = excluding.values()
+        values = state.values()
+        mask = FileMask(f"{ENTRIES}{state.unless}", False, ~held.spread(left_out, True))
+        return held.shards(file, values[~left_out.to(values.device)], mask)
+
+    def _held(self, info: ParamInfo, pruned: set[str]) -> LocalParameter:
+        return LocalParameter(info, self.engine.layout, info.name in pruned)
+
+    def _pruned(self) -> set[str]:
+        """Parameters of which a rank that has a part of them does not store all."""
+        infos = self.engine.infos.values()
+        mine = [
+            info.name
+            for info in infos
+            if self.engine.layout.numel(info.name, info.param) < info.param.numel()
+        ]
+        texts = self.groups.tp.gather_text(json.dumps(mine))
+        return {name for text in texts for name in json.loads(text)}
+
+    def _first_with(self, names: list[str]) -> set[str]:
+        """Those of the names that no rank of this copy of the model before this one has."""
+        own, found = set(names), set(names)
+        for group in (self.groups.tp, self.groups.pp):
+            by_rank = [set(json.loads(text)) for text in group.gather_text(json.dumps(sorted(own)))]
+            found = found.difference(*by_rank[: group.rank])
+            own = own.union(*by_rank)
+        return found
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def take(self, saved: Checkpoint, *, moments: bool) -> None:
+        """Read weights, and moments unless they are to start from nothing."""
+        stored = set(saved.names())
+        for kind, name, flat in self.optimizer.tensors():
+            if kind != PARAM and not moments:
+                continue
+            if f"{kind}/{name}" not in stored:
+                raise CheckpointError(
+                    f"{saved.path}: has no {kind}/{name}: it was saved without optimizer state or "
+                    "by another optimizer; give --load and --no-load-optim to start that from "
+                    "nothing"
+                )
+            held = LocalParameter(self.engine.infos[name], self.engine.layout, pruned=False)
+            fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
+
+    def take_path(self, saved: Checkpoint) -> None:
+        """Give the gradient path its state back. Collective."""
+        self.groups.world.agreed(lambda: self._take_path(saved))
+
+    def _take_path(self, saved: Checkpoint) -> None:
+        if saved.names(_OLD_INDEX):
+            raise CheckpointError(
+                f"{saved.path}: an earlier version of this program saved what Radius had chosen in "
+                "another form; give --load, --reset-grad-state and a new --run-dir to leave that "
+                "behind"
+            )
+        shared = {name.removeprefix(PATH): partial(saved.read, name) for name in saved.names(PATH)}
+        own: dict[str, Callable[[], torch.Tensor]] = {}
+        dp = self.groups.dp
+        for name in saved.names(ENTRIES):
+            if (held := self._part_of(name)) is not None:
+                shared[name.removeprefix(ENTRIES)] = partial(_read, held, saved, name)
+        for name in saved.names(RESIDUAL):
+            if (held := self._part_of(name)) is not None:
+                own[held.info.name] = partial(_read_own, held, saved, name, dp.rank, dp.size)
+        self.engine.load_state_tensors(_Reading(own), _Reading(shared))
+
+    def _part_of(self, name: str) -> LocalParameter | None:
+        """This rank's part of the parameter that a name ends in, None where it has none."""
+        info = self.engine.infos.get(name.rpartition("/")[2])
+        if info is None:
+            return None
+        return LocalParameter(
+            info, self.engine.layout, self.engine.layout.mask(info.name) is not None
+        )
+
+
+class _Reading(Mapping[str, torch.Tensor]):
+    """Tensors of a checkpoint, read when they are asked for, so that they are not here together."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._readers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def _shards(held: LocalParameter, file: str, values: torch.Tensor) -> Iterator[LocalShard]:
+    """Of stored entries: the mask of those that exist tells which they are."""
+    name = held.info.name
+    mask = FileMask(f"{MASK}{name}", True, held.exists) if held.pruned else None
+    return held.shards(file, values, mask)
+
+
+def _mask_shards(held: LocalParameter) -> Iterator[LocalShard]:
+    return held.shards(f"{MASK}{held.info.name}", held.exists)
+
+
+def _entry_shards(held: LocalParameter, name: str, state: PerEntryState) -> Iterator[LocalShard]:
+    """A mask is saved whole, True where nothing exists that it could tell of."""
+    values, file = state.values(), f"{ENTRIES}{name}"
+    if values.dtype != torch.bool:
+        return _shards(held, file, values)
+    return held.shards(file, held.spread(values, True))
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
+    yield whole(name, tensor)
+
+
+def _read(held: LocalParameter, saved: Checkpoint, name: str) -> torch.Tensor:
+    return held.pick(held.read(saved, name))
+
+
+def _read_own(
+    held: LocalParameter, saved: Checkpoint, name: str, rank: int, ranks: int
+) -> torch.Tensor:
+    return held.pick(held.read_own(saved, name, rank, ranks))

@@ -1,0 +1,366 @@
+"""Configuration fields: declaration, strict conversion from text, and ranges.
+
+A section is a frozen dataclass whose fields come from `option`. Flags, `--help`, the YAML reader
+and the range checks are all derived from the `FieldSpec` of a field, so a field
+is declared once. `convert` reads a value in the same strict way from a flag and from the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import get_type_hints as type_hints
+
+from megatron.errors import ConfigError
+
+T = TypeVar("T")
+
+_METADATA = "sparsetron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRange:
+    """A range of numbers; reads as the end of the sentence "must be ..."."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above_low = value > self.low if self.low_open else value >= self.low
+        below_high = value < self.high if self.high_open else value <= self.high
+        return above_low and below_high
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"more than {self.low}" if self.low_open else f"at least {self.low}"
+        left, right = "(["[not self.low_open], ")]"[not self.high_open]
+        return f"in {left}{self.low}, {self.high}{right}"
+
+
+def at_least(low: float) -> ValueRange:
+    """The numbers from `low` on."""
+    return ValueRange(low=low)
+
+
+def above(low: float) -> ValueRange:
+    """The numbers greater than `low`."""
+    return ValueRange(low=low, low_open=True)
+
+
+def between(low: float, high: float) -> ValueRange:
+    """The numbers from `low` to `high`, both included."""
+    return ValueRange(low=low, high=high)
+
+
+def below_one(low: float = 0) -> ValueRange:
+    """The numbers from `low` up to, not including, 1."""
+    return ValueRange(low=low, high=1, high_open=True)
+
+
+def option(
+    *,
+    default: Any = MISSING,
+    help: str,
+    within: ValueRange | None = None,
+    saved: bool = True,
+) -> Any:
+    """A field of a section. `help`: one sentence with the unit and what turns it off. `within`:
+    legal numbers (of each element, for a tuple). `saved`: whether `to_yaml` writes it."""
+    facts = {"help": help, "within": within, "saved": saved}
+    return dataclasses.field(default=default, metadata={_METADATA: facts})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
+def section(cls: type[T]) -> type[T]:
+    """Make a class a section: a frozen dataclass built by keyword."""
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldSpec:
+    """All that is known of one field. `kind`: int, float, bool or str, of each element where
+    `many`; `count`: number of elements, None for one or more."""
+
+    name: str
+    section: str
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    within: ValueRange | None = None
+    many: bool = False
+    count: int | None = None
+    optional: bool = False
+    saved: bool = True
+
+    @property
+    def flag(self) -> str:
+        """The name on the command line."""
+        return flag_name(self.name)
+
+    @property
+    def required(self) -> bool:
+        """Whether the user must give it."""
+        return self.default is MISSING
+
+
+def flag_name(name: str) -> str:
+    """`--kebab-case` of a field's name."""
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def specs_of(cls: type, section_name: str) -> dict[str, FieldSpec]:
+    """The specs of a dataclass by field name, in order. Fields made without `option` are legal and
+    have no help; types are int, float, bool, str, Literal or tuples of these, or None."""
+    hints = type_hints(cls)
+    return {f.name: _spec(f, hints[f.name], section_name) for f in dataclasses.fields(cls)}
+
+
+def _spec(field: dataclasses.Field[Any], hint: Any, section_name: str) -> FieldSpec:
+    facts = field.metadata.get(_METADATA, {})
+    hint, optional = _without_none(hint)
+    many, count = False, None
+    if get_origin(hint) is tuple:
+        elements = get_args(hint)
+        many, count = True, None if elements[-1] is Ellipsis else len(elements)
+        hint = elements[0]
+    choices: tuple[str, ...] = ()
+    if get_origin(hint) is Literal:
+        choices, hint = get_args(hint), str
+    assert hint in (int, float, bool, str), f"{field.name}: no flag for the type {hint}"
+    return FieldSpec(
+        name=field.name,
+        section=section_name,
+        kind=hint,
+        default=field.default,
+        help=facts.get("help", ""),
+        choices=choices,
+        within=facts.get("within"),
+        many=many,
+        count=count,
+        optional=optional,
+        saved=facts.get("saved", True),
+    )
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """The type without `| None`, and whether None was there."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    (inner,) = (arg for arg in get_args(hint) if arg is not types.NoneType)
+    return inner, True
+
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.?(nan|inf|infinity)", re.IGNORECASE)
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+LARGEST_INTEGER = 2**63 - 1
+UNREAD_TOKENIZERS = {
+    "TikTokenizer": "tiktoken files are not read; convert_tiktoken_to_fast of "
+    "transformers.integrations.tiktoken writes a tokenizer.json of one, for HuggingFaceTokenizer",
+}
+"""Names of Megatron-LM's `--tokenizer-type` that are not read here, with what to do instead."""
+
+_SHOWN = 60
+"""Characters of a value that a message repeats."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value as written. `quoted`: it stood in quotes, so it is text whatever it looks like."""
+
+    text: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        """Whether YAML's core schema reads it as nothing."""
+        return not self.quoted and self.text in ("", "~", "null", "Null", "NULL")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether YAML's core schema reads it as text."""
+        plain = self.text in ("true", "false") or _NUMBER.fullmatch(self.text)
+        return self.quoted or not (plain or self.is_null)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenValue:
+    """What the user gave for a field, and where: "--lr", "gpt.yaml:3: lr"."""
+
+    origin: str
+    value: Scalar | tuple[Scalar, ...]
+    from_file: bool = False
+
+
+_WORDS = {"True": "true", "False": "false", "None": "none"}
+
+
+def show(value: object) -> str:
+    """A value for a message: quoted if text, on one line, not too long."""
+    text = repr(value) if isinstance(value, str) else _WORDS.get(repr(value), str(value))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def show_plain(text: str) -> str:
+    """Text without quotes around it where that cannot be misread."""
+    return text if len(text) <= _SHOWN and re.fullmatch(r"[!-~]+", text) else show(text)
+
+
+def show_path(path: str) -> str:
+    """A path in full, quoted where it holds anything unprintable or is empty."""
+    return path if path and path.isprintable() and len(path) < 4096 else show(path)
+
+
+def nearest(
+    name: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """ "; did you mean X?" for a name close to a known one or to a synonym of one, else nothing."""
+    matches = difflib.get_close_matches(name, [*known, *synonyms], n=1)
+    return f"; did you mean {synonyms.get(matches[0], matches[0])}?" if matches else ""
+
+
+def convert(spec: FieldSpec, given: GivenValue) -> Any:
+    """The typed value. Raises `ConfigError`; ranges are checked later, over the whole."""
+    if spec.optional and _stands_for_none(given):
+        return None
+    if not spec.many:
+        if not isinstance(given.value, Scalar):
+            raise ConfigError(f"{given.origin}: a list; must be one value, {_wanted(spec)}")
+        return _convert_one(spec, given.value, given)
+    items = (given.value,) if isinstance(given.value, Scalar) else given.value
+    if not items or (spec.count and len(items) != spec.count):
+        wanted = spec.count or "at least 1"
+        raise ConfigError(f"{given.origin}: {len(items)} values given; must be {wanted}")
+    return tuple(_convert_one(spec, item, given) for item in items)
+
+
+def _stands_for_none(given: GivenValue) -> bool:
+    """null in the file, "none" on the command line."""
+    if given.from_file:
+        return isinstance(given.value, Scalar) and given.value.is_null
+    return given.value in (Scalar("none"), (Scalar("none"),))
+
+
+def _wanted(spec: FieldSpec) -> str:
+    """The type in words."""
+    if spec.choices:
+        return "one of " + ", ".join(spec.choices)
+    return _KINDS[spec.kind][0]
+
+
+def _convert_one(spec: FieldSpec, scalar: Scalar, given: GivenValue) -> Any:
+    value, why = _KINDS[spec.kind][1](spec, scalar, given.from_file)
+    if why:
+        shown = show(scalar.text) if scalar.quoted or scalar.text == "" else show_plain(scalar.text)
+        raise ConfigError(f"{given.origin}: {shown} {why}")
+    return value
+
+
+_Converted = tuple[Any, str]
+"""A value and, if it cannot be had, what is wrong (the end of a sentence about it)."""
+
+
+def _integer(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted:
+        return None, f"is quoted text; must be an integer{_unquote(_INTEGER, scalar)}"
+    if not _INTEGER.fullmatch(scalar.text):
+        return None, "is not an integer; write decimal digits alone, such as 1000"
+    if len(scalar.text) > 20 or abs(int(scalar.text)) > LARGEST_INTEGER:
+        return None, f"is too large; must be at most {LARGEST_INTEGER}"
+    return int(scalar.text), ""
+
+
+def _number(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted:
+        return None, f"is quoted text; must be a number{_unquote(_NUMBER, scalar)}"
+    if _NOT_FINITE.fullmatch(scalar.text):
+        return None, "is not finite; must be a finite number"
+    if not _NUMBER.fullmatch(scalar.text):
+        hint = "10% is 0.1" if scalar.text.endswith("%") else "write it as 0.001 or 1e-3"
+        return None, f"is not a number; {hint}"
+    value = float(scalar.text)
+    return (value, "") if math.isfinite(value) else (None, "is too large for a number")
+
+
+def _unquote(pattern: re.Pattern[str], scalar: Scalar) -> str:
+    return "; remove the quotes" if pattern.fullmatch(scalar.text) else ""
+
+
+def _boolean(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
+    if scalar.quoted or scalar.text not in ("true", "false"):
+        return None, "is neither true nor false; write one of these, without quotes"
+    return scalar.text == "true", ""
+
+
+def _text(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
+    # A blend's weights stand bare beside its paths, so elements of lists may look like numbers.
+    if from_file and not spec.many and not scalar.is_text:
+        return None, "is not text" + (
+            f"; must be {_wanted(spec)}" if spec.choices else "; put it in quotes"
+        )
+    if not scalar.text or scalar.is_null and from_file:
+        return None, "is empty; give a value or leave it out"
+    if _UNPRINTABLE.search(scalar.text):
+        return None, "has a control character or line break; remove it"
+    if spec.choices and scalar.text not in spec.choices:
+        hint = nearest(scalar.text, spec.choices)
+        if scalar.text in UNREAD_TOKENIZERS:
+            hint = f"; {UNREAD_TOKENIZERS[scalar.text]}"
+        return None, f"is not known; must be {_wanted(spec)}{hint}"
+    return scalar.text, ""
+
+
+_KINDS = {
+    int: ("an integer", _integer),
+    float: ("a number", _number),
+    bool: ("true or false", _boolean),
+    str: ("text", _text),
+}
+
+
+def check_range(spec: FieldSpec, value: Any, origin: str) -> None:
+    """Raise `ConfigError` unless each number lies in the field's range."""
+    if spec.within is None or value is None:
+        return
+    for item in value if spec.many else (value,):
+        if item not in spec.within:
+            raise ConfigError(f"{origin}: {item} is out of range; must be {spec.within}")
+
+
+def origin_of(name: str, givens: Mapping[str, GivenValue]) -> str:
+    """Where a field's value came from, for a message; its name where it is a default."""
+    return givens[name].origin if name in givens else name
+
+
+RULE = "--split wants three numbers >= 0, not all 0, for train, valid and test, as in 969,30,1"
+
+
+def split_shares(text: str) -> list[float]:
+    """Shares of train, valid and test, in any scale.
+
+    Three numbers >= 0 of which one is positive, separated by commas; ConfigError otherwise
+    (Megatron reads "-1,1,1" as "1,1,1" and fills "900,50" up with a zero).
+    """
+    try:
+        shares = [float(item) for item in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"split {text!r}: not numbers; {RULE}") from None
+    if len(shares) != 3:
+        raise ConfigError(f"split {text!r}: {len(shares)} numbers; {RULE}")
+    if not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+        raise ConfigError(f"split {text!r}: {RULE}")
+    return shares

@@ -1,0 +1,936 @@
+"""The sections of a configuration: one frozen dataclass each, and `Config`, which holds them all.
+
+Names and defaults are Megatron-LM's unless the help text says "ours".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_type_hints
+
+from megatron.config.fields import (
+    FieldSpec,
+    ValueRange,
+    above,
+    at_least,
+    below_one,
+    between,
+    option,
+    section,
+    specs_of,
+)
+from megatron.errors import ConfigError
+
+
+def split_layers(
+    layers: int,
+    stages: int,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    per_virtual_stage: int | None = None,
+) -> list[list[range]]:
+    """For each stage its runs of layers, ascending; all but an interleaved schedule have one.
+
+    Even shares, the first stages one layer more where they do not come out even; none is ever
+    dropped. `first`, `last`: layers of the first and of the last stage, which hold embedding and
+    output layer besides. `per_virtual_stage`: runs of so many layers, dealt out to the stages in
+    turn, as often as it takes (interleaved 1F1B). Raises `ConfigError`.
+    """
+    if per_virtual_stage is not None:
+        return _in_turns(layers, stages, per_virtual_stage)
+    given = {stage: count for stage, count in ((0, first), (stages - 1, last)) if count is not None}
+    rest = layers - sum(given.values())
+    free = [stage for stage in range(stages) if stage not in given]
+    if rest and not free:
+        raise ConfigError(
+            f"decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers make "
+            f"{layers - rest} layers, num_layers is {layers}; they must agree"
+        )
+    if rest < len(free):
+        raise ConfigError(
+            f"pipeline_model_parallel_size {stages} leaves a stage without layers: num_layers "
+            f"{layers}{_fixed(given)}; lower {'that or what the ends hold' if given else 'it'}"
+        )
+    counts = dict(given)
+    for number, stage in enumerate(free):
+        counts[stage] = rest // len(free) + (number < rest % len(free))
+    starts = [sum(counts[before] for before in range(stage)) for stage in range(stages)]
+    return [[range(start, start + counts[stage])] for stage, start in enumerate(starts)]
+
+
+def _in_turns(layers: int, stages: int, size: int) -> list[list[range]]:
+    if layers % (stages * size):
+        fitting = [n for n in range(1, layers // stages + 1) if layers % (stages * n) == 0]
+        way_out = f"give one of {', '.join(map(str, fitting))}" if fitting else "leave it out"
+        raise ConfigError(
+            f"num_layers_per_virtual_pipeline_stage {size}: num_layers {layers} is not a multiple "
+            f"of {size} x pipeline_model_parallel_size {stages}; {way_out}"
+        )
+    runs = [range(start, start + size) for start in range(0, layers, size)]
+    return [runs[stage::stages] for stage in range(stages)]
+
+
+def _fixed(given: dict[int, int]) -> str:
+    if not given:
+        return ""
+    return f", of which {' and '.join(map(str, given.values()))} are given to the ends"
+
+
+def describe_split(split: list[list[range]]) -> str:
+    """For the log: "0-7, 8-15, 16-22, 23-29"; runs of one stage joined by +."""
+    return ", ".join(
+        "+".join(f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in runs)
+        for runs in split
+    )
+
+
+LARGEST_DEPTH = 10_000
+"""Layers: far more than any network has, and few enough to plan for each."""
+
+ROPE_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Constants of Llama 3.1's rotary scaling, under the names that Hugging Face gives them. In
+Megatron-LM they are fixed as well; only the factor is an option."""
+
+
+@section
+class ModelConfig:
+    """Shape of the network."""
+
+    num_layers: int = option(help="Number of transformer layers.", within=between(1, LARGEST_DEPTH))
+    hidden_size: int = option(help="Width of the network.", within=at_least(1))
+    num_attention_heads: int = option(help="Attention heads of a layer.", within=at_least(1))
+    seq_length: int = option(help="Tokens in a sample.", within=at_least(1))
+    max_position_embeddings: int | None = option(
+        default=None,
+        help="Longest sequence, in tokens, that has positions (none = seq_length).",
+        within=at_least(1),
+    )
+    ffn_hidden_size: int | None = option(
+        default=None, help="Width of the MLP (none = 4 x hidden_size).", within=at_least(1)
+    )
+    kv_channels: int | None = option(
+        default=None,
+        help="Width of an attention head (none = hidden_size / num_attention_heads).",
+        within=at_least(1),
+    )
+    group_query_attention: bool = option(
+        default=False, help="Let num_query_groups heads of keys and values serve all queries."
+    )
+    num_query_groups: int = option(
+        default=1,
+        help="Key-value heads; read with group_query_attention only.",
+        within=at_least(1),
+    )
+    position_embedding_type: Literal["learned_absolute", "rope"] = option(
+        default="learned_absolute", help="How positions enter the model."
+    )
+    rotary_base: int = option(
+        default=10000, help="Base of the rotary wavelengths.", within=at_least(2)
+    )
+    rotary_percent: float = option(
+        default=1.0,
+        help="Share of a head's channels that are rotated, (0, 1].",
+        within=ValueRange(low=0, low_open=True, high=1),
+    )
+    use_rope_scaling: bool = option(
+        default=False,
+        help="Divide low rotary frequencies by rope_scaling_factor, as Llama 3.1 does.",
+    )
+    rope_scaling_factor: float = option(
+        default=8.0,
+        help="Divisor of low rotary frequencies; read with use_rope_scaling only.",
+        within=at_least(1),
+    )
+    make_vocab_size_divisible_by: int = option(
+        default=128,
+        help="The vocabulary is padded to a multiple of this (1 = not padded).",
+        within=at_least(1),
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        default="LayerNorm", help="Kind of normalization."
+    )
+    norm_epsilon: float = option(
+        default=1e-5, help="Added to the variance in a normalization.", within=above(0)
+    )
+    qk_layernorm: bool = option(
+        default=False,
+        help="Normalize the query and the key of each head, before their rotation.",
+    )
+    swiglu: bool = option(default=False, help="Gated SiLU instead of GELU in the MLP.")
+    gelu: Literal["tanh", "erf"] = option(
+        default="tanh", help="Formula of GELU (ours): tanh approximation or exact erf."
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        default=False, help="Give the output layer a weight of its own."
+    )
+    disable_bias_linear: bool = option(default=False, help="Linear layers without biases.")
+    init_method_std: float = option(
+        default=0.02, help="Standard deviation of initial weights.", within=above(0)
+    )
+    attention_dropout: float = option(
+        default=0.1,
+        help="Probability of dropping an attention weight (0 = off).",
+        within=below_one(),
+    )
+    hidden_dropout: float = option(
+        default=0.1,
+        help="Probability of dropping a hidden activation (0 = off).",
+        within=below_one(),
+    )
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP; 4 x hidden_size also with swiglu, as in Megatron."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key-value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def positions(self) -> int:
+        """Longest sequence that has positions, in tokens."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer uses the word embedding's weight."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def bias(self) -> bool:
+        """Whether linear layers have biases."""
+        return not self.disable_bias_linear
+
+    def padded_vocab_size(self, vocab: int) -> int:
+        """Rows of the embedding for a vocabulary of `vocab` tokens."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab // multiple) * multiple
+
+
+LARGEST_SEED = 2**32 - 1
+"""What the shuffle's generator (numpy's, as Megatron's) takes."""
+
+LARGEST_BATCH = 2**30
+LARGEST_RUN = 10**12
+"""Steps or samples: beyond what any machine trains in a century, and far from overflows."""
+
+
+@section
+class TrainingConfig:
+    """Batches and length of the run. "Samples" are sequences of seq_length tokens."""
+
+    seed: int = option(
+        default=1234,
+        help="Seed of weights, dropout and data order.",
+        within=between(0, LARGEST_SEED),
+    )
+    micro_batch_size: int = option(
+        help="Samples that a rank computes at once.", within=between(1, LARGEST_BATCH)
+    )
+    global_batch_size: int | None = option(
+        default=None,
+        help="Samples in a step over all ranks (none = micro_batch_size x data-parallel size).",
+        within=between(1, LARGEST_BATCH),
+    )
+    rampup_batch_size: tuple[int, int, int] | None = option(
+        default=None,
+        help="START INCREMENT SAMPLES: grow the global batch from START by INCREMENT, evenly over "
+        "the first SAMPLES samples (none = off).",
+        within=between(1, LARGEST_RUN),
+    )
+    train_iters: int | None = option(
+        default=None,
+        help="Length of the run in steps (or train_samples).",
+        within=between(1, LARGEST_RUN),
+    )
+    train_samples: int | None = option(
+        default=None,
+        help="Length of the run in samples (or train_iters).",
+        within=between(1, LARGEST_RUN),
+    )
+    exit_interval: int | None = option(
+        default=None,
+        help="Save and leave after each step divisible by this (none = off).",
+        within=at_least(1),
+    )
+    exit_duration_in_mins: float | None = option(
+        default=None, help="Save and leave after this many minutes (none = off).", within=above(0)
+    )
+    max_skipped_steps: int = option(
+        default=20,
+        help="Stop, exit code 5, after this many skipped steps in a row; with a dynamic loss scale "
+        "those count that it cannot get lower for (ours).",
+        within=at_least(1),
+    )
+    skip_loss_spikes: float | None = option(
+        default=None,
+        help="Skip a step whose loss is this many standard deviations above the mean of the last "
+        "128 (ours; 6 is usual; none = off).",
+        within=above(0),
+    )
+    skip_train: bool = option(default=False, help="Evaluate only.")
+    deterministic_mode: bool = option(
+        default=False, help="Bitwise reproducible kernels, some of them slower."
+    )
+    compile: bool | None = option(
+        default=None,
+        help="Compile each layer with torch.compile (ours; none = on CUDA, without tensor "
+        "parallelism and deterministic_mode; false = off).",
+    )
+
+    def num_microbatches(self, global_batch: int, dp: int) -> int:
+        """Microbatches of each of `dp` data-parallel ranks in a global batch."""
+        return global_batch // (self.micro_batch_size * dp)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Global batch of the step that begins after `consumed_samples`, in samples.
+
+        Megatron's ramp-up rule: evenly long stages, counted in samples, with batches growing by
+        the increment. Needs a global batch size (see `Config.resolve`).
+        """
+        assert self.global_batch_size is not None, "resolve the configuration first"
+        if self.rampup_batch_size is None:
+            return self.global_batch_size
+        start, increment, samples = self.rampup_batch_size
+        stages = (self.global_batch_size - start) // increment
+        return start + min(stages, consumed_samples * stages // samples) * increment
+
+    def total_samples(self) -> int:
+        """Length of the run in samples; 0 for a run that trains nothing."""
+        if self.train_samples is not None:
+            return self.train_samples
+        if self.train_iters is None:
+            return 0
+        assert self.global_batch_size is not None, "resolve the configuration first"
+        return self.train_iters * self.global_batch_size
+
+    def total_iterations(self) -> int:
+        """Length of the run in steps. A last partial batch is left out, as in Megatron."""
+        if self.train_iters is not None:
+            return self.train_iters
+        iterations, consumed, total = 0, 0, self.total_samples()
+        while consumed < total:
+            batch = self.batch_size_at(consumed)
+            steps = -(-(min(self._stage_end(consumed), total) - consumed) // batch)
+            if consumed + steps * batch > total:
+                steps = (total - consumed) // batch
+                return iterations + steps
+            iterations, consumed = iterations + steps, consumed + steps * batch
+        return iterations
+
+    def _stage_end(self, consumed: int) -> int:
+        """First number of consumed samples after `consumed` where the global batch may grow."""
+        assert self.global_batch_size is not None
+        never = consumed + self.total_samples()
+        if self.rampup_batch_size is None:
+            return never
+        start, increment, samples = self.rampup_batch_size
+        stages = (self.global_batch_size - start) // increment
+        stage = consumed * stages // samples
+        return never if stage >= stages else -(-(stage + 1) * samples // stages)
+
+
+@section
+class OptimizerConfig:
+    """Optimizer, learning rate and weight decay."""
+
+    optimizer: Literal["adam", "sgd"] = option(default="adam", help="AdamW or momentum SGD.")
+    optimizer_impl: Literal["torch", "apex"] = option(
+        default="torch", help="Whose fused AdamW to use (ours); apex must be installed."
+    )
+    lr: float | None = option(
+        default=None,
+        help="Highest learning rate; required unless skip_train.",
+        within=above(0),
+    )
+    min_lr: float = option(
+        default=0.0, help="Lowest learning rate after warm-up.", within=at_least(0)
+    )
+    lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = option(
+        default="linear", help="Curve from lr down to min_lr (WSD: warm-up, stable, decay)."
+    )
+    lr_decay_iters: int | None = option(
+        default=None, help="Steps until min_lr (none = the whole run).", within=at_least(1)
+    )
+    lr_decay_samples: int | None = option(
+        default=None, help="Samples until min_lr (none = the whole run).", within=at_least(1)
+    )
+    lr_warmup_fraction: float | None = option(
+        default=None,
+        help="Warm-up as a share of the decay's length, [0, 1) (none = off).",
+        within=below_one(),
+    )
+    lr_warmup_iters: int = option(
+        default=0, help="Steps of linear warm-up (0 = off).", within=at_least(0)
+    )
+    lr_warmup_samples: int = option(
+        default=0, help="Samples of linear warm-up (0 = off).", within=at_least(0)
+    )
+    lr_warmup_init: float = option(
+        default=0.0, help="Learning rate at which warm-up starts.", within=at_least(0)
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        default="exponential", help="Curve of the last part of WSD."
+    )
+    lr_wsd_decay_iters: int | None = option(
+        default=None, help="Steps of the last part of WSD.", within=at_least(1)
+    )
+    lr_wsd_decay_samples: int | None = option(
+        default=None, help="Samples of the last part of WSD.", within=at_least(1)
+    )
+    weight_decay: float = option(
+        default=0.01, help="Decoupled weight decay of matrices (0 = off).", within=at_least(0)
+    )
+    start_weight_decay: float | None = option(
+        default=None, help="Weight decay at the first step, where it changes.", within=at_least(0)
+    )
+    end_weight_decay: float | None = option(
+        default=None, help="Weight decay at the last step, where it changes.", within=at_least(0)
+    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        default="constant", help="Curve from start_ to end_weight_decay (constant = weight_decay)."
+    )
+    adam_beta1: float = option(
+        default=0.9, help="Decay of Adam's first moment.", within=below_one()
+    )
+    adam_beta2: float = option(
+        default=0.999, help="Decay of Adam's second moment.", within=below_one()
+    )
+    adam_eps: float = option(
+        default=1e-8, help="Added to the root of Adam's second moment.", within=above(0)
+    )
+    sgd_momentum: float = option(default=0.9, help="Momentum of SGD (0 = off).", within=below_one())
+    clip_grad: float = option(
+        default=1.0, help="Largest global L2 norm of the gradient (0 = off).", within=at_least(0)
+    )
+
+    @property
+    def num_moments(self) -> int:
+        """Numbers that the optimizer keeps for an entry beside its master weight."""
+        return 1 if self.optimizer == "sgd" else 2
+
+
+@section
+class PrecisionConfig:
+    """Number formats and loss scaling. Neither fp16 nor bf16 means fp32."""
+
+    fp16: bool = option(default=False, help="float16 parameters, float32 master weights.")
+    bf16: bool = option(default=False, help="bfloat16 parameters, float32 master weights.")
+    loss_scale: float | None = option(
+        default=None, help="Fixed loss scale of fp16 (none = dynamic).", within=above(0)
+    )
+    initial_loss_scale: float = option(
+        default=2.0**32, help="First dynamic loss scale.", within=above(0)
+    )
+    min_loss_scale: float = option(default=1.0, help="Lowest dynamic loss scale.", within=above(0))
+    loss_scale_window: int = option(
+        default=1000, help="Good steps after which the loss scale doubles.", within=at_least(1)
+    )
+    hysteresis: int = option(
+        default=2, help="Bad steps after which the loss scale halves.", within=at_least(1)
+    )
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        default=False,
+        help="Accumulate and send gradients of an fp16 run in float32 (bf16 always does, unless "
+        "grad_reduce_in_bf16).",
+    )
+    grad_reduce_in_bf16: bool = option(
+        default=False, help="Accumulate and send gradients of a bf16 run in bfloat16."
+    )
+    predivide_loss: bool = option(
+        default=False,
+        help="Divide the loss by the whole global batch before backward, so that gradients need "
+        "only be summed over ranks (ours; AxoNN's way for 16-bit sums).",
+    )
+
+    @property
+    def param_dtype(self) -> str:
+        """Format of the parameters: "float32", "bfloat16" or "float16"."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def grad_dtype(self) -> str:
+        """Format in which gradients are accumulated and sent."""
+        if self.bf16 and self.grad_reduce_in_bf16:
+            return "bfloat16"
+        if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
+            return "float16"
+        return "float32"
+
+
+WEEK = 7 * 24 * 60
+"""Minutes."""
+
+LARGEST_GRID = 100_000
+"""Ranks along an axis of the grid: more than any machine has, and few enough to look at each."""
+
+
+@section
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    tensor_model_parallel_size: int = option(
+        default=1, help="Ranks that share each layer (1 = off).", within=between(1, LARGEST_GRID)
+    )
+    pipeline_model_parallel_size: int = option(
+        default=1, help="Pipeline stages (1 = off).", within=between(1, LARGEST_GRID)
+    )
+    sequence_parallel: bool = option(
+        default=False,
+        help="Cut what lies between the cut layers along the sequence, over the tensor-parallel "
+        "ranks.",
+    )
+    use_tp_pp_dp_mapping: bool = option(
+        default=False,
+        help="Place the stages of a pipeline on neighbouring ranks, as AxoNN does (off: the ranks "
+        "of a data-parallel group).",
+    )
+    pipeline_schedule: Literal["1f1b", "message-driven"] = option(
+        default="1f1b",
+        help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whatever its "
+        "messages allow, gradients before activations, over MPI (AxoNN).",
+    )
+    pipeline_limit: int | None = option(
+        default=None,
+        help="Microbatches in flight at most under message-driven (ours; none = as many as "
+        "stages).",
+        within=at_least(1),
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        default=None,
+        help="Interleaved 1F1B: each stage holds several runs of so many layers (none = one run).",
+        within=at_least(1),
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        default=None,
+        help="Layers of the first stage (none = its even share).",
+        within=at_least(1),
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        default=None,
+        help="Layers of the last stage (none = its even share).",
+        within=at_least(1),
+    )
+    use_distributed_optimizer: bool = option(
+        default=False,
+        help="ZeRO-1: each data-parallel rank keeps and updates its share of master weights and "
+        "moments.",
+    )
+    distributed_backend: Literal["nccl", "gloo"] | None = option(
+        default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
+    )
+    distributed_timeout_minutes: float = option(
+        default=10.0,
+        help="Minutes after which a silent peer or a phase that does not end counts as lost; may "
+        "be a fraction.",
+        within=between(0.01, WEEK),
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        default=100,
+        help="Steps between comparisons of the data-parallel copies of the weights, bit by bit "
+        "(ours is on; Megatron's is off; none = off).",
+        within=at_least(1),
+    )
+    overlap_grad_reduce: bool = option(
+        default=True,
+        help="Send gradients while backward runs (ours is on; Megatron's is off).",
+    )
+    ddp_bucket_size: int | None = option(
+        default=None,
+        help="Elements of a gradient bucket (none = chosen by the program).",
+        within=at_least(1),
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def rank_order(self) -> Literal["tp-dp-pp", "tp-pp-dp"]:
+        """The axes of the grid, the one along which consecutive ranks lie first."""
+        return "tp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-dp-pp"
+
+    def layer_split(self, num_layers: int) -> list[list[range]]:
+        """For each pipeline stage its runs of layers."""
+        return split_layers(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            per_virtual_stage=self.num_layers_per_virtual_pipeline_stage,
+        )
+
+    def longest_run(self, num_layers: int) -> int:
+        """Layers that a stage runs one after the other: those of the fullest stage, or of an
+        interleaved one's chunk."""
+        return max(len(run) for runs in self.layer_split(num_layers) for run in runs)
+
+
+@section
+class GradientConfig:
+    """How gradients travel between data-parallel ranks."""
+
+    grad_path: str = option(default="dense", help="The gradient path (ours).")
+
+
+@section
+class OffloadConfig:
+    """Keeping the optimizer's states in host memory (AxoNN)."""
+
+    optimizer_cpu_offload: bool = option(
+        default=False,
+        help="Master weights and moments stay in host memory and visit the device in buckets.",
+    )
+    offload_bucket_size: int = option(
+        default=4_000_000,
+        help="Entries of such a bucket (ours); the device holds 14 bytes for each.",
+        within=at_least(128),
+    )
+    offload_coarsening: int = option(
+        default=4,
+        help="Such buckets in an all-reduce (ours).",
+        within=at_least(1),
+    )
+
+    @property
+    def chunk(self) -> int:
+        """Entries of an all-reduce at most, as slices are aligned (AxoNN's k x bsize, V-C)."""
+        return self.offload_coarsening * self.offload_bucket_size // 64 * 64
+
+
+@section
+class RecomputeConfig:
+    """Trading computation for activation memory."""
+
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        default=None,
+        help="Recompute in backward: full, whole layers; selective, attention without its "
+        "projections (none = keep activations).",
+    )
+    recompute_method: Literal["uniform", "block", "sqrt"] | None = option(
+        default=None,
+        help="uniform: all layers, in chunks of recompute_num_layers; block: the first "
+        "recompute_num_layers layers only; sqrt (ours): uniform, in chunks of the factor of a "
+        "stage's layers that is nearest to the root of num_layers (none = uniform).",
+    )
+    recompute_num_layers: int | None = option(
+        default=None, help="Layers, as recompute_method says (none = 1).", within=at_least(1)
+    )
+
+
+@section
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = option(
+        default=None, help="Folder of checkpoints (none = inside the run folder).", saved=False
+    )
+    load: str | None = option(
+        default=None, help="Folder to start from (none = newest of the run folder)."
+    )
+    save_interval: int | None = option(
+        default=None, help="Steps between checkpoints (none = the last only).", within=at_least(1)
+    )
+    keep_last: int | None = option(
+        default=None,
+        help="Good checkpoints to keep; older ones are deleted (ours; none = all).",
+        within=at_least(2),
+    )
+    save_retain_interval: int | None = option(
+        default=None,
+        help="Good checkpoints at multiples of this step stay, and the newest one or keep_last; "
+        "others are deleted (none = keep_last alone decides).",
+        within=at_least(1),
+    )
+    async_save: bool = option(
+        default=False, help="Write checkpoints while training goes on, from a copy in memory."
+    )
+    ckpt_step: int | None = option(
+        default=None, help="Load this step (none = the newest).", within=at_least(0)
+    )
+    no_save_optim: bool = option(default=False, help="Leave the optimizer's state out of it.")
+    no_load_optim: bool = option(default=False, help="Start the optimizer from nothing.")
+    finetune: bool = option(default=False, help="Load the weights only and begin at step 0.")
+    exit_on_missing_checkpoint: bool = option(
+        default=False,
+        help="Stop also where load is the folder of save and still empty.",
+    )
+    reset_grad_state: bool = option(
+        default=False,
+        help="Leave behind what the gradient path of the loaded checkpoint had not sent yet "
+        "(residuals, index) and start this run's path anew; needed to leave a path with state.",
+        saved=False,
+    )
+    accept_new_data: bool = option(
+        default=False,
+        help="Go on though data files changed since the checkpoint (ours).",
+        saved=False,
+    )
+
+
+@section
+class DataConfig:
+    """Data sets and tokenizer."""
+
+    data_path: tuple[str, ...] | None = option(
+        default=None,
+        help="[WEIGHT] PREFIX ...: data sets as .bin/.idx prefixes, split by split (none = off).",
+    )
+    train_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for training only (none = off)."
+    )
+    valid_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for validation only (none = off)."
+    )
+    test_data_path: tuple[str, ...] | None = option(
+        default=None, help="As data_path, for the final test only (none = off)."
+    )
+    split: str = option(
+        default="969, 30, 1", help="Shares of data_path for training, validation and test."
+    )
+    data_cache_path: str | None = option(
+        default=None, help="Folder of index caches (none = beside the data)."
+    )
+    mock_data: bool = option(default=False, help="Made-up tokens; no data set is read.")
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = option(default=None, help="Kind of tokenizer (none = as the data set says).")
+    vocab_file: str | None = option(
+        default=None, help="Vocabulary of GPT2BPETokenizer (none = off)."
+    )
+    merge_file: str | None = option(default=None, help="Merges of GPT2BPETokenizer (none = off).")
+    tokenizer_model: str | None = option(
+        default=None, help="File or name of the tokenizer's model (none = off)."
+    )
+    vocab_size: int | None = option(
+        default=None,
+        help="Tokens in the vocabulary (none = as the tokenizer says).",
+        within=at_least(1),
+    )
+    reset_position_ids: bool = option(
+        default=False, help="Count positions from each document's start."
+    )
+    reset_attention_mask: bool = option(default=False, help="Attend within a document only.")
+    eod_mask_loss: bool = option(default=False, help="No loss at end-of-document tokens.")
+    no_mmap_bin_files: bool = option(
+        default=False, help="Read data files instead of mapping them into memory."
+    )
+    dataloader_type: Literal["single", "cyclic", "external"] = option(
+        default="single",
+        help="single: samples in one order that is shuffled anew for each epoch. Megatron's cyclic "
+        "and external are refused.",
+    )
+
+
+@section
+class EvaluationConfig:
+    """Validation and test."""
+
+    eval_iters: int = option(
+        default=100, help="Batches of an evaluation (0 = off).", within=at_least(0)
+    )
+    eval_interval: int = option(default=1000, help="Steps between evaluations.", within=at_least(1))
+    eval_at_start: bool = option(default=False, help="Also evaluate before step 1 (ours).")
+
+
+@section
+class LoggingConfig:
+    """What is printed, recorded and profiled."""
+
+    log_interval: int = option(
+        default=100, help="Steps between lines on the terminal.", within=at_least(1)
+    )
+    log_params_norm: bool = option(default=False, help="Log the L2 norm of the parameters.")
+    log_num_zeros_in_grad: bool = option(default=False, help="Log how many gradients are 0.")
+    log_throughput: bool = option(default=False, help="Log TFLOP/s of a device.")
+    log_progress: bool = option(default=False, help="Write progress.txt beside the checkpoints.")
+    timing_log_level: int = option(
+        default=0, help="Detail of timers, 0 (least) to 2.", within=between(0, 2)
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = option(
+        default="minmax", help="Over which ranks timers are shown."
+    )
+    tensorboard_dir: str | None = option(
+        default=None, help="Folder of TensorBoard files (none = off)."
+    )
+    tensorboard_log_interval: int = option(
+        default=1, help="Steps between TensorBoard points.", within=at_least(1)
+    )
+    tensorboard_queue_size: int = option(
+        default=1000, help="Points that TensorBoard holds in memory.", within=at_least(1)
+    )
+    log_timers_to_tensorboard: bool = option(default=False, help="Timers go to TensorBoard too.")
+    log_validation_ppl_to_tensorboard: bool = option(
+        default=False, help="Perplexities go to TensorBoard too."
+    )
+    log_memory_to_tensorboard: bool = option(
+        default=False, help="Memory in bytes goes to TensorBoard too."
+    )
+    wandb_project: str | None = option(
+        default=None, help="Project at Weights & Biases (none = off)."
+    )
+    wandb_entity: str | None = option(
+        default=None, help="User or team at Weights & Biases (none = the account's own)."
+    )
+    wandb_exp_name: str | None = option(
+        default=None, help="Name of the run at Weights & Biases (none = the configuration's)."
+    )
+    wandb_save_dir: str | None = option(
+        default=None, help="Folder of Weights & Biases' files (none = inside the run folder)."
+    )
+    profile: bool = option(default=False, help="Profile some steps.")
+    profile_step_start: int = option(
+        default=10, help="First step that is profiled.", within=at_least(0)
+    )
+    profile_step_end: int = option(
+        default=12, help="Step at which profiling stops.", within=at_least(1)
+    )
+    profile_ranks: tuple[int, ...] = option(
+        default=(0,), help="Ranks that profile.", within=at_least(0)
+    )
+    use_pytorch_profiler: bool = option(
+        default=False, help="torch.profiler instead of markers for an outside profiler."
+    )
+    peak_tflops: float | None = option(
+        default=None,
+        help="Peak TFLOP/s of a device, for model FLOPs utilization (ours; none = not shown).",
+        within=above(0),
+    )
+
+
+@section
+class RunConfig:
+    """This start of the program; not part of what `--config` repeats."""
+
+    run_dir: str | None = option(
+        default=None,
+        help="Run folder (ours; none = runs/ and the configuration's name).",
+        saved=False,
+    )
+    device: Literal["cpu", "cuda"] | None = option(
+        default=None, help="Device (ours; none = cuda where there is one).", saved=False
+    )
+    debug: bool = option(default=False, help="Show tracebacks of errors (ours).", saved=False)
+    dry_run: bool = option(
+        default=False,
+        help="Check the configuration for this number of ranks, print it and stop (ours).",
+        saved=False,
+    )
+    check_paths: bool = option(
+        default=True,
+        help="A dry run also looks for the data, tokenizer, masks and checkpoint that are named "
+        "(ours; false where only the compute nodes have them).",
+        saved=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting of a run, by section.
+
+    `extensions` holds the sections that the gradient path brings. `name` is the stem of the
+    configuration file; `notices` are lines to be announced once; `from_flags` are the fields that
+    the command line itself sets. These three are no settings and do not count in comparisons.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    gradient: GradientConfig = field(default_factory=GradientConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    extensions: dict[str, object] = field(default_factory=dict[str, object])
+    name: str = field(default="gpt", compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    from_flags: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def sections(self) -> dict[str, object]:
+        """All sections by name, the gradient path's last."""
+        return {name: getattr(self, name) for name in SECTIONS} | self.extensions
+
+    @property
+    def masks_grouped_queries(self) -> bool:
+        """Whether attention has fewer key-value heads than queries, and a mask besides.
+
+        On CUDA such attention keeps its scores. In torch 2.13 flash attention takes no mask
+        (`check_for_attn_mask` in ATen/native/transformers/sdp_utils_cpp.h), memory-efficient
+        attention takes no `enable_gqa` (`check_batch_size_and_num_heads_dense<false>` in
+        cuda/sdp_utils.cpp; the documentation of `scaled_dot_product_attention` names flash and math
+        alone for it). Only cuDNN, preferred on compute capability 9 and 10, may take both.
+        """
+        model = self.model
+        grouped = model.query_groups < model.num_attention_heads
+        return grouped and self.data.reset_attention_mask
+
+    def values(self) -> dict[str, object]:
+        """All settings by field name."""
+        return {
+            spec.name: getattr(section, spec.name)
+            for name, section in self.sections.items()
+            for spec in specs_of(type(section), name).values()
+        }
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among `world_size` ranks."""
+        return world_size // self.parallel.model_parallel_size
+
+    def num_microbatches(self, global_batch: int, dp: int) -> int:
+        """See `TrainingConfig.num_microbatches`."""
+        return self.training.num_microbatches(global_batch, dp)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """See `TrainingConfig.batch_size_at`."""
+        return self.training.batch_size_at(consumed_samples)
+
+    def total_samples(self) -> int:
+        """See `TrainingConfig.total_samples`."""
+        return self.training.total_samples()
+
+    def total_iterations(self) -> int:
+        """See `TrainingConfig.total_iterations`."""
+        return self.training.total_iterations()
+
+
+_NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")
+
+SECTIONS: dict[str, type] = {
+    name: hint for name, hint in get_type_hints(Config).items() if name not in _NOT_SECTIONS
+}
+"""The fixed sections, in the order of files and help."""
+
+SPECS: Mapping[str, FieldSpec] = {
+    name: spec
+    for section_name, cls in SECTIONS.items()
+    for name, spec in specs_of(cls, section_name).items()
+}
+"""Every fixed field by name. Names are unique over all sections."""

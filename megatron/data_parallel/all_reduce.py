@@ -1,0 +1,77 @@
+"""The reducer of the dense gradient path: every gradient, averaged by bucketed all-reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.data_parallel.bucket import GradBucket, Slice
+from megatron.data_parallel.exchange import Exchange, Transfer
+from megatron.data_parallel.reducer import GradientReducer, ReducedGrad, StepContext, Work
+
+
+@dataclass
+class TransferWork:
+    """A reduction whose result is the bucket's gradient; None where nothing is on its way."""
+
+    values: torch.Tensor
+    transfer: Transfer | None
+
+    def wait(self) -> ReducedGrad:
+        if self.transfer is not None:
+            self.transfer.wait()
+        return ReducedGrad(values=self.values)
+
+    def drop(self) -> None:
+        self.wait()
+
+
+@dataclass
+class _PiecesWork:
+    values: torch.Tensor
+    pieces: list[tuple[Slice, TransferWork]]
+
+    def wait(self) -> ReducedGrad:
+        for _, work in self.pieces:
+            work.wait()
+        return ReducedGrad(values=self.values)
+
+    def drop(self) -> None:
+        self.wait()
+
+
+class AllReduceReducer(GradientReducer):
+    """Mean of whole buckets, in place, one asynchronous all-reduce each (Eq. 2 of the Radius
+    paper). Keeps no state.
+
+    Args:
+        exchange: The data-parallel ranks.
+        divides: False: the result is the sum, for gradients of a loss that was divided by the
+            global batch before backward, so that no pass over the gradients divides them (AxoNN,
+            section IV-B).
+        most: The largest number of entries of an all-reduce; a longer bucket is reduced in pieces.
+            None: each bucket is one all-reduce.
+    """
+
+    def __init__(self, exchange: Exchange, divides: bool = True, most: int | None = None) -> None:
+        super().__init__(exchange)
+        self.divides, self.most = divides, most
+
+    def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        # A tensor-parallel rank may have none of what is sent of a bucket, and its copies neither.
+        if self.exchange.ranks == 1 or not bucket.numel:
+            return TransferWork(bucket.grad, None)
+        most = self.most or bucket.numel
+        starts = range(0, bucket.numel, most)
+        pieces = [Slice(start, min(most, bucket.numel - start)) for start in starts]
+        work = [(where, self._reduced(where.of(bucket.grad))) for where in pieces]
+        return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
+
+    @property
+    def growth(self) -> float | None:
+        return 1.0 if self.divides else float(self.exchange.ranks)
+
+    def _reduced(self, grad: torch.Tensor) -> TransferWork:
+        exchange = self.exchange
+        return TransferWork(grad, exchange.mean(grad) if self.divides else exchange.sum(grad))

@@ -1,0 +1,57 @@
+"""Means of which the first are used while the last are still being summed up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron.data_parallel.bucket import Slice
+from megatron.data_parallel.reducer import ReducedGrad, Work
+
+
+class PiecewiseArrival:
+    """`ReducedGrad.until` of a bucket whose mean comes in pieces: each is waited for once, in
+    order, when a value of it is first asked for, and shown to `seen` before it may be
+    overwritten."""
+
+    def __init__(
+        self, pieces: Sequence[tuple[Slice, Work]], seen: Callable[[ReducedGrad], None]
+    ) -> None:
+        self._left, self._seen = deque(pieces), seen
+
+    def __call__(self, stop: int) -> None:
+        while self._left and self._left[0][0].start < stop:
+            _, work = self._left.popleft()
+            self._seen(work.wait())
+
+
+class StreamedGrads:
+    """The means of a step's buckets in index order, `take(number)` each when it is first asked for:
+    nothing is waited for before that, and of a mean that comes in pieces no more than is asked for
+    of one that has `begun`."""
+
+    def __init__(self, take: Callable[[int], ReducedGrad], count: int) -> None:
+        self._take, self._count = take, count
+        self._taken: list[ReducedGrad] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> ReducedGrad:
+        reduced = self.begun(index)
+        reduced.until(reduced.values.numel())
+        return reduced
+
+    def begun(self, index: int, /) -> ReducedGrad:
+        number = range(self._count)[index]
+        while len(self._taken) <= number:
+            self._taken.append(self._take(len(self._taken)))
+        return self._taken[number]
+
+    def __iter__(self) -> Iterator[ReducedGrad]:
+        return (self[number] for number in range(self._count))
+
+    def clear(self) -> None:
+        """Forget them: their memory is about to be replaced."""
+        self._taken.clear()
+        self._count = 0

@@ -1,0 +1,86 @@
+"""Ranks that were started differently are refused before step 1, and what differs is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config import Config
+from megatron.errors import ConfigError, DataError, SparsetronError
+from megatron.run_dir import environment
+
+if TYPE_CHECKING:
+    from megatron.data.data_loader import BatchReader
+    from megatron.parallel.groups import Group
+
+_CODE = ("megatron", "radius", "samo")
+_NAMED = 3
+"""Differing facts that an error names before it counts the rest."""
+
+
+def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
+    """Raise `ConfigError` on every rank if one has other settings, code or packages. Collective."""
+    facts = {name: value for name, value in config.values().items() if name != "debug"}
+    here = environment()
+    facts |= {"run_dir": str(run_dir), "code": code_fingerprint(), "python": here["python"]}
+    facts |= here["packages"]  # type: ignore[operator]  # a dict of versions
+    compare(world, facts, ConfigError, "start every rank with the same file, flags and code")
+
+
+def compare_data(readers: Mapping[str, BatchReader | None], world: Group) -> None:
+    """Raise `DataError` on every rank if one reads other data. Collective."""
+    facts = {f"{kind} data": data_fingerprint(reader) for kind, reader in readers.items()}
+    compare(world, facts, DataError, "give every rank the same files")
+
+
+def compare(
+    world: Group, facts: Mapping[str, Any], kind: type[SparsetronError], way_out: str
+) -> None:
+    """Raise `kind` on every rank unless all have the same facts; the odd rank is the one that
+    differs from most."""
+    mine = json.dumps(facts, sort_keys=True, default=str)
+    digests = world.gather_text(hashlib.sha256(mine.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    usual = Counter(digests).most_common(1)[0][0]
+    odd = next(rank for rank, digest in enumerate(digests) if digest != usual)
+    like = digests.index(usual)
+    everyone = [json.loads(text) for text in world.gather_text(mine)]
+    keys = sorted(everyone[odd].keys() | everyone[like].keys())
+    differing = [
+        f"{key}: {everyone[odd].get(key)!r} there, {everyone[like].get(key)!r} on rank {like}"
+        for key in keys
+        if everyone[odd].get(key) != everyone[like].get(key)
+    ]
+    more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    error = kind(
+        f"rank {odd} was started differently: {'; '.join(differing[:_NAMED])}{more}; {way_out}"
+    )
+    error.shared = True
+    raise error
+
+
+def code_fingerprint() -> str:
+    """Digest of every source file of ours: also tells changed files of one commit apart."""
+    root = Path(__file__).resolve().parent.parent.parent
+    files = [root / "pretrain_gpt.py"]
+    files += [file for top in _CODE for file in (root / top).rglob("*.py")]
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.is_file()):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def data_fingerprint(reader: BatchReader | None) -> str:
+    """Number of samples, and a digest of the first, middle and last one."""
+    if reader is None or not len(reader.dataset):
+        return "none"
+    count = len(reader.dataset)
+    digest = hashlib.sha256()
+    for number in (0, count // 2, count - 1):
+        digest.update(reader.dataset[number].tobytes())
+    return f"{count} samples, {digest.hexdigest()[:16]}"

@@ -1,0 +1,171 @@
+"""What happens when a rank fails: one cause for all of them in status.json and on stderr, and an
+exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from megatron.errors import PeerError, SparsetronError
+from megatron.fault_tolerance.heartbeat import Heartbeat
+from megatron.fault_tolerance.root_cause import RootCause
+from megatron.fault_tolerance.run_lock import LOCK, RunFolderInUse
+from megatron.launch import Launch
+from megatron.run_dir import signed
+from megatron.status import Status, read_status
+
+EXIT_UNEXPECTED = 1
+SECONDS_TO_SPEAK = 2.0
+_COLLECTIVE = (
+    "gloo", "NCCL", "ProcessGroup", "Connection reset", "Broken pipe", "Application timeout",
+    "Timed out waiting", "Socket Timeout",
+)  # fmt: skip
+"""What errors of torch.distributed say; they have no type of their own."""
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+
+
+@dataclass(kw_only=True)
+class Failures:
+    """Reports this rank's failure. Its fields are filled in as the run gets under way."""
+
+    argv: Sequence[str]
+    launch: Launch | None = None
+    run_dir: Path | None = None
+    attempt: str = ""
+    near: Sequence[int] = ()
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    _began: float = field(default_factory=time.time, init=False)
+    _code: int | None = field(default=None, init=False)
+
+    def causes(self) -> RootCause:
+        """The failures of this start. Needs `run_dir` and `launch`."""
+        assert self.run_dir is not None and self.launch is not None
+        return RootCause(
+            run_dir=self.run_dir,
+            attempt=self.attempt,
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
+            signed=signed(Status(state="failed")),
+            near=self.near,
+        )
+
+    def report(self, error: BaseException) -> int:
+        """Tell what ended this rank, unless a peer told it already; the exit code. A second call
+        only repeats that."""
+        if self._code is None:
+            self._code = self._report(error)
+        return self._code
+
+    def _report(self, error: BaseException) -> int:
+        rank = self.launch.rank if self.launch is not None else 0
+        if "--debug" in self.argv:
+            traceback.print_exception(error, file=sys.stderr)
+        if _is_collective(error):
+            said = str(error).splitlines()[0].partition(" This is typically")[0]
+            error = PeerError(f"a collective failed: {said}")
+        parted = self.causes().parted() if self.attempt else None
+        if parted is not None:
+            # Whatever went wrong here, with the numbers of another collective, came of that.
+            if self.causes().known() is None:
+                self._tell(parted)
+            return PeerError.exit_code
+        if not isinstance(error, SparsetronError):
+            return self._report_unexpected(error)
+        if rank and (error.shared or self.run_dir is None):
+            # Every rank knows alike what a flag or an agreement says: rank 0 tells it, and before
+            # launchers end everybody with the first rank that leaves.
+            if not error.shared:
+                time.sleep(SECONDS_TO_SPEAK)
+            return error.exit_code
+        if isinstance(error, RunFolderInUse):
+            print(error, file=sys.stderr, flush=True)
+        elif isinstance(error, PeerError) and not error.shared and self.attempt:
+            blamed = self.causes().blame(self.heartbeat, str(error))
+            if blamed is not None:
+                self._tell(blamed)
+        else:
+            self._tell(self._mine(str(error), code=error.exit_code))
+        return error.exit_code
+
+    def _report_unexpected(self, error: BaseException) -> int:
+        """A bug of ours or of the machine: the traceback is the message."""
+        text = "".join(traceback.format_exception(error))
+        known = self.causes().known() if self.attempt else None
+        if known is None:
+            print(text, file=sys.stderr, flush=True)
+        reason = f"{type(error).__name__}: {error}".strip()
+        if isinstance(error, MemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY):
+            reason += "; lower --micro-batch-size or give --recompute-granularity full"
+        mine = self._mine(reason, code=EXIT_UNEXPECTED)
+        self._tell(dataclasses.replace(mine, traceback=text))
+        return EXIT_UNEXPECTED
+
+    def _mine(self, reason: str, *, code: int) -> Status:
+        started = self.heartbeat.phase != "start"
+        return Status(
+            state="failed",
+            exit_code=code,
+            reason=reason,
+            rank=self.launch.rank if self.launch is not None else 0,
+            iteration=self.heartbeat.step if started else None,
+            phase=self.heartbeat.phase if started else "",
+        )
+
+    def _tell(self, status: Status) -> None:
+        self.heartbeat.at("leaving")
+        launch = self.launch or Launch(
+            launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1
+        )
+        folder = self.run_dir or _run_dir_in(self.argv)
+        if folder is None or not self._may_write(folder):
+            where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+            print(f"{where}{status.reason}", file=sys.stderr, flush=True)
+            return
+        # A failure before the ranks agreed on a name for this start: it joins one told since.
+        old = read_status(folder)
+        fresh = old is not None and old.state == "failed" and _seconds(old.time) >= self._began
+        attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])
+        causes = RootCause(
+            run_dir=folder,
+            attempt=attempt,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            signed=signed(status),
+        )
+        causes.tell(status)
+
+    def _may_write(self, folder: Path) -> bool:
+        """Whether there is such a folder, and no other run holds it."""
+        try:
+            return folder.is_dir() and (bool(self.attempt) or not (folder / LOCK).exists())
+        except (OSError, ValueError):
+            return False  # no permission to look, a loop of links, or no path at all
+
+
+def _is_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _COLLECTIVE)
+
+
+def _seconds(stamp: str) -> float:
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _run_dir_in(argv: Sequence[str]) -> Path | None:
+    """Find the run folder in a command line that could not be parsed as a whole."""
+    for flag, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name == "--run-dir":
+            given = value if equals else following
+            return Path(given) if given else None  # Path("") is the current folder
+    return None

@@ -1,0 +1,182 @@
+"""A thread that ends a rank which no longer makes progress, and a C++ terminate handler.
+
+The handler exits with code 6 where gloo would abort the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from megatron.errors import PeerError
+from megatron.fault_tolerance.heartbeat import FOLDER, Heartbeat, RankStatus, is_gone, sightings
+from megatron.fault_tolerance.root_cause import RootCause, gone_text
+from megatron.status import STATUS, Status
+
+
+def before_abort(tell: Callable[[], object]) -> None:
+    """From here on, call `tell` before C++ ends this process, and end it with exit code 6.
+
+    For good: there is no way back from where it is called. Does nothing where C++ is not GNU's.
+    """
+    try:
+        set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+        libc = ctypes.CDLL(None)
+    except (OSError, AttributeError):
+        return
+    function = ctypes.CFUNCTYPE(None)
+    # The handler that was there before prints the exception; then it raises SIGABRT, whose number
+    # is, by luck, what _exit is to be called with.
+    assert PeerError.exit_code == signal.SIGABRT
+
+    def terminate() -> None:
+        libc.signal(signal.SIGABRT, ctypes.cast(libc._exit, ctypes.c_void_p))
+        try:
+            tell()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        before()
+
+    handler = function(terminate)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))
+    set_terminate.argtypes, set_terminate.restype = [function], function
+    before = set_terminate(handler)
+
+
+TICK = 0.5
+SLACK = 3.5
+"""Seconds after the collectives' own timeout: what waits for this rank tells of it before."""
+GRACE = 2.0
+"""Seconds for the main thread to leave by itself once a failure is known."""
+LEAVING_SECONDS = 6.0
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+_MAY_TAKE_LONG = ("start", "save", "done")
+
+
+class Watchdog(threading.Thread):
+    """Watches one rank. `limit`: seconds that a phase may take. Needs the main thread for `watch`,
+    which starts it, since signals go there."""
+
+    def __init__(self, heartbeat: Heartbeat, causes: RootCause, *, limit: float) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._heartbeat, self._causes, self._limit = heartbeat, causes, limit
+        self._ended = threading.Event()
+        self._interrupts = 0
+        self._known_since: float | None = None
+        self._status_seen: tuple[int, int] | None = None
+        self._neighbour: RankStatus | None = None
+        self._signals, self._wakeup = socket.socketpair()
+        self._signals.setblocking(False)
+        self._wakeup.setblocking(False)
+
+    def watch(self) -> Callable[[], None]:
+        """Start; the function returned ends it."""
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self.start()
+
+        def end() -> None:
+            self._ended.set()
+            signal.set_wakeup_fd(before)
+            with suppress(OSError):
+                self._wakeup.send(b"\0")
+            self.join()
+            self._signals.close()
+            self._wakeup.close()
+
+        return end
+
+    def run(self) -> None:
+        """The thread's life."""
+        while not self._ended.is_set():
+            # From C: works where the interpreter itself does not come to run this thread any more.
+            faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
+            self._heartbeat.alive()
+            self._look_at_interrupts()
+            self._look_at_main_thread()
+            self._look_at_status()
+            self._look_at_neighbour()
+            select.select([self._signals], [], [], TICK)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _look_at_interrupts(self) -> None:
+        with suppress(BlockingIOError):
+            self._interrupts += self._signals.recv(4096).count(signal.SIGINT)
+        if self._interrupts > 1:
+            status = self._mine("interrupted twice: left at once, nothing was saved")
+            self._causes.tell(replace(status, exit_code=EXIT_INTERRUPTED))
+            os._exit(EXIT_INTERRUPTED)
+
+    def _look_at_main_thread(self) -> None:
+        phase, seconds = self._heartbeat.phase, self._heartbeat.seconds()
+        if phase == "leaving" and seconds > LEAVING_SECONDS:
+            self._end()
+        if phase in (*_MAY_TAKE_LONG, "leaving") or seconds <= self._limit + SLACK:
+            return
+        mine = self._mine(
+            f"hangs: in this phase for {seconds:.0f} s, its stacks are on stderr; if that is "
+            "how long it takes, raise --distributed-timeout-minutes"
+        )
+        self._causes.tell(self._causes.parted() or mine)
+        self._end()
+
+    def _look_at_status(self) -> None:
+        with suppress(OSError):
+            stat = (self._causes.run_dir / STATUS).stat()
+            if (stat.st_mtime_ns, stat.st_ino) != self._status_seen:
+                self._status_seen = (stat.st_mtime_ns, stat.st_ino)
+                if self._causes.known() is not None and self._known_since is None:
+                    self._known_since = time.monotonic()
+        if self._known_since is not None and time.monotonic() - self._known_since > GRACE:
+            if self._heartbeat.phase not in ("leaving", "done"):
+                self._end()
+
+    def _look_at_neighbour(self) -> None:
+        if self._causes.world_size == 1 or self._heartbeat.phase in ("leaving", "done"):
+            return
+        if self._neighbour is None:
+            rank = (self._causes.rank + 1) % self._causes.world_size
+            folder = self._causes.run_dir / FOLDER
+            seen = sightings(folder, attempt=self._causes.attempt, ranks=[rank])
+            # In another container its process may not be visible: then it cannot be judged.
+            self._neighbour = seen[0] if seen and not is_gone(seen[0]) else None
+        elif is_gone(self._neighbour) and self._causes.known() is None:
+            folder = self._causes.run_dir / FOLDER
+            for last in sightings(
+                folder, attempt=self._causes.attempt, ranks=[self._neighbour.rank]
+            ):
+                if last.phase not in ("leaving", "done"):
+                    here = f"seen by rank {self._causes.rank} in {self._heartbeat.phase}"
+                    gone = self._causes.of(last, gone_text(last, here))
+                    self._causes.tell(self._causes.parted() or gone)
+
+    def _mine(self, reason: str) -> Status:
+        return Status(
+            state="failed",
+            exit_code=PeerError.exit_code,
+            reason=reason,
+            rank=self._causes.rank,
+            iteration=self._heartbeat.step,
+            phase=self._heartbeat.phase,
+        )
+
+    def _end(self) -> None:
+        if self._heartbeat.phase != "leaving":
+            print(
+                f"rank {self._causes.rank}: stacks at step {self._heartbeat.step}, "
+                f"{self._heartbeat.phase}:",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        os._exit(PeerError.exit_code)

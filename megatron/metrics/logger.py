@@ -1,0 +1,723 @@
+"""The metrics of a run: step records on their way to files, console and trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from megatron.metrics.log_line import (
+    format_brief,
+    format_brief_evaluation,
+    format_evaluation,
+    format_line,
+    format_timers,
+    scaled,
+    timestamp,
+)
+from megatron.metrics.record import EVALUATION_KINDS, StepRecord, summarize
+from megatron.metrics.throughput import Stopwatch, Throughput, Workload
+from megatron.metrics.trackers import (
+    TensorBoardTracker,
+    TimedRecord,
+    Tracker,
+    WandbTracker,
+    check_trackers,
+)
+
+if TYPE_CHECKING:
+    from megatron.config import LoggingConfig
+
+
+JSONL = "metrics.jsonl"
+CSV = "metrics.csv"
+COLUMNS = (
+    "iteration",
+    "lm_loss",
+    "lr",
+    "grad_norm",
+    "step_seconds",
+    "tokens_per_second",
+    "bytes_sent",
+    "skipped",
+    "peak_memory_bytes",
+    "density",
+    "consumed_samples",
+    "tokens",
+    "loss_scale",
+    "flops",
+    "wait_seconds",
+    "num_zeros",
+    "params_norm",
+    "time",
+)
+"""Keys of a step's line, in order. `time` is when the step ended, in seconds since 1970."""
+
+PHASE = "seconds/"
+"""What the keys of timers begin with (`--timing-log-level`)."""
+
+MAX_LINE_BYTES = 1 << 20
+
+Value = float | int | bool | str | None
+
+
+class AppendFile:
+    """A file that grows by whole lines: a write that fails leaves nothing of itself behind.
+
+    Lines that could not be written (disk full) stay in memory and go out with the next write. The
+    file is opened by the first write, so that what is in it can still be cut before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._size = 0
+        self._waiting: list[bytes] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written, by this run or one before."""
+        size = self._size
+        if self._descriptor < 0 and self._path.exists():
+            size = self._path.stat().st_size
+        return size == 0 and not self._waiting
+
+    def write(self, text: str) -> None:
+        """Append `text` and what an earlier failure left over; after an OSError call again."""
+        self._waiting.append(text.encode("utf-8", "backslashreplace"))
+        if self._descriptor < 0:
+            self._open()
+        data = memoryview(b"".join(self._waiting))
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._descriptor, data[done:])
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += done
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close; a second call does nothing, a write opens again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+        self._size = os.fstat(self._descriptor).st_size
+
+
+def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str, Value]:
+    """The line of a step as a dictionary: `COLUMNS`, then what went along other axes of the grid,
+    what the gradient path tells of it, and where timers were read, the seconds a step of each: the
+    slowest rank's mean over the `steps` since they were read before."""
+    values = (
+        record.iteration,
+        record.lm_loss,
+        record.lr,
+        record.grad_norm,
+        record.step_seconds,
+        record.tokens_per_second,
+        record.bytes_sent,
+        bool(record.skipped),
+        record.peak_memory_bytes,
+        record.density,
+        record.consumed_samples,
+        record.tokens,
+        record.loss_scale,
+        record.flops,
+        record.wait_seconds,
+        record.num_zeros,
+        record.params_norm,
+        round(time, 3),
+    )
+    seconds = {f"{PHASE}{name}": max(s) / steps for name, s in record.timers.items() if s}
+    columns = dict(zip(COLUMNS, values, strict=True))
+    return {**columns, **record.axis_bytes, **record.path, **seconds}
+
+
+def json_line(values: dict[str, Value]) -> str:
+    """One line of metrics.jsonl, with its newline."""
+    return json.dumps({k: _strict(v) for k, v in values.items()}, allow_nan=False) + "\n"
+
+
+def csv_line(values: dict[str, Value]) -> str:
+    """One line of metrics.csv, `COLUMNS` alone: empty where there is no value, 0 or 1 for yes and
+    no."""
+    return ",".join(_cell(values[name]) for name in COLUMNS) + "\n"
+
+
+CSV_HEADER = ",".join(COLUMNS) + "\n"
+
+
+def _strict(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def cut_metrics(run_dir: str | Path, step: int) -> int:
+    """Move lines after `step` out of the metrics files of a run that resumes from `step`.
+
+    They go to `metrics.jsonl.cut-N` and `metrics.csv.cut-N`, N being the first free number. Lines
+    that cannot be read, as a crash leaves at the end, go with them. A run that starts over
+    (`step` 0) keeps no line, since it evaluates iteration 0 again.
+
+    Returns the number of JSON lines moved. Call on one rank before `Metrics` is made.
+    """
+    run_dir = Path(run_dir)
+    number = 1
+    while any((run_dir / f"{name}.cut-{number}").exists() for name in (JSONL, CSV)):
+        number += 1
+    moved = _cut(run_dir / JSONL, number=number, step=step, iteration_of=_json_iteration)
+    _cut(run_dir / CSV, number=number, step=step, iteration_of=_csv_iteration)
+    return moved
+
+
+def _cut(path: Path, *, number: int, step: int, iteration_of: Callable[[bytes], int | None]) -> int:
+    if not path.exists():
+        return 0
+    kept, cut = path.with_name(path.name + ".tmp"), path.with_name(f"{path.name}.cut-{number}")
+    moved = 0
+    with open(kept, "wb") as keep, open(cut, "wb") as away:
+        for line in lines_of(path):
+            iteration = iteration_of(line)
+            stays = iteration is not None and (step > 0 or iteration < 0) and iteration <= step
+            (keep if stays else away).write(line if line.endswith(b"\n") else line + b"\n")
+            moved += not stays
+        _synchronize(keep)
+        _synchronize(away)
+    if moved:
+        os.replace(kept, path)
+    else:
+        kept.unlink()
+        cut.unlink()
+    return moved
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Lines of a file that may hold anything: a longer one comes in parts of `MAX_LINE_BYTES`."""
+    with open(path, "rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+
+
+def _synchronize(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+_MOST_ITERATIONS = 2**53
+"""Larger numbers are no step of a run, and curves could not hold them exactly."""
+
+
+def parse_line(line: bytes) -> dict[str, Value] | None:
+    """A line of metrics.jsonl, or None where it is torn or not ours."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    iteration = values.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= _MOST_ITERATIONS:
+        return None
+    return values
+
+
+def _json_iteration(line: bytes) -> int | None:
+    values = parse_line(line)
+    return None if values is None else int(values["iteration"] or 0)
+
+
+def _csv_iteration(line: bytes) -> int | None:
+    if line == CSV_HEADER.encode():
+        return -1
+    cells = line.split(b",")
+    whole = line.endswith(b"\n") and len(cells) == len(COLUMNS) and cells[0].isdigit()
+    return int(cells[0]) if whole else None
+
+
+LOG = "log.txt"
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_SECONDS_BETWEEN_REDRAWS = 0.2
+
+
+class Console:
+    """Where lines and the bar go.
+
+    A terminal that goes away (closed pipe) or a disk that is full ends that output, not the run.
+    """
+
+    def __init__(
+        self,
+        log_path: Path,
+        *,
+        stream: TextIO,
+        train_iters: int,
+        start_iteration: int = 0,
+        bar: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._log: AppendFile | None = AppendFile(log_path)
+        self._stream: TextIO | None = stream
+        self._is_terminal = stream.isatty()
+        self._clock = clock
+        self._total = train_iters
+        self._start = start_iteration
+        self._wants_bar = self._is_terminal if bar is None else bar
+        self._bar: Any = None
+        self._next_redraw = 0.0
+
+    def say(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text`, with the time before its first line and control characters dropped.
+        `brief` is as for `line`."""
+        time = f" [{timestamp(self._clock())}] "
+        self.line(time + text, brief=time + brief if brief else brief)
+
+    def line(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text` as it is, save for control characters. A terminal shows `brief` in its
+        place where there is one, and nothing where that is empty."""
+        text = _CONTROL.sub("", text) + "\n"
+        if brief is None or not self._is_terminal:
+            self._show(text)
+        elif brief:
+            self._show(_CONTROL.sub("", brief) + "\n")
+        if self._log is None:
+            return
+        try:
+            self._log.write(text)
+        except OSError as error:
+            self._log.close()
+            self._log = None
+            self._show(f" {LOG} cannot be written any more ({error}); the run goes on without\n")
+
+    def advance(self, record: StepRecord) -> None:
+        """Move the bar to this step, at most five times a second."""
+        if not self._wants_bar:
+            return
+        now = time.monotonic()
+        if now < self._next_redraw and record.iteration < self._total:
+            return
+        self._next_redraw = now + _SECONDS_BETWEEN_REDRAWS
+        try:
+            if self._bar is None:
+                self._bar = self._make_bar()
+            loss, rate = record.lm_loss, scaled(record.tokens_per_second)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate}tokens/s", refresh=False)
+            self._bar.update(record.iteration - self._bar.n)
+        except (OSError, ValueError):  # ValueError: the stream was closed under us
+            self._lose_terminal()
+
+    def close(self) -> None:
+        """Leave the bar as it stands and close the log; a second call does nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._wants_bar = None, False
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _make_bar(self) -> Any:
+        from tqdm import tqdm
+
+        class Bar(tqdm):
+            # A watcher thread would only redraw slow bars, and outlive the run.
+            monitor_interval = 0
+
+        return Bar(
+            total=self._total,
+            initial=self._start,
+            file=self._stream,
+            dynamic_ncols=True,
+            mininterval=0,
+            bar_format=_BAR_FORMAT,
+        )
+
+    def _show(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            if self._bar is None:
+                self._stream.write(text)
+                self._stream.flush()
+            else:
+                self._bar.write(text, file=self._stream, end="")
+        except UnicodeEncodeError:
+            self._show(text.encode("ascii", "backslashreplace").decode("ascii"))
+        except (OSError, ValueError):
+            self._lose_terminal()
+
+    def _lose_terminal(self) -> None:
+        self._stream, self._bar, self._wants_bar = None, None, False
+
+
+PROGRESS = "progress.txt"
+
+_TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\t")
+_SAVED = re.compile(
+    r"Saved checkpoint\tIteration: (\d+)\t.*Floating-point operations: ([0-9.e+]+)\t"
+    r"Tokens \(in billions\): ([0-9.]+)"
+)
+
+
+class Progress:
+    """Appends to `folder/progress.txt`; counts go on from the last line at `start_iteration`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        job_id: str,
+        world_size: int,
+        start_iteration: int,
+        clock: Callable[[], float],
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / PROGRESS
+        self._prefix = f"Job ID: {job_id}\t# GPUs: {world_size}"
+        self._world_size = world_size
+        self._clock = clock
+        self._job_start = clock()
+        self._job_flops = 0.0
+        self._first_start, self._past_flops, self._tokens = self._read_past(start_iteration)
+        self._append("Starting job")
+
+    def step(self, record: StepRecord) -> None:
+        """Count the work of one step."""
+        self._job_flops += record.flops
+        self._tokens += record.tokens
+
+    def saved(self, iteration: int) -> None:
+        """Tell of a committed checkpoint, with the throughput of this job and of all so far."""
+        now = self._clock()
+        total = self._past_flops + self._job_flops
+        job = self._rate(self._job_flops, now - self._job_start)
+        cumulative = self._rate(total, now - self._first_start)
+        self._append(
+            f"Saved checkpoint\tIteration: {iteration}\t"
+            f"Job throughput: {job:.3g} TFLOP/s/GPU\t"
+            f"Cumulative throughput: {cumulative:.3g} TFLOP/s/GPU\t"
+            f"Floating-point operations: {total:.6e}\t"
+            f"Tokens (in billions): {self._tokens / 1e9:.6f}"
+        )
+
+    def _rate(self, flops: float, seconds: float) -> float:
+        return flops / seconds / 1e12 / self._world_size if seconds > 0 else 0.0
+
+    def _append(self, text: str) -> None:
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(f"{timestamp(self._clock())}\t{self._prefix}\t{text}\n")
+
+    def _read_past(self, start_iteration: int) -> tuple[float, float, float]:
+        first, flops, tokens = self._job_start, 0.0, 0.0
+        if start_iteration == 0 or not self._path.exists():
+            return first, flops, tokens
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        times = [m[1] for line in lines if (m := _TIME.match(line))]
+        if times:
+            first = datetime.strptime(times[0], "%Y-%m-%d %H:%M:%S").timestamp()
+        for line in lines:
+            if (saved := _SAVED.search(line)) and int(saved[1]) <= start_iteration:
+                flops, tokens = float(saved[2]), float(saved[3]) * 1e9
+        return first, flops, tokens
+
+
+SECONDS_BETWEEN_FLUSHES = 10.0
+"""Of training time; a shorter log interval flushes earlier."""
+
+
+class Metrics:
+    """Everything the writing rank tells the world about a run.
+
+    `step` only stores; formatting, files and trackers come at each log interval, after 10 s of
+    training, at evaluations, at `flush` and at `close`. Trackers and files never end a run: one
+    notice, and the tracker is off; lines that a full disk refused are tried again.
+
+    `formula` says which operations `StepRecord.flops` counts; `summary` is what trackers show as
+    the configuration; `progress_dir` holds progress.txt (the run folder by default). `bar` forces
+    the progress bar on or off (None: on a terminal). Raises `ConfigError` where a tracker's package
+    is missing. On resume call `cut_metrics` before.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        logging: LoggingConfig,
+        train_iters: int,
+        start_iteration: int = 0,
+        world_size: int = 1,
+        name: str = "",
+        formula: str = "",
+        summary: Mapping[str, Any] | None = None,
+        progress_dir: str | Path | None = None,
+        job_id: str = "",
+        stream: TextIO | None = None,
+        bar: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        check_trackers(logging)
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+        self._logging = logging
+        self._clock = clock
+        self._console = Console(
+            self.run_dir / LOG,
+            stream=sys.stdout if stream is None else stream,
+            train_iters=train_iters,
+            start_iteration=start_iteration,
+            bar=bar,
+            clock=clock,
+        )
+        self._jsonl = AppendFile(self.run_dir / JSONL)
+        self._csv = AppendFile(self.run_dir / CSV)
+        self._pending: list[TimedRecord] = []
+        self._pending_seconds = 0.0
+        self._interval: list[StepRecord] = []
+        self._timed_steps: dict[int, int] = {}
+        self._first: TimedRecord | None = None
+        self._stopwatch = Stopwatch()
+        self._samples = 0
+        self._write_failed = False
+        self._closed = False
+        self._trackers: list[Tracker] = []
+        self._add_trackers(start_iteration=start_iteration, name=name, summary=summary or {})
+        self._progress: Progress | None = None
+        if logging.log_progress:
+            self._progress = Progress(
+                Path(progress_dir or run_dir),
+                job_id=job_id,
+                world_size=world_size,
+                start_iteration=start_iteration,
+                clock=clock,
+            )
+        self._announce_formula(formula)
+
+    def say(self, text: str, *, brief: str | None = None) -> None:
+        """Announce `text` on stdout and in log.txt, with the time. Where stdout is a terminal it
+        shows `brief` instead, if there is one, and nothing if that is empty."""
+        self._console.say(text, brief=brief)
+
+    def step(self, record: StepRecord) -> None:
+        """Store one step; print the log line if it ends an interval or the run."""
+        timed = TimedRecord(self._clock(), record)
+        if self._first is None:
+            self._first = timed
+        self._pending.append(timed)
+        self._interval.append(record)
+        self._stopwatch.add(record)
+        if record.timers:
+            self._timed_steps[record.iteration] = len(self._interval)
+        self._pending_seconds += record.step_seconds
+        self._samples = record.consumed_samples
+        if self._progress is not None:
+            self._progress.step(record)
+        self._console.advance(record)
+        if (
+            record.iteration % self._logging.log_interval == 0
+            or record.iteration == record.train_iters
+        ):
+            self._print_interval()
+            self.flush()
+        elif self._pending_seconds >= SECONDS_BETWEEN_FLUSHES:
+            self.flush()
+
+    def evaluation(self, iteration: int, kind: str, loss: float) -> None:
+        """Record the loss of the "valid" or the "test" set after `iteration` steps."""
+        assert kind in EVALUATION_KINDS, kind
+        self.flush()
+        self._append(self._jsonl, json_line({"iteration": iteration, f"{kind}_loss": loss}))
+        self._console.say(
+            format_evaluation(iteration=iteration, kind=kind, loss=loss),
+            brief=format_brief_evaluation(iteration=iteration, kind=kind, loss=loss),
+        )
+        now = self._clock()
+        self._guard(
+            lambda tracker: tracker.evaluation(
+                time=now, iteration=iteration, samples=self._samples, kind=kind, loss=loss
+            )
+        )
+
+    def has_evaluation(self, iteration: int, kind: str) -> bool:
+        """Whether metrics.jsonl holds this loss, from whichever start of the run."""
+        path, key = self.run_dir / JSONL, f"{kind}_loss"
+        if not path.exists():
+            return False
+        found = (parse_line(line) for line in lines_of(path) if key.encode() in line)
+        return any(v is not None and key in v and v["iteration"] == iteration for v in found)
+
+    def saved(self, iteration: int) -> None:
+        """Tell progress.txt that the checkpoint of `iteration` is committed."""
+        if self._progress is not None:
+            try:
+                self._progress.saved(iteration)
+            except OSError as error:
+                self._progress = None
+                self.say(f"progress.txt: {error}; --log-progress is off from here on")
+
+    def throughput(self, workload: Workload) -> Throughput | None:
+        """Say what the steps of this start come to; None where there was but one, or none."""
+        found = self._stopwatch.read(workload, peak_tflops=self._logging.peak_tflops)
+        if found is not None:
+            if self._interval:
+                self._print_interval()
+            self.say(str(found))
+        return found
+
+    def flush(self) -> None:
+        """Write all steps so far. Call before a checkpoint commits, so that none is ever lost."""
+        records, self._pending, self._pending_seconds = self._pending, [], 0.0
+        if not records:
+            return
+        steps = self._timed_steps
+        lines = [
+            step_values(record, time=when, steps=steps.pop(record.iteration, 1))
+            for when, record in records
+        ]
+        self._append(self._jsonl, "".join(map(json_line, lines)))
+        header = CSV_HEADER if self._csv.is_empty else ""
+        self._append(self._csv, header + "".join(map(csv_line, lines)))
+        interval = self._logging.tensorboard_log_interval
+        chosen = [timed for timed in records if timed.record.iteration % interval == 0]
+        if chosen:
+            self._guard(lambda tracker: tracker.steps(chosen))
+
+    def close(self) -> None:
+        """Print an unfinished interval and write everything; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._interval:
+            self._print_interval()
+        self.flush()
+        self._guard(lambda tracker: tracker.close())
+        self._trackers.clear()
+        self._jsonl.close()
+        self._csv.close()
+        self._console.close()
+
+    def _print_interval(self) -> None:
+        interval, last = summarize(self._interval), self._interval[-1]
+        self._interval = []
+        now = self._clock()
+        seconds_left = self._seconds_left(last, now=now)
+        line = format_line(
+            last,
+            interval,
+            now=now,
+            seconds_left=seconds_left,
+            throughput=self._logging.log_throughput,
+            peak_tflops=self._logging.peak_tflops,
+        )
+        brief = format_brief(last, interval, seconds_left=seconds_left)
+        if interval.timers:
+            timers = "\n" + format_timers(
+                interval.timers, steps=interval.steps, option=self._logging.timing_log_option
+            )
+            line, brief = line + timers, brief + timers
+        self._console.line(line, brief=brief)
+
+    def _seconds_left(self, last: StepRecord, *, now: float) -> float:
+        # By the wall clock, so that evaluations and saves are in it; the first step, which warms
+        # everything up, is not.
+        assert self._first is not None
+        done = last.iteration - self._first.record.iteration
+        a_step = (now - self._first.time) / done if done else last.step_seconds
+        return a_step * (last.train_iters - last.iteration)
+
+    def _announce_formula(self, formula: str) -> None:
+        if not formula:
+            return
+        peak = self._logging.peak_tflops
+        against = f"; MFU is against a peak of {peak:g} TFLOP/s per rank" if peak else ""
+        self.say(f"model FLOPs: {formula}{against}", brief="")
+
+    def _add_trackers(self, *, start_iteration: int, name: str, summary: Mapping[str, Any]) -> None:
+        logging = self._logging
+        makers: dict[str, Callable[[], Tracker]] = {}
+        if logging.tensorboard_dir:
+            makers["TensorBoard"] = lambda: TensorBoardTracker(
+                logging, start_iteration=start_iteration
+            )
+        if logging.wandb_project:
+            makers["wandb"] = lambda: WandbTracker(
+                logging, name=name, directory=self.run_dir, summary=summary
+            )
+        for tracker_name, make in makers.items():
+            try:
+                self._trackers.append(make())
+            except Exception as error:
+                self._drop(tracker_name, error)
+
+    def _guard(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._drop(tracker.name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self.say(f"{name} failed ({type(error).__name__}: {error}); it is off for this run")
+
+    def _append(self, file: AppendFile, text: str) -> None:
+        try:
+            file.write(text)
+            self._write_failed = False
+        except OSError as error:
+            if not self._write_failed:
+                self.say(f"metrics cannot be written ({error}); kept in memory and tried again")
+            self._write_failed = True
+
+
+class NullMetrics(Metrics):
+    """`Metrics` of a rank that writes nothing: the same methods, no file, no line."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, text: str, *, brief: str | None = None) -> None:
+        """Drop the text."""
+
+    def step(self, record: StepRecord) -> None:
+        """Drop the record."""
+
+    def evaluation(self, iteration: int, kind: str, loss: float) -> None:
+        """Drop the loss."""
+
+    def has_evaluation(self, iteration: int, kind: str) -> bool:
+        """Another rank knows."""
+        return False
+
+    def saved(self, iteration: int) -> None:
+        """Nothing to tell."""
+
+    def throughput(self, workload: Workload) -> Throughput | None:
+        """Another rank says it."""
+        return None
+
+    def flush(self) -> None:
+        """Nothing is pending."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,224 @@
+"""Master weights and moments in host memory, which visit the device to be updated (AxoNN V-B).
+
+On the device are the 16-bit parameters and gradients and, of the states, two pieces of half a
+bucket (`--offload-bucket-size`): one comes and goes while the other is updated.
+
+    copied in        0  1     2  3
+    updated             0  1     2  3
+    copied out             0  1     2  3        by turns in two sets of buffers
+
+So a bucket has 4 bytes for its master weights, 8 for its moments and 2 for its widened gradient,
+where the paper counts 4. Updated values lie, in the parameters' dtype, where the gradients were
+that made them, until their bucket is done and they are put into the parameters: no value is written
+before the gradients whose place it takes were read, since theirs begin at no earlier byte.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
+from megatron.data_parallel.engine import GradientEngine
+from megatron.data_parallel.reducer import ReducedGrad, Step
+from megatron.optimizer.bucket_optimizer import BucketOptimizer, BucketState
+from megatron.optimizer.chunks import SETS, offload_piece
+from megatron.optimizer.pinned_memory import pinned_zeros
+from megatron.optimizer.update_rules import Hyper, UpdateRule
+
+
+class Lanes(Protocol):
+    """Copies beside the computing, each set of buffers in its order: in, updated, out."""
+
+    def coming(self, number: int) -> AbstractContextManager[None]:
+        """Copies into set `number` are issued within; what follows finds them done."""
+        ...
+
+    def going(self, number: int) -> AbstractContextManager[None]:
+        """Copies out of it are issued within, once all that was issued before is done."""
+        ...
+
+    def settle(self) -> None:
+        """Block until all is in host memory."""
+        ...
+
+
+class OneLane:
+    """Of a CPU, which does one after the other."""
+
+    def coming(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def going(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        pass
+
+
+class CudaLanes:
+    """Streams to copy in and out, beside whichever is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._came, self._updated, self._left = (
+            [torch.cuda.Event() for _ in range(SETS)] for _ in range(3)
+        )
+        # The buffers' memory may still be in use by what was issued before they were made.
+        self._in.wait_stream(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def coming(self, number: int) -> Iterator[None]:
+        with torch.cuda.stream(self._in):
+            # Copies out are in order: whatever left before this set did has left, too.
+            self._in.wait_event(self._left[number])
+            yield
+            self._came[number].record(self._in)
+        torch.cuda.current_stream(self._in.device).wait_event(self._came[number])
+
+    @contextmanager
+    def going(self, number: int) -> Iterator[None]:
+        self._updated[number].record(torch.cuda.current_stream(self._out.device))
+        with torch.cuda.stream(self._out):
+            self._out.wait_event(self._updated[number])
+            yield
+            self._left[number].record(self._out)
+
+    def settle(self) -> None:
+        self._out.synchronize()
+
+
+class OffloadedOptimizer(BucketOptimizer):
+    """A `BucketOptimizer` whose states are in host memory, pinned where the device is a GPU, and
+    make the same bits. `bucket_size`: entries whose states the device has room for; a CPU takes
+    fewer at a time, as many as stay in its cache.
+
+    For means of whole buckets that are not sharded, by reducers that want no update.
+    """
+
+    def __init__(self, engine: GradientEngine, rule: UpdateRule, *, bucket_size: int) -> None:
+        assert bucket_size >= SETS * ALIGNMENT
+        self._lanes: Lanes = OneLane()
+        super().__init__(engine, rule, most=offload_piece(bucket_size))
+
+    @property
+    def states(self) -> list[BucketState]:
+        self._lanes.settle()
+        return self._states
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory on the device beside parameters and gradients."""
+        buffers = [t for s in self._sets for t in (s.master, *s.moments)]
+        return sum(tensor.nbytes for tensor in (*buffers, self._scratch))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(t.nbytes for s in self._states for t in (s.master, *s.moments))
+
+    def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
+        # A piece meets the same set in every step, and so comes after it has left.
+        self._piece = 0
+        super().step(step, lr=lr, weight_decay=weight_decay)
+
+    def _allocate(self, bucket: GradBucket) -> BucketState:
+        def zeros() -> torch.Tensor:
+            if bucket.grad.is_cuda:
+                return pinned_zeros(bucket.numel, torch.float32)
+            return torch.zeros(bucket.numel, dtype=torch.float32)
+
+        assert bucket.shard is None, "optimizer_cpu_offload is refused with sharded states"
+        return BucketState(zeros(), tuple(zeros() for _ in self.rule.moments))
+
+    def _size_scratch(self) -> None:
+        super()._size_scratch()
+        self._sets = [
+            BucketState(self._room(), tuple(self._room() for _ in self.rule.moments))
+            for _ in range(SETS)
+        ]
+        if self._device.type == "cuda":
+            self._lanes = CudaLanes(self._device)
+            # Buffers and pinned memory must outlast the copies between them, also where the
+            # optimizer goes before the process does.
+            weakref.finalize(self, self._lanes.settle).atexit = False
+
+    def _bind(self, name: str, flat: torch.Tensor) -> None:
+        """As `BucketLayout.bind`, by way of the gradient's memory, which nothing is in yet."""
+        bucket, where = self.engine.place(name)
+        param, layout = self.engine.infos[name].param.detach(), self.engine.layout
+        stored = where.of(bucket.grad)
+        layout.gather(name, param, stored)
+        flat.copy_(stored)
+        if where.numel < param.numel():
+            param.zero_()
+            layout.scatter(name, stored, param)
+        stored.zero_()
+
+    def _update(
+        self,
+        bucket: GradBucket,
+        reduced: ReducedGrad,
+        factor: float,
+        hyper: Hyper,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        assert reduced.index is None and reduced.part is None and out is None
+        assert not self.engine.wants_update, "its place is taken"
+        host, values = self._states[bucket.index], self._values(bucket)
+        for cut in self._cuts(bucket):
+            number = self._piece % SETS
+            self._piece += 1
+            there = [host.master[cut], *(moment[cut] for moment in host.moments)]
+            here = self._buffers(number, cut)
+            with self._lanes.coming(number):
+                _copy(there, here)
+            reduced.until(cut.stop)
+            weight, *moments = here
+            self.rule.apply(weight, self._scaled(reduced.values[cut], factor), moments, hyper)
+            values[cut].copy_(weight)
+            with self._lanes.going(number):
+                _copy(here, there)
+        self._expand(bucket, values)
+
+    def _bring_all_up(self) -> None:
+        for bucket, host in zip(self.engine.buckets, self.states, strict=True):
+            values = self._values(bucket)
+            for cut in self._cuts(bucket):
+                weight, *_ = self._buffers(0, cut)
+                with self._lanes.coming(0):
+                    _copy([host.master[cut]], [weight])
+                values[cut].copy_(weight)
+                with self._lanes.going(0):
+                    pass  # it stays what it is there
+            self._expand(bucket, values)
+
+    def _cuts(self, bucket: GradBucket) -> Iterator[slice]:
+        for start in range(0, bucket.numel, self._chunk):
+            yield slice(start, min(start + self._chunk, bucket.numel))
+
+    def _buffers(self, number: int, cut: slice) -> list[torch.Tensor]:
+        """Room for the master weights and moments of a piece."""
+        held, length = self._sets[number], cut.stop - cut.start
+        return [tensor[:length] for tensor in (held.master, *held.moments)]
+
+    def _values(self, bucket: GradBucket) -> torch.Tensor:
+        """Where its updated values go, in the parameters' dtype."""
+        dtype = self.engine.infos[bucket.names[0]].param.dtype
+        assert dtype.itemsize <= bucket.grad.element_size(), "gradients are no narrower"
+        return bucket.grad.view(dtype)[: bucket.numel]
+
+    def _expand(self, bucket: GradBucket, values: torch.Tensor) -> None:
+        """Put them into the parameters, and leave the bucket as it is between steps."""
+        for name, where in bucket.slices.items():
+            self._bring_up(name, where.of(values))
+        bucket.zero_gaps()
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,207 @@
+"""The run folder around a run: opened, announced, closed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint.verify import open_to_all
+from megatron.config import Config, brief_settings, to_yaml
+from megatron.config.compilation import choose_compilation
+from megatron.config.sections import describe_split
+from megatron.config.validate import cuda_notices, describe_recomputation
+from megatron.errors import ConfigError, SparsetronError
+from megatron.fault_tolerance.run_lock import RunLock
+from megatron.launch import Runtime, check_cuda_variables, cuda_variables, job_environment
+from megatron.processor import (
+    describe_processor,
+    multiplies_natively,
+    processor_model,
+    vector_instructions,
+)
+from megatron.status import NO_SPACE, Status, replace_text, write_status
+
+if TYPE_CHECKING:
+    from megatron.metrics import Metrics, Throughput
+    from megatron.parallel.groups import ProcessGroups
+    from megatron.training import TrainOutcome, TrainState
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+_PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "mpi4py")
+
+
+def name_run_dir(config: Config) -> Path:
+    """The run folder: `--run-dir`, by default `runs/<name of the configuration file>`."""
+    return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
+
+
+def lock_run_dir(run_dir: Path, *, say: Callable[[str], None]) -> Callable[[], None]:
+    """Make the folder and keep other runs out of it; call the result to let them in again.
+
+    Raises `ConfigError` where that cannot be: at once, and before anything in it is touched.
+    """
+    with _failing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
+        if danger := open_to_all(run_dir):
+            raise ConfigError(f"run_dir: {run_dir.resolve()}: {danger}")
+        lock = RunLock.take(run_dir, job=job_environment(), say=say)
+    return lock.release if lock is not None else lambda: None
+
+
+def prepare_run_dir(run_dir: Path, *, attempt: str = "") -> None:
+    """Write into the folder that a run has begun.
+
+    Raises `ConfigError` where it cannot be written: at once, not after the first interval.
+    """
+    with _failing(run_dir):
+        write_status(run_dir, signed(Status(state="running", attempt=attempt)))
+
+
+@contextmanager
+def _failing(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in NO_SPACE
+        way_out = "free some space or " if full else ""
+        # Not `resolve`, which a loop of links makes fail.
+        raise ConfigError(
+            f"run_dir: {os.path.abspath(run_dir)}: {error.strerror}; "
+            f"{way_out}choose a folder that can be written"
+        ) from None
+
+
+def keep_config(config: Config, run_dir: Path) -> None:
+    """Write the resolved configuration and the versions, once it is sure that they are the run's:
+    a refused start, or one that only evaluates, leaves those of the run that trained.
+
+    Raises `ConfigError` where they cannot be written, and then leaves no part of them.
+    """
+    if config.training.skip_train and (run_dir / CONFIG).exists():
+        return
+    with _failing(run_dir):
+        replace_text(run_dir / CONFIG, to_yaml(config))
+        replace_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
+
+
+def environment() -> dict[str, object]:
+    """Versions, commit and job this run can be traced to. No variable outside an allow-list."""
+    return {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "machine": platform.machine(),
+        "processor": describe_processor(),
+        "job": job_environment(),
+    }
+
+
+def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
+    """Say what is about to run: configuration, grid, device, and what was ignored or changed."""
+    launch = runtime.launch
+    metrics.say(
+        f"configuration:\n{to_yaml(config).rstrip()}",
+        brief=f"settings, save for defaults (all of them: log.txt):\n{brief_settings(config)}",
+    )
+    metrics.say(f"grid: {groups.dims}, started by {launch.launcher}")
+    if groups.dims.pp > 1:
+        split = config.parallel.layer_split(config.model.num_layers)
+        metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
+    if told := describe_recomputation(config):
+        metrics.say(f"recomputation: {told}")
+    metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
+    if runtime.device.type == "cpu":
+        metrics.say(_processor(config))
+    else:
+        variables = [f"{name}={value}" for name, value in cuda_variables().items()]
+        metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
+        for warning in (check_cuda_variables(config), *cuda_notices(config)):
+            if warning:
+                metrics.say(f"note: {warning}")
+    metrics.say(f"compile: {choose_compilation(config, runtime.device.type)}")
+    for notice in config.notices:
+        metrics.say(f"note: {notice}")
+
+
+def _processor(config: Config) -> str:
+    """Name the CPU's instruction set, and what happens to products that the CPU has none for."""
+    import torch
+
+    line = f"processor: {processor_model()}, {vector_instructions()} instructions"
+    precision = config.precision
+    dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+    if multiplies_natively(dtype):
+        return line
+    name = "bf16" if precision.bf16 else "fp16"
+    return f"{line}; {name} products run in fp32, since this CPU multiplies no {name}"
+
+
+def _schedule(config: Config, split: list[list[range]]) -> str:
+    parallel = config.parallel
+    if parallel.pipeline_schedule == "message-driven":
+        return (
+            f"message-driven over MPI, {parallel.pipeline_limit or len(split)} microbatches at most"
+        )
+    return "interleaved 1F1B" if len(split[0]) > 1 else "1F1B"
+
+
+def write_pictures(run_dir: Path, metrics: Metrics) -> None:
+    """The report and the loss curve; a run that trained does not fail for want of a picture."""
+    from megatron.report import write_report
+
+    try:
+        metrics.say(f"report: {write_report(run_dir, say=metrics.say)}")
+    except (OSError, SparsetronError) as error:
+        metrics.say(f"no report: {error}")
+
+
+def finish(
+    outcome: TrainOutcome,
+    progress: TrainState,
+    run_dir: Path,
+    throughput: Throughput | None = None,
+    *,
+    attempt: str = "",
+) -> None:
+    """Write how the run ended, and what its steps came to."""
+    status = Status(
+        state="left" if outcome.left else "done",
+        left=outcome.left or "",
+        exit_code=outcome.exit_code,
+        iteration=progress.iteration,
+        throughput=dataclasses.asdict(throughput) if throughput is not None else {},
+        attempt=attempt,
+    )
+    write_status(run_dir, signed(status))
+
+
+def signed(status: Status) -> Status:
+    """The status with the job and the version it comes from."""
+    job = job_environment().get("SLURM_JOB_ID", "")
+    return dataclasses.replace(status, job_id=job, version=_version("sparsetron"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str | None:
+    """Commit of the code that runs, `-dirty` where it was changed since; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,405 @@
+"""The selected positions of a bucket as a bitmap, for CUDA and for CPUs with the C kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron.data_parallel.reducer import IndexRange, ReducedGrad
+from megatron.sparse.reference import (
+    BLOCK,
+    CHUNK,
+    GROUP,
+    WORDS,
+    Bits,
+    aligned_pieces,
+    pack,
+    put,
+    unpack,
+)
+from megatron.sparse.selection import GivenSelection, LargestSelection, Selection
+from megatron.transfer import to_device
+from radius import reference
+from radius.native_library import native_library
+
+if TYPE_CHECKING:
+    from megatron.optimizer.update_rules import Hyper, UpdateRule
+
+
+class RangeCounts:
+    """`count_on_device(start, stop)` counts the chosen entries of a range and makes the host wait.
+    At first there are none in `[0, length)`."""
+
+    def __init__(self, length: int, count_on_device: Callable[[int, int], int]) -> None:
+        self._count_on_device = count_on_device
+        # Ranges in order: range i is [_starts[i], _starts[i + 1]) and holds _counts[i].
+        self._starts = [0, length]
+        self._counts = [0]
+        self.total = 0
+
+    def replace(self, start: int, stop: int, count: int | None) -> None:
+        """`[start, stop)` now holds `count` entries, None where only the device can tell."""
+        first, last = self._cut(start), self._cut(stop)
+        if count is None:
+            count = self._count_on_device(start, stop)
+        self.total += count - sum(self._counts[first:last])
+        self._starts[first:last] = [start]
+        self._counts[first:last] = [count]
+
+    def count(self, start: int, stop: int) -> int:
+        """How many are chosen in `[start, stop)`."""
+        first, last = self._cut(start), self._cut(stop)
+        return sum(self._counts[first:last])
+
+    def _cut(self, position: int) -> int:
+        """Make a range begin at the position; which one that is."""
+        number = bisect_left(self._starts, position)
+        if self._starts[number] == position:
+            return number
+        start, stop = self._starts[number - 1], self._starts[number]
+        count = self._counts[number - 1]
+        if count == 0 or count == stop - start:
+            left = min(count, position - start)
+        else:
+            left = self._count_on_device(start, position)
+        self._starts.insert(number, position)
+        self._counts[number - 1 : number] = [left, count - left]
+        return number
+
+
+CUDA_CHUNK = 64 * CHUNK
+"""Entries placed among zeros together for an update rule that has no kernel here."""
+
+
+class BitmapIndexBase(ABC):
+    """A `SparseIndex` of the entries that `bits` marks."""
+
+    runs: Sequence[IndexRange] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self._kernels = _kernels_for(device)
+        self._fused = device.type == "cuda" and self._kernels is not reference
+        self._chunk = CHUNK if device.type == "cpu" else CUDA_CHUNK
+
+    @property
+    @abstractmethod
+    def bits(self) -> Bits:
+        """Which entries these are."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """How many these are."""
+
+    def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the entries at the positions to `out`, of the same dtype."""
+        self._kernels.compact(self.bits, flat, out)
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Gather times `scale` and leave zeros where the entries were, in one pass."""
+        self._kernels.compact(self.bits, flat, out, scale=scale, clear=True)
+
+    def clear(self, flat: torch.Tensor) -> None:
+        """Set the entries at the positions to 0."""
+        self._kernels.clear(self.bits, flat)
+
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
+        elsewhere."""
+        self._kernels.expand(self.bits, values, flat)
+
+    def apply(
+        self,
+        rule: UpdateRule,
+        reduced: ReducedGrad,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        *,
+        factor: float,
+    ) -> None:
+        """See `SparseIndex.apply`. AdamW on CUDA reads the values where they are."""
+        constants = rule.adamw if self._fused else None
+        if constants is not None:
+            self._kernels.adamw(
+                self.bits,
+                reduced.values,
+                reduced.gathered,
+                weight,
+                *moments,
+                factor=factor,
+                frozen=reduced.rest == "frozen",
+                lr=hyper.lr,
+                weight_decay=hyper.weight_decay,
+                betas=(constants.beta1, constants.beta2),
+                eps=constants.eps,
+                t=hyper.t,
+            )
+        elif reduced.rest == "frozen":
+            self._apply_to_chosen(rule, reduced, weight, moments, hyper, factor)
+        else:
+            self._apply_to_all(rule, reduced, weight, moments, hyper, factor)
+
+    def _apply_to_all(
+        self,
+        rule: UpdateRule,
+        reduced: ReducedGrad,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        factor: float,
+    ) -> None:
+        """The rule on every chunk, its values placed among zeros just before."""
+        assert reduced.gathered is None, "sums of several steps belong to frozen rests"
+        bits, length = self.bits, weight.numel()
+        scratch = torch.empty(min(self._chunk, length), dtype=torch.float32, device=weight.device)
+        for start in range(0, length, self._chunk):
+            cut = slice(start, min(start + self._chunk, length))
+            grad = scratch[: cut.stop - start]
+            first = start // BLOCK
+            self._kernels.expand(bits, reduced.values, grad, first=first, scale=factor)
+            rule.apply(weight[cut], grad, [moment[cut] for moment in moments], hyper)
+
+    def _apply_to_chosen(
+        self,
+        rule: UpdateRule,
+        reduced: ReducedGrad,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        factor: float,
+    ) -> None:
+        """The rule on the chosen entries alone, taken together and put back. A CPU does so within
+        cache; a GPU would have to be waited for to tell how many there are in each piece."""
+        bits, at = self.bits, 0
+        length = weight.numel()
+        # Half a chunk: copies of all states of a piece that is sent whole stay in cache.
+        together = CHUNK // 2 if weight.device.type == "cpu" else length
+        for start in range(0, length, together):
+            cut = slice(start, min(start + together, length))
+            here = bits if together >= length else bits.part(start // BLOCK, -(-cut.stop // BLOCK))
+            count = self.numel if here is bits else int(here.counts.sum())
+            values = slice(at, at + count)
+            at += count
+            states = [state[cut] for state in (weight, *moments)]
+            held = [state.new_empty(count) for state in states]
+            for state, mine in zip(states, held, strict=True):
+                self._kernels.compact(here, state, mine)
+            counts = None if reduced.gathered is None else reduced.gathered[values]
+            if here is not bits and counts is not None and bool((counts == 1).all()):
+                counts = None  # which spares the rule a few passes
+            rule.apply(held[0], reduced.values[values].float() * factor, held[1:], hyper, counts)
+            for state, mine in zip(states, held, strict=True):
+                self._kernels.place(here, mine, state)
+
+
+class FlushedBitmapIndex(BitmapIndexBase):
+    """Chosen positions and whole ranges, for one step. Only blocks that a range meets are copied:
+    the others stay those of the index it was made from."""
+
+    def __init__(self, bits: Bits, runs: Sequence[IndexRange], numel: int) -> None:
+        super().__init__(bits.words.device)
+        self.runs, self._numel = runs, numel
+        self._spans: list[tuple[int, int]] = []
+        for run in runs:
+            first, last = run.start // BLOCK, -(-run.stop // BLOCK)
+            if self._spans and self._spans[-1][1] >= first:
+                first, _ = self._spans.pop()
+            self._spans.append((first, last))
+        self._bits = self._patched(bits) if runs else bits
+
+    @property
+    def bits(self) -> Bits:
+        return self._bits
+
+    @property
+    def numel(self) -> int:
+        return self._numel
+
+    def keep(self, start: int, stop: int) -> None:
+        """The words of `[start, stop)` are about to change: copy them all unless copied already."""
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        if not any(a <= first and last <= b for a, b in self._spans):
+            self._bits = dataclasses.replace(self._bits, words=self._bits.words.clone())
+            self._spans = [(0, self._bits.blocks)]
+
+    def _patched(self, bits: Bits) -> Bits:
+        device = bits.words.device
+        patches = torch.cat([bits.words[first:last] for first, last in self._spans])
+        patch = torch.full((bits.blocks,), -1, dtype=torch.int32, device=device)
+        counts = bits.counts.clone()
+        row = 0
+        runs = list(self.runs)
+        for first, last in self._spans:
+            rows = slice(row, row + last - first)
+            patch[first:last] = torch.arange(rows.start, rows.stop, device=device)
+            while runs and runs[0].start < last * BLOCK:
+                run = runs.pop(0)
+                moved = (row - first) * BLOCK
+                _set_run(patches, run.start + moved, run.stop + moved)
+            counts[first:last] = self._kernels.count_blocks(patches[rows])
+            row = rows.stop
+        return Bits.of(bits.length, bits.words, counts, patch, patches)
+
+
+def _set_run(words: torch.Tensor, start: int, stop: int) -> None:
+    """Set the bits of `[start, stop)`."""
+    flat = words.view(-1)
+    first, last = -(-start // 32), stop // 32
+    flat[first:last] = -1
+    edges = [(start // 32, start % 32, 32 if first <= last else stop % 32)] if start % 32 else []
+    if stop % 32 and first <= last:
+        edges.append((last, 0, stop % 32))
+    for word, low, high in edges:
+        mask = torch.zeros(32, dtype=torch.bool)
+        mask[low:high] = True
+        flat[word : word + 1].bitwise_or_(int(pack(mask)))
+
+
+def _kernels_for(device: torch.device) -> ModuleType:
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from radius import kernels
+
+        return kernels
+    if device.type == "cpu" and native_library() is not None:
+        from radius import native
+
+        return native
+    return reference
+
+
+class BitmapIndex(BitmapIndexBase):
+    """The positions chosen in a bucket of `length` entries, none to begin with."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.length = length
+        blocks = -(-length // (GROUP * BLOCK)) * GROUP
+        self._words = torch.zeros(blocks, WORDS, dtype=torch.int32, device=device)
+        self._bits: Bits | None = None
+        self._tally = RangeCounts(length, self._count_on_device)
+        self._flushed: weakref.ref[FlushedBitmapIndex] | None = None
+
+    @property
+    def numel(self) -> int:
+        return self._tally.total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps on the device."""
+        return self._words.nbytes + self.bits.counts.nbytes + self.bits.offsets.nbytes
+
+    @property
+    def bits(self) -> Bits:
+        if self._bits is None:
+            counts = self._kernels.count_blocks(self._words)
+            self._bits = Bits.of(self.length, self._words, counts)
+        return self._bits
+
+    def choose(self, start: int, selection: Selection) -> None:
+        """Replace what is chosen in `[start, start + selection.n)`."""
+        stop = start + selection.n
+        if start == stop:
+            return
+        # While the range's old entries can still be counted.
+        self._tally.count(start, stop)
+        flushed = self._flushed() if self._flushed is not None else None
+        if flushed is not None:
+            flushed.keep(start, stop)
+        if isinstance(selection, LargestSelection) and selection.values.device.type != "cpu":
+            found = selection
+            where = (found.values, found.threshold, found.cutoff, found.shard)
+            # Places told by a list of runs are looked up, which no kernel does.
+            kernels = self._kernels if found.shard.runs is None else reference
+            kernels.write_bits(self._words, start, *where)
+        else:
+            for lo, hi in aligned_pieces(start, stop):
+                put(self._words, lo, _marked(selection, lo - start, hi - start))
+        self._tally.replace(start, stop, selection.count)
+        self._bits = None
+
+    def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
+        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
+        places among the values are the `runs`. A later `choose` does not change it."""
+        runs: list[IndexRange] = []
+        at = upto = 0
+        for start, stop in ranges:
+            if start < stop:
+                at += self._tally.count(upto, start)
+                runs.append(IndexRange(start, stop, at))
+                at += stop - start
+                upto = stop
+        numel = at + self._tally.count(upto, self.length)
+        flushed = FlushedBitmapIndex(self.bits, runs, numel)
+        self._flushed = weakref.ref(flushed)
+        return flushed
+
+    def count(self, start: int, length: int) -> int:
+        """How many are chosen in `[start, start + length)`."""
+        return self._tally.count(start, start + length)
+
+    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
+        """`clear` within `[start, start + length)`."""
+        for lo, hi, chosen in self._chosen(start, start + length):
+            flat[lo:hi].masked_fill_(chosen, 0.0)
+
+    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
+        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order.
+        For checkpoints: makes the host wait."""
+        at = 0
+        for lo, hi, chosen in self._chosen(start, start + length):
+            rest = flat[lo:hi][~chosen]
+            out[at : at + rest.numel()] = rest
+            at += rest.numel()
+
+    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
+        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        at = 0
+        for lo, hi, chosen in self._chosen(start, start + length):
+            rest = ~chosen
+            count = int(rest.sum())
+            flat[lo:hi].masked_scatter_(rest, to_device(values[at : at + count], flat.device))
+            at += count
+
+    def packed(self, start: int, length: int) -> torch.Tensor:
+        """What is chosen in `[start, start + length)`: uint8 on the CPU, bit 7 first, as numpy
+        packs. `start` divides by 8, as that of every slice of a bucket does."""
+        assert start % 8 == 0
+        octets = self._words.view(torch.uint8).view(-1)[start // 8 : -(-(start + length) // 8)]
+        octets = octets.cpu().clone()
+        if length % 8:
+            octets[-1] &= 0xFF00 >> (length % 8) & 0xFF
+        return octets
+
+    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
+        """Take back what `packed` gave."""
+        bits = np.unpackbits(packed.numpy(), count=length).astype(np.bool_)
+        self.choose(start, GivenSelection(torch.from_numpy(bits)))
+
+    def _chosen(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
+        for lo, hi in aligned_pieces(start, stop):
+            words = self._words.view(-1)[lo // 32 : -(-hi // 32)]
+            skipped = lo // 32 * 32
+            yield lo, hi, unpack(words)[lo - skipped : hi - skipped]
+
+    def _count_on_device(self, start: int, stop: int) -> int:
+        return sum(int(chosen.sum()) for _, _, chosen in self._chosen(start, stop))
+
+
+def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:
+    """Whether each of [start, stop) is chosen: bool, on the CPU."""
+    if isinstance(selection, LargestSelection) and selection.values.device.type == "cpu":
+        return selection.mask(start, stop)
+    chosen = torch.zeros(stop - start, dtype=torch.bool)
+    chosen[selection.positions(start, stop).long().cpu()] = True
+    return chosen

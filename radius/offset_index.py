@@ -1,0 +1,343 @@
+"""The selected positions of a bucket as int32 offsets within chunks, for CPUs without C kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron.data_parallel.reducer import IndexRange, ReducedGrad
+from megatron.sparse.selection import CHUNK, GivenSelection, Selection
+
+if TYPE_CHECKING:
+    from megatron.optimizer.update_rules import Hyper, UpdateRule
+
+
+@dataclass(frozen=True)
+class OffsetPiece:
+    """Sent entries that lie in `[start, stop)`, within one chunk: those at `offsets` (int32, from
+    `start`), or all of them where that is None. Their values begin at `at`. `in_runs`: whether most
+    offsets follow upon the one before."""
+
+    start: int
+    stop: int
+    at: int
+    offsets: torch.Tensor | None
+    in_runs: bool = False
+
+    @property
+    def values(self) -> slice:
+        """Where their values lie in the compact vector."""
+        count = self.stop - self.start if self.offsets is None else self.offsets.numel()
+        return slice(self.at, self.at + count)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View of the piece of a bucket-sized tensor."""
+        return flat[self.start : self.stop]
+
+
+class OffsetIndexBase(ABC):
+    """A `SparseIndex` that works chunk by chunk."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.runs: Sequence[IndexRange] = ()
+
+    @property
+    @abstractmethod
+    def pieces(self) -> Sequence[OffsetPiece]:
+        """What is sent, ascending."""
+
+    @property
+    def numel(self) -> int:
+        return self.pieces[-1].values.stop if self.pieces else 0
+
+    def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the entries at the positions to `out`, of the same dtype."""
+        for piece in self.pieces:
+            _gather(piece, flat, out[piece.values])
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Gather finite entries times `scale` and leave zeros where they were."""
+        for piece in self.pieces:
+            part, values = piece.of(flat), out[piece.values]
+            _gather(piece, flat, values)
+            if piece.offsets is None:
+                part.zero_()
+            else:
+                # A finite number less itself is 0, and takes two thirds of the time of a fill.
+                part.index_add_(0, piece.offsets, values, alpha=-1)
+        if scale != 1.0:
+            out.mul_(scale)
+
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
+        elsewhere."""
+        flat.zero_()
+        for piece in self.pieces:
+            part, mine = piece.of(flat), values[piece.values]
+            if piece.offsets is None:
+                part.copy_(mine)
+            else:
+                part.index_add_(0, piece.offsets, mine)
+
+    def clear(self, flat: torch.Tensor) -> None:
+        """Set the entries at the positions to 0, whatever they are."""
+        for piece in self.pieces:
+            if piece.offsets is None:
+                piece.of(flat).zero_()
+            else:
+                piece.of(flat).index_fill_(0, piece.offsets.long(), 0.0)
+
+    def apply(
+        self,
+        rule: UpdateRule,
+        reduced: ReducedGrad,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        *,
+        factor: float,
+    ) -> None:
+        """See `SparseIndex.apply`."""
+        if reduced.rest == "frozen":
+            self._apply_to_sent(rule, reduced, weight, moments, hyper, factor)
+        else:
+            assert reduced.gathered is None, "sums of several steps belong to frozen rests"
+            self._apply_to_all(rule, reduced.values, weight, moments, hyper, factor)
+
+    def _apply_to_all(
+        self,
+        rule: UpdateRule,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        factor: float,
+    ) -> None:
+        """The rule on every chunk, its values placed among zeros just before."""
+        scratch = torch.empty(min(CHUNK, self.length))
+        pieces = list(reversed(self.pieces))
+        for start in range(0, self.length, CHUNK):
+            cut = slice(start, min(start + CHUNK, self.length))
+            grad = scratch[: cut.stop - start].zero_()
+            while pieces and pieces[-1].start < cut.stop:
+                _place(pieces.pop(), values, grad, start, factor)
+            rule.apply(weight[cut], grad, [moment[cut] for moment in moments], hyper)
+
+    def _apply_to_sent(
+        self,
+        rule: UpdateRule,
+        reduced: ReducedGrad,
+        weight: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        hyper: Hyper,
+        factor: float,
+    ) -> None:
+        """The rule on the sent entries alone, taken together and put back."""
+        states = (weight, *moments)
+        for piece in self.pieces:
+            grad = reduced.values[piece.values].float() * factor
+            counts = None if reduced.gathered is None else reduced.gathered[piece.values]
+            if counts is not None and counts.amax() == 1:
+                counts = None  # which spares the rule a few passes
+            parts = [piece.of(state) for state in states]
+            if piece.offsets is None:
+                rule.apply(parts[0], grad, parts[1:], hyper, counts)
+                continue
+            held = [part.new_empty(piece.offsets.numel()) for part in parts]
+            for state, mine in zip(states, held, strict=True):
+                _gather(piece, state, mine)
+            rule.apply(held[0], grad, held[1:], hyper, counts)
+            wide = piece.offsets.long()
+            for part, new in zip(parts, held, strict=True):
+                part.scatter_(0, wide, new)
+
+
+def _gather(piece: OffsetPiece, flat: torch.Tensor, out: torch.Tensor) -> None:
+    part = piece.of(flat)
+    if piece.offsets is None:
+        out.copy_(part)
+        return
+    if piece.in_runs:
+        # Between runs lie stretches of memory that a processor does not fetch ahead across. To read
+        # all of it once, in order, and then gather out of the cache takes half the time.
+        part.sum()
+    torch.index_select(part, 0, piece.offsets, out=out)
+
+
+def _place(
+    piece: OffsetPiece, values: torch.Tensor, grad: torch.Tensor, start: int, factor: float
+) -> None:
+    """Add the piece's values times `factor` to the gradient of the chunk that begins at `start`."""
+    part = grad[piece.start - start : piece.stop - start]
+    mine = values[piece.values].float()
+    if piece.offsets is None:
+        part.add_(mine, alpha=factor)
+    else:
+        part.index_add_(0, piece.offsets, mine, alpha=factor)
+
+
+class OffsetIndex(OffsetIndexBase):
+    """The positions chosen in a bucket of `length` entries, none to begin with."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        none = torch.empty(0, dtype=torch.int32)
+        self._offsets = [none] * -(-length // CHUNK)
+        self._in_runs = [False] * len(self._offsets)
+        self._pieces: Sequence[OffsetPiece] | None = None
+
+    @property
+    def pieces(self) -> Sequence[OffsetPiece]:
+        if self._pieces is None:
+            self._pieces, _ = _cut(self.length, self._offsets, self._in_runs)
+        return self._pieces
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps."""
+        return sum(offsets.nbytes for offsets in self._offsets)
+
+    def choose(self, start: int, selection: Selection) -> None:
+        """Replace what is chosen in `[start, start + selection.n)`."""
+        for number, lo, hi in self._cut(start, selection.n):
+            base, old = number * CHUNK, self._offsets[number]
+            new = selection.positions(lo - start, hi - start) + (lo - base)
+            first, last = _ranks(old, (lo - base, hi - base))
+            self._offsets[number] = torch.cat([old[:first], new, old[last:]])
+            self._in_runs[number] = _in_runs(self._offsets[number])
+        self._pieces = None
+
+    def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedOffsetIndex:
+        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
+        places among the values are the `runs`. A later `choose` does not change it."""
+        cut = _cut(self.length, self._offsets, self._in_runs, ranges)
+        return FlushedOffsetIndex(self.length, *cut)
+
+    def count(self, start: int, length: int) -> int:
+        """How many are chosen in `[start, start + length)`."""
+        total = 0
+        for number, lo, hi in self._cut(start, length):
+            base = number * CHUNK
+            first, last = _ranks(self._offsets[number], (lo - base, hi - base))
+            total += last - first
+        return total
+
+    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
+        """`clear` within `[start, start + length)`."""
+        for number, lo, hi in self._cut(start, length):
+            base, offsets = number * CHUNK, self._offsets[number]
+            first, last = _ranks(offsets, (lo - base, hi - base))
+            flat[base : base + CHUNK].index_fill_(0, offsets[first:last].long(), 0.0)
+
+    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
+        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order."""
+        at = 0
+        for lo, hi, chosen in self._chosen(start, length):
+            rest = flat[lo:hi][~chosen]
+            out[at : at + rest.numel()] = rest
+            at += rest.numel()
+
+    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
+        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        at = 0
+        for lo, hi, chosen in self._chosen(start, length):
+            count = int((~chosen).sum())
+            flat[lo:hi].masked_scatter_(~chosen, values[at : at + count])
+            at += count
+
+    def packed(self, start: int, length: int) -> torch.Tensor:
+        """What is chosen in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
+        out = torch.empty(-(-length // 8), dtype=torch.uint8)
+        for done in range(0, length, CHUNK):
+            here = start + done, min(CHUNK, length - done)
+            chosen = torch.cat([part for _, _, part in self._chosen(*here)])
+            octets = torch.from_numpy(np.packbits(chosen.numpy()))
+            out[done // 8 : done // 8 + octets.numel()] = octets
+        return out
+
+    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
+        """Take back what `packed` gave."""
+        bits = np.unpackbits(packed.numpy(), count=length)
+        self.choose(start, GivenSelection(torch.from_numpy(bits).bool()))
+
+    def _cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """The range by chunks: the chunk's number, and which of its entries."""
+        stop = start + length
+        while start < stop:
+            number = start // CHUNK
+            upto = min(stop, (number + 1) * CHUNK)
+            yield number, start, upto
+            start = upto
+
+    def _chosen(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
+        for number, lo, hi in self._cut(start, length):
+            base, offsets = number * CHUNK, self._offsets[number]
+            first, last = _ranks(offsets, (lo - base, hi - base))
+            chosen = torch.zeros(hi - lo, dtype=torch.bool)
+            chosen[offsets[first:last].long() - (lo - base)] = True
+            yield lo, hi, chosen
+
+
+class FlushedOffsetIndex(OffsetIndexBase):
+    """Chosen positions and whole ranges, for one step."""
+
+    def __init__(
+        self, length: int, pieces: Sequence[OffsetPiece], runs: Sequence[IndexRange]
+    ) -> None:
+        super().__init__(length)
+        self._pieces, self.runs = pieces, runs
+
+    @property
+    def pieces(self) -> Sequence[OffsetPiece]:
+        return self._pieces
+
+
+def _in_runs(offsets: torch.Tensor) -> bool:
+    """Whether most follow upon the one before, by a look at a hundred of them."""
+    some = offsets[: offsets.numel() // 2 * 2].view(-1, 2)[:: max(1, offsets.numel() // 128)]
+    return bool((some[:, 1] - some[:, 0] == 1).float().mean() > 0.9)
+
+
+def _ranks(offsets: torch.Tensor, bounds: tuple[int, int]) -> tuple[int, int]:
+    """How many offsets lie below each bound."""
+    first, last = torch.searchsorted(offsets, torch.tensor(bounds, dtype=torch.int32)).tolist()
+    return first, last
+
+
+def _cut(
+    length: int,
+    chunks: Sequence[torch.Tensor],
+    in_runs: Sequence[bool],
+    ranges: Sequence[tuple[int, int]] = (),
+) -> tuple[list[OffsetPiece], list[IndexRange]]:
+    """Offsets by chunk and whole ranges, ascending and disjoint, as pieces; the ranges as runs."""
+    pieces: list[OffsetPiece] = []
+    left = [bounds for bounds in reversed(ranges) if bounds[0] < bounds[1]]
+    places: dict[int, int] = {}
+    at = 0
+    for start, offsets, runs in zip(range(0, length, CHUNK), chunks, in_runs, strict=True):
+        stop = min(start + CHUNK, length)
+        while left and left[-1][0] < stop:
+            lo, hi = left.pop()
+            if hi > stop:  # goes on in the next chunk
+                left.append((stop, hi))
+                hi = stop
+            first, last = _ranks(offsets, (lo - start, hi - start))
+            if first:
+                pieces.append(OffsetPiece(start, stop, at, offsets[:first], runs))
+                at += first
+            pieces.append(OffsetPiece(lo, hi, at, None))
+            places[lo] = at
+            at += hi - lo
+            offsets = offsets[last:]
+        if offsets.numel():
+            pieces.append(OffsetPiece(start, stop, at, offsets, runs))
+            at += offsets.numel()
+    return pieces, [IndexRange(lo, hi, places[lo]) for lo, hi in ranges if lo < hi]

@@ -1,0 +1,99 @@
+"""What Radius tells of a run: numbers for log line and metrics, and sentences said once.
+
+All of it is of the whole model: each entry is counted by one rank of those that hold a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from megatron.data_parallel.bucket import GradBucket
+from megatron.data_parallel.reducer import ReducerStats
+from megatron.parallel.tensor_shard import ModelShard
+from radius.bucket import RadiusBucket
+from radius.memory import memory_note, radius_bytes
+from radius.schedule import RadiusSettings
+
+
+class RadiusStats:
+    """Count from one call of `stats` to the next. `model_shard`: this rank's part of the model."""
+
+    def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
+        self._settings, self._model_shard = settings, model_shard
+        self._sent = self._stored = self._chosen = self._kept = 0
+        self._tells_memory = False
+        self._notes: list[str] = []
+
+    def attached(self) -> None:
+        """There are buckets to keep something of, which the next `stats` tells."""
+        self._tells_memory = self._settings.density < 1
+
+    def sent(self, bucket: GradBucket, entries: int) -> None:
+        """So many entries of a bucket were sent."""
+        if self._model_shard.owns(bucket):
+            self._stored += bucket.numel
+            self._sent += entries
+
+    def chose(self, bucket: GradBucket, before: int, kept: int) -> None:
+        """Of `before` chosen entries `kept` were chosen again."""
+        if self._model_shard.owns(bucket):
+            self._chosen += before
+            self._kept += kept
+
+    def switched(self, t: int) -> None:
+        """Entries are chosen for the first time, after update `t`."""
+        settings = self._settings
+        how = (
+            f"all of it again every {settings.interval} steps"
+            if settings.schedule == "paper"
+            else f"and one of {settings.interval} parts of it whole, in turn"
+        )
+        self._notes.append(
+            f"radius: on from here, after update {t}: {float(settings.density):.4g} of "
+            f"each matrix's gradient is sent, {how}"
+        )
+
+    def stats(
+        self, whole: ReducerStats, buckets: Sequence[RadiusBucket], *, on: bool, full: bool
+    ) -> ReducerStats:
+        """What was counted, with bytes and waits of `whole`. `on`: entries are chosen already.
+        Collective over the ranks of a copy of the model."""
+        counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
+        if self._tells_memory:
+            self._tells_memory = False
+            self._notes = [note for note in (self._memory(buckets), *self._notes) if note]
+        tells_norm = full and self._settings.residual != "none"
+        waits = sum(own.squared_norm() for own in counted) if tells_norm and on else 0.0
+        mine = [self._sent, self._stored, self._chosen, self._kept, waits, on]
+        sent, stored, chosen, kept, waits, began = self._model_shard.total(mine)
+        extra: dict[str, float] = {}
+        if tells_norm and began:
+            extra["residual_norm"] = math.sqrt(waits)
+        if chosen:
+            extra["index_kept"] = kept / chosen
+        density, notes = sent / stored if stored else 1.0, tuple(self._notes)
+        self._sent = self._stored = self._chosen = self._kept = 0
+        self._notes = []
+        return dataclasses.replace(whole, density=density, extra=extra, notes=notes)
+
+    def _memory(self, buckets: Sequence[RadiusBucket]) -> str:
+        """What is kept; "" where there is no matrix."""
+        settings, grad = self._settings, buckets[0].bucket.grad
+        counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
+        matrices = [part.length for own in counted for part in own.parts]
+        rolling, bits = settings.schedule == "rolling", buckets[0].bits
+        kinds = radius_bytes(
+            matrices,
+            density=settings.density,
+            residual=settings.residual,
+            rolling_interval=settings.interval if rolling else None,
+            value_bytes=grad.element_size(),
+            bits=bits,
+        )
+        entries, *sizes = self._model_shard.total([sum(matrices), *kinds.values()])
+        if not entries:
+            return ""
+        whole = {kind: int(size) for kind, size in zip(kinds, sizes, strict=True)}
+        return memory_note(int(entries), whole, grad.device.type, bits=bits)

@@ -1,0 +1,355 @@
+"""Dynamic sparse reparameterization: a global threshold prunes, survivors decide the growth."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.gradient_path import LayoutChange, MaskUpdater
+from megatron.data_parallel.layout import BucketLayout, Masks
+from samo.mask import PackedMasks
+from samo.model_parts import ModelParts
+from samo.pruning import WHOLE
+from samo.schedule import RewiringSchedule, why_none
+
+RUNG_SHIFT, RUNGS = 16, 1 << 15
+"""A ladder of thresholds: the positive fp32 numbers whose last 16 bits are zero."""
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TensorCounts:
+    """Of a whole tensor: its entries, how many are stored, and of these how many are below the
+    threshold."""
+
+    entries: int
+    stored: int
+    below: int
+
+    @property
+    def keeps_one(self) -> bool:
+        """Whether all of it is below, so that the largest stays all the same."""
+        return self.below == self.stored
+
+    @property
+    def pruned(self) -> int:
+        return self.below - self.keeps_one
+
+    @property
+    def zeros(self) -> int:
+        """Places where it can grow, once it is pruned."""
+        return self.entries - self.stored + self.pruned
+
+
+@dataclass(frozen=True)
+class RegrowthPlan:
+    """How a whole tensor is pruned, and how many entries it then grows."""
+
+    counts: TensorCounts
+    share: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is stored in the end."""
+        return self.share == self.counts.zeros
+
+
+@dataclass(frozen=True)
+class RegrowthTensor:
+    """What is on this rank of a parameter before a rewiring: the fp32 weights of its stored
+    entries."""
+
+    info: ParamInfo
+    weight: torch.Tensor
+    layout: BucketLayout
+
+    @classmethod
+    def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> RegrowthTensor:
+        """Of a parameter without a mask padding is stored too, and takes no part."""
+        return cls(info, weight[: info.local_entries], layout)
+
+    def count_below(self, threshold: float) -> int:
+        """How many weights are of smaller magnitude; NaN is not."""
+        return int((self.weight.abs() < threshold).sum())
+
+    def count_rungs(self, threshold: float) -> torch.Tensor:
+        """How many of these lie on each rung of the ladder; int64 on the CPU."""
+        magnitude = self.weight.abs()
+        bits = magnitude[magnitude < threshold].view(torch.int32) >> RUNG_SHIFT
+        return torch.bincount(bits, minlength=RUNGS).cpu()
+
+    def pruned(self, threshold: float, plan: RegrowthPlan, parts: ModelParts) -> RewiredTensor:
+        """Without what is below the threshold, but for the largest where all is."""
+        info, magnitude = self.info, self.weight.abs()
+        mask = self.layout.mask(info.name)
+        if mask is None:
+            before = np.arange(info.param.numel()) < info.local_entries
+        else:
+            before = mask.cpu().numpy()
+        keep = (~(magnitude < threshold)).cpu().numpy()
+        if plan.counts.keeps_one:
+            found = magnitude.cpu().numpy()
+            # The first of the largest, here; a rank may have none.
+            first = int(found.argmax()) if found.size else -1
+            value, place = -1.0, 0
+            if found.size:
+                value, place = float(found[first]), int(np.flatnonzero(before)[first])
+            if parts.first_of_largest(info.name, value, place) and found.size:
+                keep[first] = True
+        left = before.copy()
+        left[before] = keep
+        return RewiredTensor(info, left, np.flatnonzero(before & ~left))
+
+
+@dataclass(frozen=True)
+class RewiredTensor:
+    """What is on this rank of a parameter after the pruning: the mask, which grows in place, and
+    the positions that are gone."""
+
+    info: ParamInfo
+    mask: Bools
+    gone: npt.NDArray[np.int64]
+
+    def grow(self, count: int, generator: np.random.Generator, parts: ModelParts) -> None:
+        """Draw so many of all places of the whole tensor that are zero."""
+        if count == 0:
+            return
+        name, mine = self.info.name, self.mask[: self.info.local_entries]
+        whole = parts.whole(name, torch.from_numpy(mine))
+        entries = whole.numpy()
+        zero = ~entries
+        entries[zero] = choose(int(np.count_nonzero(zero)), count, generator)
+        mine[:] = parts.part(name, whole).numpy()
+
+    def regrown(self) -> npt.NDArray[np.int64]:
+        """Positions that are gone and were drawn again."""
+        return self.gone[self.mask[self.gone]]
+
+
+def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) -> list[int]:
+    """How many of `count` entries, drawn uniformly without replacement from tensors of these sizes,
+    are of each: multivariate hypergeometric.
+
+    numpy's own draws from at most 10^9 entries. Here each entry is first taken with a probability
+    by which slightly too many are, as a binomial number a tensor tells, and of these, of which any
+    set of their number is as likely as another, `count` are drawn.
+    """
+    total = sum(sizes)
+    assert 0 <= count <= total
+    wanted = count + 4 * math.sqrt(count) + 8
+    taken = np.zeros(len(sizes), dtype=np.int64)
+    while taken.sum() < count:
+        taken = generator.binomial(sizes, min(1.0, wanted / total))
+    return generator.multivariate_hypergeometric(taken, count).tolist()
+
+
+def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
+    """`count` of n entries, every set of so many as likely as another. Takes n bytes; numpy's
+    `choice` takes eight times as many."""
+    assert 0 <= count <= n
+    if 2 * count > n:
+        return ~choose(n, n - count, generator)
+    chosen = np.zeros(n, dtype=np.bool_)
+    missing = count
+    while missing:
+        chosen[generator.integers(n, size=missing)] = True
+        missing = count - int(np.count_nonzero(chosen))
+    return chosen
+
+
+TOLERANCE = 0.1
+GAIN = 2.0
+LIMIT = 2
+"""Times the target that a rewiring prunes at most."""
+LEAST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewiringSettings:
+    """`target`: weights to prune at a time (`schedule.target_of`); `threshold`: H at first;
+    `reset_moments`: whether all moments begin anew or those of new weights alone."""
+
+    schedule: RewiringSchedule
+    target: int
+    threshold: float
+    reset_moments: bool
+    seed: int
+
+
+class DsrMaskUpdater(MaskUpdater):
+    """A `MaskUpdater` of the parameters `names`, those of this rank, of which it holds `parts`: as
+    many entries of them are stored in the end as in the beginning, to the last one. `make_layout`
+    makes a layout of masks."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        settings: RewiringSettings,
+        make_layout: Callable[[Masks], BucketLayout],
+        *,
+        parts: ModelParts = WHOLE,
+    ) -> None:
+        self._names, self._settings, self._make_layout = frozenset(names), settings, make_layout
+        self._parts = parts
+        self._threshold = settings.threshold
+        self._seen = self._rewirings = 0
+        self._stats: dict[str, float] = {}
+        self._notes: list[str] = []
+        self._told_limit = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether no rewiring comes any more."""
+        return self._seen >= self._settings.schedule.last
+
+    def after_update(
+        self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
+    ) -> LayoutChange | None:
+        """Rewire where the schedule says so: the other coordinates, or None."""
+        self._seen = t
+        if not self._settings.schedule.due(t):
+            return None
+        others: list[tuple[str, torch.Tensor]] = []
+        tensors: list[RegrowthTensor] = []
+        for info, weight in weights:
+            if info.name in self._names:
+                tensors.append(RegrowthTensor.of(info, weight, layout))
+            elif (mask := layout.mask(info.name)) is not None:
+                others.append((info.name, mask))
+        tensors.sort(key=lambda tensor: tensor.info.name)
+        threshold, plans = self._plan(t, tensors)
+        if t == self._settings.schedule.last:
+            self._notes.append(
+                f"DSR: update {t} was the last after which to rewire; there were "
+                f"{self._rewirings} rewirings"
+            )
+        if not plans:
+            return None
+        anew: dict[str, torch.Tensor] = {}
+
+        def rewired() -> Iterator[tuple[str, torch.Tensor]]:
+            """One after another, so that the rest of the masks can be packed."""
+            for tensor in tensors:
+                plan, name = plans[tensor.info.name], tensor.info.name
+                one = tensor.pruned(threshold, plan, self._parts)
+                one.grow(plan.share, self._generator(t, name), self._parts)
+                if (positions := torch.from_numpy(one.regrown())).numel():
+                    anew[name] = positions
+                if not plan.is_whole:
+                    yield name, torch.from_numpy(one.mask)
+
+        masks = PackedMasks.of(chain(others, rewired()))
+        return LayoutChange(
+            layout=self._make_layout(masks),
+            reset_moments=self._settings.reset_moments,
+            anew=anew,
+        )
+
+    def why_idle(self, first: int, last: int) -> str:
+        """Why the network is not rewired after any of these updates, and never was."""
+        return "" if self._rewirings else why_none(self._settings.schedule, first, last)
+
+    def stats(self) -> Mapping[str, float]:
+        """Weights pruned, and the threshold by which: of the last update, if it had a rewiring."""
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the log since the last call."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The threshold, the update it is of and the rewirings so far; masks are the layout's."""
+        yield "dsr/threshold", torch.tensor([self._threshold], dtype=torch.float64)
+        yield "dsr/counts", torch.tensor([self._seen, self._rewirings], dtype=torch.int64)
+
+    def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `state_tensors` gave."""
+        self._threshold = float(shared["dsr/threshold"])
+        self._seen, self._rewirings = shared["dsr/counts"].tolist()
+
+    # ---- a rewiring ----------------------------------------------------------------------------
+
+    def _plan(
+        self, t: int, tensors: Sequence[RegrowthTensor]
+    ) -> tuple[float, dict[str, RegrowthPlan]]:
+        """By which threshold to prune, which is adapted for the next time, and what becomes of each
+        tensor of the model; nothing where there is nothing to prune. Collective over a copy of the
+        model."""
+        threshold = self._threshold
+        counts = self._count(tensors, threshold)
+        stored = sum(one.stored for one in counts.values())
+        assert LIMIT * self._settings.target <= stored, "why_too_many refuses that"
+        below = sum(one.below for one in counts.values())
+        if below > LIMIT * self._settings.target:
+            threshold = self._lowered(t, tensors, below)
+            counts = self._count(tensors, threshold)
+        pruned = sum(one.pruned for one in counts.values())
+        self._stats = {"dsr_pruned": pruned, "dsr_threshold": threshold}
+        self._adapt(threshold, pruned)
+        if pruned == 0:
+            return threshold, {}
+        zeros = [one.zeros for one in counts.values()]
+        shares = share_out(pruned, zeros, self._generator(t))
+        self._rewirings += 1
+        return threshold, {
+            name: RegrowthPlan(one, share)
+            for (name, one), share in zip(counts.items(), shares, strict=True)
+        }
+
+    def _count(
+        self, tensors: Sequence[RegrowthTensor], threshold: float
+    ) -> dict[str, TensorCounts]:
+        """Of all tensors of the model, in the order of their names."""
+        rows = {
+            one.info.name: (one.info.local_entries, one.weight.numel(), one.count_below(threshold))
+            for one in tensors
+        }
+        return {name: TensorCounts(*numbers) for name, numbers in self._parts.table(rows).items()}
+
+    def _adapt(self, threshold: float, pruned: int) -> None:
+        """H for the next rewiring, by how far this one was from the target."""
+        target = self._settings.target
+        if pruned < (1 - TOLERANCE) * target:
+            threshold *= GAIN
+        elif pruned > (1 + TOLERANCE) * target:
+            threshold /= GAIN
+        # Zero or infinity would stay what they are.
+        self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
+
+    def _lowered(self, t: int, tensors: Sequence[RegrowthTensor], below: int) -> float:
+        """In place of H, where more than `LIMIT` times the target are below it, the greatest number
+        of the ladder of which that is not so. Weights as good as zero go whatever their number."""
+        counts = torch.zeros(RUNGS, dtype=torch.int64)
+        for tensor in tensors:
+            if self._parts.counted(tensor.info.name):
+                counts += tensor.count_rungs(self._threshold)
+        self._parts.sum_over_model(counts)
+        # What lies on the rungs before one is below that one's number.
+        most = LIMIT * self._settings.target
+        rung = int(torch.searchsorted(counts.cumsum(0), most, right=True))
+        number = torch.tensor(rung << RUNG_SHIFT, dtype=torch.int32).view(torch.float32)
+        lowered = max(float(number), LEAST_NORMAL)
+        if not self._told_limit:
+            self._told_limit = True
+            self._notes.append(
+                f"DSR: the threshold {self._threshold:.3g} would have pruned {below:,} weights "
+                f"after update {t}; {lowered:.3g} instead, for at most {LIMIT} times the target "
+                f"of {self._settings.target:,}"
+            )
+        return lowered
+
+    def _generator(self, t: int, name: str = "") -> np.random.Generator:
+        """Numbers that are the same on every rank."""
+        text = f"dsr/{self._settings.seed}/{t}/{name}"
+        digest = hashlib.sha256(text.encode()).digest()
+        return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
