@@ -80,7 +80,7 @@ def train_valid_test_datasets_provider(
     config: Config,
     vocabulary: Vocabulary,
     samples: tuple[int, int, int],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Datasets:
     """Build the train, validation and test data sets, of at least `samples` samples each."""
     from megatron.data.build import build_datasets
@@ -91,7 +91,7 @@ def train_valid_test_datasets_provider(
         seed=config.training.seed,
         samples=samples,
         vocab_size=vocabulary.size,
-        say=say,
+        log=log,
         tokenizer_fingerprint=vocabulary.fingerprint,
     )
 

@@ -20,7 +20,7 @@ SKIP = "where only the compute nodes have the data, give --check-paths false"
 
 
 def check_paths(
-    config: Config, run_dir: Path, *, say: Callable[[str], None]
+    config: Config, run_dir: Path, *, log: Callable[[str], None]
 ) -> CheckpointSource | None:
     """Where the run would start from, once data, tokenizer and checkpoint are found to be there.
 
@@ -30,7 +30,7 @@ def check_paths(
     stands for, before there are data.
     """
     if not (_prefixes(config.data) or config.data.mock_data):
-        say("note: no data is named; a run needs --data-path, or --mock-data")
+        log("note: no data is named; a run needs --data-path, or --mock-data")
     try:
         check_data(config.data)
         # One rank holds any vocabulary, and no tokenizer has to be read for it.
@@ -40,7 +40,7 @@ def check_paths(
         raise DataError(f"{error}; {SKIP}") from error
     if size is not None:
         check_vocabulary(config, size)
-    return locate_checkpoint(config, run_dir, say=say, look=True)
+    return locate_checkpoint(config, run_dir, log=log, look=True)
 
 
 def check_data(data: DataConfig) -> None:

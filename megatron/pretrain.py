@@ -147,10 +147,10 @@ def check_files(task: Task, paths: Paths, config: Config) -> None:
     """Look at every file that the run will read; see `megatron.preflight`."""
     path = paths[config.gradient.grad_path]
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=sys.stderr)
 
-    origin = task.check_files(config, name_run_dir(config), say=say)
+    origin = task.check_files(config, name_run_dir(config), log=log)
     # A run that goes on has the state of its path in its checkpoint.
     if origin is None or not origin.own:
         path.check_files(config, lambda: task.logical_shapes(config, path))
@@ -175,16 +175,18 @@ def run(
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     # One name for this start on every rank: what earlier starts left behind is told by it.
-    told = groups.world.gather_text(f"{secrets.token_hex(6)} {socket.gethostname()}")
+    told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")
     failures.attempt = told[0].split()[0]
     hosts = [text.partition(" ")[2] for text in told]
     failures.near = [rank for rank, host in enumerate(hosts) if host == hosts[launch.rank]]
     requests.install()
     notes: list[str] = []
     if runtime.is_writer:
-        groups.world.agreed(lambda: held.callback(lock_run_dir(run_dir, say=notes.append)))
+        groups.world.raise_on_all_ranks(
+            lambda: held.callback(lock_run_dir(run_dir, log=notes.append))
+        )
     else:
-        groups.world.agreed(lambda: None)
+        groups.world.raise_on_all_ranks(lambda: None)
     origin = open_run(config, runtime, groups, run_dir, failures.attempt, notes.append)
     failures.heartbeat = heartbeat = open_heartbeat(launch, run_dir, failures.attempt)
     if launch.world_size > 1:
@@ -198,7 +200,7 @@ def run(
         try:
             announce(metrics, config, runtime, groups)
             for note in notes:
-                metrics.say(note)
+                metrics.log(note)
             groups.connect(runtime.device)
             trainer = build_trainer(
                 task, paths, config, runtime, groups, run_dir, metrics, origin, heartbeat, requests
@@ -216,7 +218,7 @@ def run(
                 write_pictures(run_dir, metrics)
             if outcome.left:
                 step = trainer.progress.iteration
-                metrics.say(f"saved step {step} ({outcome.left}); the same command goes on")
+                metrics.log(f"saved step {step} ({outcome.left}); the same command goes on")
             # Trackers may take long; once all are through, ranks leave together.
             metrics.close()
             groups.world.barrier()
@@ -236,7 +238,7 @@ def open_run(
     groups: ProcessGroups,
     run_dir: Path,
     attempt: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> CheckpointSource | None:
     """Rank 0 opens the folder and decides for all where to start from. Collective."""
     from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
@@ -246,11 +248,11 @@ def open_run(
         if not runtime.is_writer:
             return ""
         prepare_run_dir(run_dir, attempt=attempt)
-        origin = locate_checkpoint(config, run_dir, say=say)
+        origin = locate_checkpoint(config, run_dir, log=log)
         return json.dumps([str(origin.path), origin.own] if origin else None)
 
     compare_starts(config, run_dir, groups.world)
-    found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
+    found = json.loads(groups.world.all_gather_str(groups.world.raise_on_all_ranks(locate))[0])
     return CheckpointSource(Path(found[0]), own=found[1]) if found else None
 
 
@@ -329,8 +331,8 @@ def build_trainer(
 
     on_cuda = runtime.device.type == "cuda"
 
-    opened = groups.world.agreed(lambda: task.open(config))
-    readers = opened.readers(groups, runtime.device, say=metrics.say)
+    opened = groups.world.raise_on_all_ranks(lambda: task.open(config))
+    readers = opened.readers(groups, runtime.device, log=metrics.log)
     compare_data(vars(readers), groups.world)
     heartbeat = heartbeat or Heartbeat()
     timers = build_timers(config, on_cuda=on_cuda)
@@ -353,12 +355,12 @@ def build_trainer(
         identity=own_identity,
         data_files=opened.data_files() if runtime.is_writer else {},
     )
-    metrics.say(f"model: {opened.summary}")
-    metrics.say(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
+    metrics.log(f"model: {opened.summary}")
+    metrics.log(f"gradient path {config.gradient.grad_path}: {len(engine.buckets)} buckets")
     for note in (*parts.notes, *how):
-        metrics.say(note)
+        metrics.log(note)
     if origin is None:
-        metrics.say("no checkpoint was ever committed here: starting at step 0")
+        metrics.log("no checkpoint was ever committed here: starting at step 0")
     progress = state.restore(origin) if origin is not None else TrainState()
     return Trainer(
         config=config,
@@ -518,8 +520,10 @@ def build_parts(
 
     with ExitStack() as stack:
         # By itself: a path may ask other ranks while it is built, and must find them all there.
-        start = groups.world.agreed(lambda: stack.enter_context(opened(origin, config, identity)))
-        return groups.world.agreed(lambda: path.build(config, infos, groups, start))
+        start = groups.world.raise_on_all_ranks(
+            lambda: stack.enter_context(opened(origin, config, identity))
+        )
+        return groups.world.raise_on_all_ranks(lambda: path.build(config, infos, groups, start))
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:

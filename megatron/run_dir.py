@@ -44,7 +44,7 @@ def name_run_dir(config: Config) -> Path:
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
-def lock_run_dir(run_dir: Path, *, say: Callable[[str], None]) -> Callable[[], None]:
+def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], None]:
     """Make the folder and keep other runs out of it; call the result to let them in again.
 
     Raises `ConfigError` where that cannot be: at once, and before anything in it is touched.
@@ -53,7 +53,7 @@ def lock_run_dir(run_dir: Path, *, say: Callable[[str], None]) -> Callable[[], N
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
         if danger := open_to_all(run_dir):
             raise ConfigError(f"run_dir: {run_dir.resolve()}: {danger}")
-        lock = RunLock.take(run_dir, job=job_environment(), say=say)
+        lock = RunLock.take(run_dir, job=job_environment(), log=log)
     return lock.release if lock is not None else lambda: None
 
 
@@ -108,28 +108,28 @@ def environment() -> dict[str, object]:
 def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
     """Say what is about to run: configuration, grid, device, and what was ignored or changed."""
     launch = runtime.launch
-    metrics.say(
+    metrics.log(
         f"configuration:\n{to_yaml(config).rstrip()}",
         brief=f"settings, save for defaults (all of them: log.txt):\n{brief_settings(config)}",
     )
-    metrics.say(f"grid: {groups.dims}, started by {launch.launcher}")
+    metrics.log(f"grid: {groups.dims}, started by {launch.launcher}")
     if groups.dims.pp > 1:
         split = config.parallel.layer_split(config.model.num_layers)
-        metrics.say(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
+        metrics.log(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
     if told := describe_recomputation(config):
-        metrics.say(f"recomputation: {told}")
-    metrics.say(f"device: {runtime.device.type}, backend {runtime.backend}")
+        metrics.log(f"recomputation: {told}")
+    metrics.log(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":
-        metrics.say(_processor(config))
+        metrics.log(_processor(config))
     else:
         variables = [f"{name}={value}" for name, value in cuda_variables().items()]
-        metrics.say(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
+        metrics.log(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
         for warning in (check_cuda_variables(config), *cuda_notices(config)):
             if warning:
-                metrics.say(f"note: {warning}")
-    metrics.say(f"compile: {choose_compilation(config, runtime.device.type)}")
+                metrics.log(f"note: {warning}")
+    metrics.log(f"compile: {choose_compilation(config, runtime.device.type)}")
     for notice in config.notices:
-        metrics.say(f"note: {notice}")
+        metrics.log(f"note: {notice}")
 
 
 def _processor(config: Config) -> str:
@@ -159,9 +159,9 @@ def write_pictures(run_dir: Path, metrics: Metrics) -> None:
     from megatron.report import write_report
 
     try:
-        metrics.say(f"report: {write_report(run_dir, say=metrics.say)}")
+        metrics.log(f"report: {write_report(run_dir, log=metrics.log)}")
     except (OSError, SparsetronError) as error:
-        metrics.say(f"no report: {error}")
+        metrics.log(f"no report: {error}")
 
 
 def finish(

@@ -127,7 +127,7 @@ class Trainer:
         if self.config.training.skip_train:
             self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
-            self.metrics.say(
+            self.metrics.log(
                 f"all {self.total_iterations} steps are done; raise --train-iters to go on, or "
                 "give --skip-train to evaluate again"
             )
@@ -204,7 +204,7 @@ class Trainer:
             if self.peer_failure() is not None:
                 raise PeerError("SIGTERM came with another rank's failure: nothing is saved")
 
-        self.groups.world.agreed(check)
+        self.groups.world.raise_on_all_ranks(check)
 
     def _guard(self) -> None:
         """Raise `NumericsError`, on every rank, where going on would hide wrong numbers."""
@@ -273,7 +273,7 @@ class Trainer:
 
         stats = self.engine.stats(full=self._is_logged())
         for note in stats.notes:
-            self.metrics.say(note)
+            self.metrics.log(note)
         record = StepRecord(
             iteration=progress.iteration,
             train_iters=self.total_iterations,

@@ -133,18 +133,18 @@ class BitmapIndexBase(ABC):
             self._kernels.adamw(
                 self.bits,
                 reduced.values,
-                reduced.gathered,
+                reduced.steps_accumulated,
                 weight,
                 *moments,
                 factor=factor,
-                frozen=reduced.rest == "frozen",
+                frozen=reduced.unselected == "frozen",
                 lr=hyper.lr,
                 weight_decay=hyper.weight_decay,
                 betas=(constants.beta1, constants.beta2),
                 eps=constants.eps,
                 t=hyper.t,
             )
-        elif reduced.rest == "frozen":
+        elif reduced.unselected == "frozen":
             self._apply_to_chosen(rule, reduced, weight, moments, hyper, factor)
         else:
             self._apply_to_all(rule, reduced, weight, moments, hyper, factor)
@@ -159,7 +159,7 @@ class BitmapIndexBase(ABC):
         factor: float,
     ) -> None:
         """The rule on every chunk, its values placed among zeros just before."""
-        assert reduced.gathered is None, "sums of several steps belong to frozen rests"
+        assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"
         bits, length = self.bits, weight.numel()
         scratch = torch.empty(min(self._chunk, length), dtype=torch.float32, device=weight.device)
         for start in range(0, length, self._chunk):
@@ -194,7 +194,9 @@ class BitmapIndexBase(ABC):
             held = [state.new_empty(count) for state in states]
             for state, mine in zip(states, held, strict=True):
                 self._kernels.compact(here, state, mine)
-            counts = None if reduced.gathered is None else reduced.gathered[values]
+            counts = (
+                None if reduced.steps_accumulated is None else reduced.steps_accumulated[values]
+            )
             if here is not bits and counts is not None and bool((counts == 1).all()):
                 counts = None  # which spares the rule a few passes
             rule.apply(held[0], reduced.values[values].float() * factor, held[1:], hyper, counts)

@@ -32,10 +32,10 @@ class Phase(Enum):
 @dataclass
 class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole. `bits`: whether the index is a
-    bitmap. Of the step under way: `phase`; `sent` and `gathered` (as in `Reduced`), and the parts
-    `flushed`, of which those that have entries on this rank are the runs of `sent`; `mean`, copies
-    of the mean gradient for each part in which it is selected from. `flushed_norm`: the squared
-    norm of what the latest step, a resample, sent of earlier ones."""
+    bitmap. Of the step under way: `phase`; `sent` and `steps_accumulated` (as in `Reduced`), and
+    the parts `flushed`, of which those that have entries on this rank are the runs of `sent`;
+    `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
+    the squared norm of what the latest step, a resample, sent of earlier ones."""
 
     bucket: GradBucket
     parts: Sequence[IndexPart]
@@ -45,7 +45,7 @@ class RadiusBucket:
     phase: Phase = Phase.WHOLE
     flushed: Sequence[IndexPart] = ()
     sent: SparseIndex | None = None
-    gathered: torch.Tensor | None = None
+    steps_accumulated: torch.Tensor | None = None
     mean: Sequence[torch.Tensor] = ()
     flushed_norm: torch.Tensor | None = None
     _kept: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -80,17 +80,18 @@ class RadiusBucket:
         return values
 
     def count_steps(self, steps: int) -> None:
-        """Fill `gathered` for the values of `gather_rolling`: `steps` where only the flush sends an
-        entry. The flushed part of the gradient, which was read already, serves as scratch."""
+        """Fill `steps_accumulated` for the values of `gather_rolling`: `steps` where only the flush
+        sends an entry. The flushed part of the gradient, which was read already, serves as
+        scratch."""
         index, sent, grad = self.index, self.sent, self.bucket.grad
         assert index is not None and sent is not None
-        gathered = self._compact("gathered", sent.numel, torch.float32).fill_(1.0)
+        steps_accumulated = self._compact("steps_accumulated", sent.numel, torch.float32).fill_(1.0)
         here = [part for part in self.flushed if part.length]
         for part, run in zip(here, sent.runs, strict=True):
             not_chosen = grad[part.start : part.stop].fill_(1.0)
             index.clear_part(grad, part.start, part.length)
-            gathered[run.values].add_(not_chosen, alpha=steps - 1)
-        self.gathered = gathered
+            steps_accumulated[run.values].add_(not_chosen, alpha=steps - 1)
+        self.steps_accumulated = steps_accumulated
 
     def prepare(self, loss_scale: float) -> None:
         """What is chosen is on its way: see to the rest."""
@@ -99,7 +100,7 @@ class RadiusBucket:
 
     def forget_step(self) -> None:
         """The step is over."""
-        self.flushed, self.sent, self.gathered, self.mean = (), None, None, ()
+        self.flushed, self.sent, self.steps_accumulated, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A vector for what is sent. A CPU's is kept for the next step: to get its pages anew from

@@ -24,7 +24,7 @@ from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
 from radius.agreement import IndexChoice, take_first_choice
 from radius.functional import exact_density, gather_sent
-from radius.index import BucketIndex, keeps_bits, new_index, quota
+from radius.index import BucketIndex, keeps_bits, new_index, num_selected
 from radius.torch_update import TorchUpdate
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
@@ -208,7 +208,7 @@ class RadiusHook:
         for parameter, update in self._update.matrices():
             if parameter not in self.kept:
                 self.kept[parameter] = MatrixState.of(parameter, self.density)
-            count = quota(self.density, update.numel())
+            count = num_selected(self.density, update.numel())
             self.kept[parameter].index.choose(0, select_largest(update, count))
         # Groups list parameters in the same order on every rank.
         chosen = [(p, self.kept[p]) for p in self._parameters() if p in self.kept]

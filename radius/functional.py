@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
 from radius.agreement import IndexChoice, take_first_choice
-from radius.index import BucketIndex, keeps_bits, new_index, quota
+from radius.index import BucketIndex, keeps_bits, new_index, num_selected
 
 
 def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | None) -> BucketIndex:
@@ -37,7 +37,7 @@ def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | N
     """
     require_flat("update", update)
     exact = exact_density(density)
-    count = quota(exact, update.numel())
+    count = num_selected(exact, update.numel())
     bits = keeps_bits(update.device.type, exact)
     index = new_index(update.numel(), update.device, bits=bits)
     index.choose(0, select_largest(update.float(), count))

@@ -22,7 +22,7 @@ LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
 placing by it take about as long as by offsets (`tools/bench/native_kernels`)."""
 
 
-def quota(density: Fraction, entries: int) -> int:
+def num_selected(density: Fraction, entries: int) -> int:
     """How many of so many entries are sent: k = ceil(d n), so that no tensor is left out."""
     return -(-density.numerator * entries // density.denominator)
 
@@ -61,7 +61,7 @@ class IndexPart:
             return self
         lo = self.places.total * number // parts
         hi = self.places.total * (number + 1) // parts
-        wanted = quota(density, hi) - quota(density, lo)
+        wanted = num_selected(density, hi) - num_selected(density, lo)
         start = self.start + self.places.below(lo)
         name = f"{self.name} {number}/{parts}"
         return IndexPart(name, start, self.places.part(lo, hi), wanted, within=self.name)

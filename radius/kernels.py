@@ -56,7 +56,7 @@ def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def adamw(
     bits: Bits,
     values: torch.Tensor,
-    gathered: torch.Tensor | None,
+    steps_accumulated: torch.Tensor | None,
     weight: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
@@ -71,8 +71,8 @@ def adamw(
 ) -> None:
     """AdamW's step `t` on fp32 weight and moments, to rounding as torch's fused kernel takes it on
     a gradient of `values` times `factor` at the chosen entries and 0 at the others; those keep
-    weight and moments where they are `frozen`. `gathered`: fp32 c for each value, which the second
-    moment takes as c gradients of square g^2 / c each."""
+    weight and moments where they are `frozen`. `steps_accumulated`: fp32 c for each value, which
+    the second moment takes as c gradients of square g^2 / c each."""
     beta1, beta2 = betas
     launch_over(
         _adamw,
@@ -80,7 +80,7 @@ def adamw(
         bits,
         bits.blocks,
         values,
-        values if gathered is None else gathered,
+        values if steps_accumulated is None else steps_accumulated,
         weight,
         exp_avg,
         exp_avg_sq,
@@ -95,7 +95,7 @@ def adamw(
         1.0 / math.sqrt(1.0 - beta2**t),
         eps,
         0,
-        GATHERED=gathered is not None,
+        ACCUMULATED=steps_accumulated is not None,
         FROZEN=frozen,
     )
 
@@ -163,7 +163,7 @@ def _adamw(
     patch,
     patches,
     values,
-    gathered,
+    steps_accumulated,
     weight,
     exp_avg,
     exp_avg_sq,
@@ -178,7 +178,7 @@ def _adamw(
     unbias2,
     eps,
     apart,
-    GATHERED: tl.constexpr,
+    ACCUMULATED: tl.constexpr,
     FROZEN: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -195,8 +195,8 @@ def _adamw(
     old = tl.load(weight + begin + at, mask=updated, other=0.0)
     grad = tl.load(values + before + place, mask=chosen, other=0.0).to(tl.float32) * factor
     brought = grad * grad
-    if GATHERED:
-        steps = tl.load(gathered + before + place, mask=chosen, other=1.0)
+    if ACCUMULATED:
+        steps = tl.load(steps_accumulated + before + place, mask=chosen, other=1.0)
         aged = tl.exp2((steps - 1.0) * log_beta2)
         brought *= tl.where(steps == 1.0, 1.0, (1.0 - beta2 * aged) / (steps * rest2))
         square *= aged

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron.data_parallel.bucket_plan import PathBytes, PlannedCollective, RankShapes, StepTraffic
-from radius.index import index_bytes, keeps_bits, quota
+from radius.index import index_bytes, keeps_bits, num_selected
 from radius.native_library import instruction_sets
 
 PAPERS = 1 + 4
@@ -29,7 +29,7 @@ def radius_bytes(
     sizes = list(matrices)
     if density >= 1:
         return {"index": 0, "residual": 0, "values": 0}
-    entries, chosen = sum(sizes), sum(quota(density, size) for size in sizes)
+    entries, chosen = sum(sizes), sum(num_selected(density, size) for size in sizes)
     sent, each = chosen, value_bytes
     if rolling_interval is not None:
         sent += -(-(entries - chosen) // rolling_interval)
@@ -153,7 +153,7 @@ def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[
     for name in names:
         total = rank.total(name)
         entries += rank.params[name].share(total)
-        chosen += rank.params[name].share(quota(density, total))
+        chosen += rank.params[name].share(num_selected(density, total))
     return entries, chosen
 
 

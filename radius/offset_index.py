@@ -104,10 +104,10 @@ class OffsetIndexBase(ABC):
         factor: float,
     ) -> None:
         """See `SparseIndex.apply`."""
-        if reduced.rest == "frozen":
+        if reduced.unselected == "frozen":
             self._apply_to_sent(rule, reduced, weight, moments, hyper, factor)
         else:
-            assert reduced.gathered is None, "sums of several steps belong to frozen rests"
+            assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"
             self._apply_to_all(rule, reduced.values, weight, moments, hyper, factor)
 
     def _apply_to_all(
@@ -142,7 +142,11 @@ class OffsetIndexBase(ABC):
         states = (weight, *moments)
         for piece in self.pieces:
             grad = reduced.values[piece.values].float() * factor
-            counts = None if reduced.gathered is None else reduced.gathered[piece.values]
+            counts = (
+                None
+                if reduced.steps_accumulated is None
+                else reduced.steps_accumulated[piece.values]
+            )
             if counts is not None and counts.amax() == 1:
                 counts = None  # which spares the rule a few passes
             parts = [piece.of(state) for state in states]

@@ -40,7 +40,7 @@ def find_places(
     tp = model.tp
     if tp is None or tp.size == 1:
         return found | {name: FlatShard.of(part) for name, part in parts.items()}
-    texts = tp.gather_text(json.dumps([[name, stored[name]] for name in parts]))
+    texts = tp.all_gather_str(json.dumps([[name, stored[name]] for name in parts]))
     by_rank = [dict(json.loads(text)) for text in texts]
     odd = [rank for rank, theirs in enumerate(by_rank) if list(theirs) != list(parts)]
     if odd:

@@ -31,7 +31,7 @@ from megatron.sparse.selection import Candidates, Selection, draw_seeded, select
 from megatron.sparse.shard import FlatShard
 from radius.agreement import IndexChoice, hash_of
 from radius.bucket import Phase, RadiusBucket
-from radius.index import IndexPart, keeps_bits, quota
+from radius.index import IndexPart, keeps_bits, num_selected
 from radius.places import find_places
 from radius.residual import RESIDUALS, Residual
 from radius.schedule import RadiusSettings, why_no_resample
@@ -100,7 +100,7 @@ class RadiusReducer(GradientReducer):
         self._held: list[RadiusWork] = []
 
     @property
-    def carries(self) -> bool:
+    def keeps_grad_between_steps(self) -> bool:
         return self.settings.residual == "in-place" and bool(self._entries)
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
@@ -123,7 +123,7 @@ class RadiusReducer(GradientReducer):
         mine = keeps_bits(device.type, self.settings.density)
         if device.type != "cpu":
             return mine
-        copies = self.exchange.gather_text("bits" if mine else "")
+        copies = self.exchange.all_gather_str("bits" if mine else "")
         model, ranks = self.model_shard.total([all(copies), 1])
         return model == ranks
 
@@ -132,11 +132,15 @@ class RadiusReducer(GradientReducer):
     ) -> RadiusBucket:
         density = self.settings.density
         parts = [
-            IndexPart(name, where.start, places[name], quota(density, places[name].total))
+            IndexPart(name, where.start, places[name], num_selected(density, places[name].total))
             for name, where in bucket.slices.items()
             if name in places
         ]
-        kind = RESIDUALS[self.settings.residual] if parts or self.carries else Residual
+        kind = (
+            RESIDUALS[self.settings.residual]
+            if parts or self.keeps_grad_between_steps
+            else Residual
+        )
         return RadiusBucket(bucket, parts, kind(bucket), bits)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ class RadiusReducer(GradientReducer):
         work = RadiusWork(launch, read, self._held)
         # A mean that takes the residual's place cannot be taken back, so that one is launched when
         # the ranks have agreed that the step is good.
-        if self.carries and own.phase is Phase.RESAMPLE:
+        if self.keeps_grad_between_steps and own.phase is Phase.RESAMPLE:
             self._held.append(work)
         else:
             work.under_way = work.launch()
@@ -165,7 +169,7 @@ class RadiusReducer(GradientReducer):
 
     def _phase(self, step: StepContext) -> Phase:
         settings, t = self.settings, step.t
-        if not step.settled:
+        if not step.layout_is_final:
             return Phase.WHOLE
         if self._first and settings.schedule == "rolling":
             return Phase.ROLLING
@@ -195,7 +199,9 @@ class RadiusReducer(GradientReducer):
             # The optimizer may overwrite it before it is known that the step is applied.
             own.mean = [part.clone() for part in own.of_parts(values)]
         rest = "frozen" if own.phase is Phase.ROLLING else "zero"
-        return ReducedGrad(values=values, index=own.sent, rest=rest, gathered=own.gathered)
+        return ReducedGrad(
+            values=values, index=own.sent, unselected=rest, steps_accumulated=own.steps_accumulated
+        )
 
     def wants_update(self, step: StepContext) -> bool:
         selects = bool(self._entries) and self.settings.select == "update"
@@ -223,7 +229,7 @@ class RadiusReducer(GradientReducer):
         own.flushed_norm = None
         own.forget_step()
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         settings = self.settings
         if not self._entries or self._first:
             return ""
@@ -328,7 +334,7 @@ class RadiusReducer(GradientReducer):
             for part in own.parts
         ]
         mine = f"{hash_of(chosen):x}"
-        by_rank = self.exchange.gather_text(mine)
+        by_rank = self.exchange.all_gather_str(mine)
         odd = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
         if odd is not None:
             ranks = self.exchange.world_ranks

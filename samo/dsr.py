@@ -206,7 +206,7 @@ class DsrMaskUpdater(MaskUpdater):
         self._told_limit = False
 
     @property
-    def settled(self) -> bool:
+    def layout_is_final(self) -> bool:
         """Whether no rewiring comes any more."""
         return self._seen >= self._settings.schedule.last
 
@@ -253,7 +253,7 @@ class DsrMaskUpdater(MaskUpdater):
             anew=anew,
         )
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         """Why the network is not rewired after any of these updates, and never was."""
         return "" if self._rewirings else why_none(self._settings.schedule, first, last)
 

@@ -65,7 +65,7 @@ class EarlyBird(MaskUpdater):
         self._notes: list[str] = []
 
     @property
-    def settled(self) -> bool:
+    def layout_is_final(self) -> bool:
         """Whether the ticket is drawn."""
         return self._ticket > 0
 
@@ -73,9 +73,9 @@ class EarlyBird(MaskUpdater):
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> LayoutChange | None:
         """Draw a mask where one is due; the compressed layout where it is the ticket."""
-        if self.settled or t % self.interval:
+        if self.layout_is_final or t % self.interval:
             return None
-        masks = self.parts.agreed(partial(self._draw, self._logical(weights)))
+        masks = self.parts.raise_on_all_ranks(partial(self._draw, self._logical(weights)))
         distances = [distance(masks, old, parts=self.parts) for old in self._masks]
         found = max(distances, default=None)
         drawn = len(self._masks) == DRAWS - 1 and found is not None and found < self.limit
@@ -87,12 +87,12 @@ class EarlyBird(MaskUpdater):
         self._ticket, self._masks = t, []
         return LayoutChange(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         """Why no ticket can be drawn in these updates, or only too late for what waits for it."""
         drawn = (first - 1) // self.interval
         draws = last // self.interval - drawn
         missing = DRAWS - len(self._masks)
-        if self.settled:
+        if self.layout_is_final:
             return ""
         if draws >= missing:
             return self._why_no_more((drawn + missing) * self.interval + 1, last)

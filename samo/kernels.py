@@ -29,7 +29,7 @@ def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
     launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0)
 
 
-# `apart`: see `megatron.sparse.kernels`. No entry past a tensor's end is chosen.
+# `new_gloo_group`: see `megatron.sparse.kernels`. No entry past a tensor's end is chosen.
 
 
 @triton.jit(do_not_specialize=["apart"])

@@ -44,14 +44,14 @@ class ModelParts(ModelShard):
         part = self.tp_shard(name)
         return None if part is None else FlatShard.of(part)
 
-    def agreed(self, work: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank of the world and fail together, if at all."""
-        return work() if self._groups is None else self._groups.world.agreed(work)
+        return work() if self._groups is None else self._groups.world.raise_on_all_ranks(work)
 
-    def agreed_on(self, name: str, work: Callable[[], T]) -> T:
+    def raise_on_holders(self, name: str, work: Callable[[], T]) -> T:
         """The same on the ranks that hold parts of a tensor."""
         tp = self.holders(name)
-        return work() if tp is None else tp.agreed(work)
+        return work() if tp is None else tp.raise_on_all_ranks(work)
 
     def summed(self, rows: Rows) -> dict[str, list[int]]:
         """Numbers of tensors' parts, as many of each, as those of the whole tensors. Collective
@@ -72,7 +72,7 @@ class ModelParts(ModelShard):
         found = {name: list(numbers) for name, numbers in rows.items()}
         if self._groups is not None:
             # Both copies of a tied tensor say the same.
-            for text in self._groups.pp.gather_text(json.dumps(found)):
+            for text in self._groups.pp.all_gather_str(json.dumps(found)):
                 found |= json.loads(text)
         return dict(sorted(found.items()))
 

@@ -89,11 +89,11 @@ class SamoPath(GradientPath):
         def draw() -> CompressedLayout:
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
-        layout, reducer = parts.agreed(draw), mean_reducer(config, Exchange(groups.dp))
+        layout, reducer = parts.raise_on_all_ranks(draw), mean_reducer(config, Exchange(groups.dp))
         return PathParts(
             layout=layout,
             reducer=reducer,
-            rewirer=_rewirer(config, infos, layout, parts, make_layout),
+            mask_updater=_rewirer(config, infos, layout, parts, make_layout),
             notes=tuple(_notes(config, infos, layout, parts)),
         )
 

@@ -77,9 +77,8 @@ def magnitude(
 
     With `parts`, tensors and masks are what this rank holds of them, and the masks are those of the
     whole ones; "global" is over all of the model. Collective then over a copy of the model. Raises
-    `NumericsError` for entries that are not finite, on all ranks of the stage; `ModelParts.agreed`
-    makes it all of the world.
-    """
+    `NumericsError` for entries that are not finite, on all ranks of the stage;
+    `ModelParts.raise_on_all_ranks` makes it all of the world."""
     if scope == "global":
         counts = _counts_of_all(tensors, sparsity, parts)
         return {name: _draw(name, tensors, parts, counts[name]) for name in tensors}
@@ -156,7 +155,7 @@ def _draw(
 
 def _read(name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts) -> torch.Tensor:
     """A tensor, contiguous. Where its parts lie on several ranks none of them goes on alone."""
-    return parts.agreed_on(name, partial(_finite, name, tensors))
+    return parts.raise_on_holders(name, partial(_finite, name, tensors))
 
 
 def _finite(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -196,16 +195,16 @@ def _counts_of_all(
     `megatron.sparse.selection`), so that no vector of all tensors is made. No rank begins to sum
     before all have read what is theirs.
     """
-    tops, sizes, highest = parts.agreed(partial(_look, tensors, parts))
+    tops, sizes, highest = parts.raise_on_all_ranks(partial(_look, tensors, parts))
     numbers = parts.table(sizes).values()
     wanted = stored_count(sum(n for (n,) in numbers), sparsity) - len(numbers)
     if wanted <= 0:
         return dict.fromkeys(tensors, 1)
     first, wanted = _reaching(parts.sum_over_model(highest).numpy(), wanted)
     first <<= _SHIFT
-    lowest = parts.agreed(partial(_look_closer, tensors, tops, parts, first))
+    lowest = parts.raise_on_all_ranks(partial(_look_closer, tensors, tops, parts, first))
     step, wanted = _reaching(parts.sum_over_model(lowest).numpy()[: 1 << _SHIFT], wanted)
-    rows = parts.agreed(partial(_compare, tensors, tops, parts, first + step))
+    rows = parts.raise_on_all_ranks(partial(_compare, tensors, tops, parts, first + step))
     found: dict[str, int] = {}
     for name, (above, ties) in parts.table(rows).items():
         taken = min(ties, wanted)

@@ -58,7 +58,7 @@ def _of_file(options: SamoConfig, infos: Sequence[ParamInfo], parts: ModelParts)
     assert options.samo_mask_file is not None, "checked with the pairs"
     source = options.samo_mask_file
     shapes = parts.everywhere({info.name: info.logical_shape for info in infos})
-    masks = parts.agreed(partial(load_masks, Path(source), shapes))
+    masks = parts.raise_on_all_ranks(partial(load_masks, Path(source), shapes))
     return masks_for(infos, masks, source=source, elsewhere=shapes)
 
 
@@ -88,7 +88,7 @@ def _by_magnitude(
             refuse_zeros(drawn, _masks_of(saved, pruned), what="--samo-sparsity", parts=parts)
         return drawn
 
-    return flat_parts(pruned, parts.agreed(draw), parts)
+    return flat_parts(pruned, parts.raise_on_all_ranks(draw), parts)
 
 
 def _masks_of(saved: CheckpointView, infos: Sequence[ParamInfo]) -> NamedWeights:

@@ -41,7 +41,7 @@ LONG = (1 << 31) + 5
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A kernel, and what it was called with."""
 
     kernel: Any
@@ -82,13 +82,13 @@ def with_callees(kernel: Any) -> set[Any]:
     return {kernel}.union(*callees)
 
 
-def recorded() -> list[Launch]:
+def recorded() -> list[KernelLaunch]:
     """The launches of everything below."""
-    found: list[Launch] = []
+    found: list[KernelLaunch] = []
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         assert grid[0] > 0 and not warmup
-        found.append(Launch(kernel, arguments, options))
+        found.append(KernelLaunch(kernel, arguments, options))
 
     with mock.patch.object(JITFunction, "run", record):
         for dtype in DTYPES:
@@ -137,11 +137,11 @@ def launch_moving(dtype: torch.dtype) -> None:
         out = values[:1].expand(bits.length)
         radius.kernels.expand(bits, values, out, first=GROUP)
         radius.kernels.place(bits, values, out)
-        for gathered, frozen in product((None, state), (False, True)):
+        for steps_accumulated, frozen in product((None, state), (False, True)):
             radius.kernels.adamw(
                 bits,
                 values,
-                gathered,
+                steps_accumulated,
                 state,
                 state,
                 state,

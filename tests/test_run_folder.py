@@ -24,7 +24,7 @@ def announced(flags: str, *, stages: int, device: str = "cpu") -> list[str]:
     config = resolve(read(*flags.split(), "--pipeline-model-parallel-size", str(stages)), stages)
     said: list[str] = []
     parts: list[Any] = [
-        SimpleNamespace(say=lambda text, brief=None: said.append(text)),
+        SimpleNamespace(log=lambda text, brief=None: said.append(text)),
         SimpleNamespace(
             launch=SimpleNamespace(launcher="test"), device=SimpleNamespace(type=device), backend=""
         ),
@@ -115,4 +115,4 @@ def test_a_run_folder_in_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(ConfigError, match="symbolic links; choose a folder"):
-        lock_run_dir(tmp_path / "a" / "run", say=print)
+        lock_run_dir(tmp_path / "a" / "run", log=print)

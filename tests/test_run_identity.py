@@ -17,7 +17,7 @@ SPARSE: dict[str, Any] = DENSE | {"gradient.grad_path": "sparse", "sparse.densit
 
 def _check(was: dict[str, Any], now: dict[str, Any], *, own: bool, reset: bool = False) -> list:
     said: list[str] = []
-    check_path(was, now, where=Path("step_00000001"), own=own, reset=reset, say=said.append)
+    check_path(was, now, where=Path("step_00000001"), own=own, reset=reset, log=said.append)
     return said
 
 

@@ -36,7 +36,7 @@ from megatron.errors import ConfigError
 from megatron.run_dir import lock_run_dir
 from megatron.fault_tolerance.run_lock import RunLock
 assert not {"torch", "numpy"} & set(sys.modules)
-RunLock.take(Path(sys.argv[1]), job={"SLURM_JOB_ID": "77"}, say=print)
+RunLock.take(Path(sys.argv[1]), job={"SLURM_JOB_ID": "77"}, log=print)
 print("held", flush=True)
 time.sleep(600)
 """
@@ -44,7 +44,7 @@ time.sleep(600)
 
 def take(folder: Path, **job: str) -> tuple[RunLock | None, list[str]]:
     said: list[str] = []
-    return RunLock.take(folder, job=job, say=said.append), said
+    return RunLock.take(folder, job=job, log=said.append), said
 
 
 def held(folder: Path, **job: str) -> list[str]:
@@ -209,7 +209,7 @@ print("ready", flush=True)
 while not (folder / "go").exists():
     time.sleep(0)
 try:
-    lock = RunLock.take(folder, job={}, say=lambda text: None)
+    lock = RunLock.take(folder, job={}, log=lambda text: None)
     print("mine", flush=True)
 except RunFolderInUse:
     print("refused", flush=True)
@@ -244,7 +244,7 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
 def test_a_run_folder_that_anyone_may_write_into_is_refused(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
-    lock_run_dir(tmp_path, say=print)()
+    lock_run_dir(tmp_path, log=print)()
     os.chown(tmp_path, 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345 and anyone may write"):
-        lock_run_dir(tmp_path, say=print)
+        lock_run_dir(tmp_path, log=print)

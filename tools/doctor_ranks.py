@@ -77,7 +77,7 @@ def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
         groups = ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
         if not sums:
             place[0] = "telling each other where they are"
-            _tell_ranks(launch, runtime, groups.world.gather_text)
+            _tell_ranks(launch, runtime, groups.world.all_gather_str)
         for name in ("world", "tp", "dp", "pp", "embedding"):
             group = getattr(groups, name)
             place[0] = f"all-reduce over {name} of {dims}"
@@ -104,10 +104,12 @@ def grids(world: int) -> Iterator[ParallelDims]:
         yield ParallelDims(tp=1, dp=world // 2, pp=2)
 
 
-def _tell_ranks(launch: Launch, runtime: Runtime, gather_text: Callable[[str], list[str]]) -> None:
-    gather_text("")  # so that all look at their clocks together
+def _tell_ranks(
+    launch: Launch, runtime: Runtime, all_gather_str: Callable[[str], list[str]]
+) -> None:
+    all_gather_str("")  # so that all look at their clocks together
     mine = [socket.gethostname(), str(runtime.device), time.time()]
-    everyone = [json.loads(text) for text in gather_text(json.dumps(mine))]
+    everyone = [json.loads(text) for text in all_gather_str(json.dumps(mine))]
     if launch.rank:
         return
     hosts = {host: [d for h, d, _ in everyone if h == host] for host, _, _ in everyone}

@@ -142,7 +142,7 @@ def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class EvaluationTask:
     """How a line is read (its place is for errors), and what is made of the scores."""
 
     read: Callable[[Mapping[str, Any], str], Example]
@@ -214,8 +214,8 @@ def _of_choices(
 
 
 TASKS = {
-    "lambada": Task(read=_lambada, figures=_of_words),
-    "multiple-choice": Task(read=_multiple_choice, figures=_of_choices),
+    "lambada": EvaluationTask(read=_lambada, figures=_of_words),
+    "multiple-choice": EvaluationTask(read=_multiple_choice, figures=_of_choices),
 }
 
 
@@ -225,7 +225,7 @@ TASKS = {
 def _examples(path: Path, read: Callable[[Mapping[str, Any], str], Example]) -> Iterator[Example]:
     from megatron.data.raw_text import find_inputs, read_batches
 
-    files = find_inputs([str(path)], say=lambda text: None)
+    files = find_inputs([str(path)], log=lambda text: None)
     for batch in read_batches(files, keys=(), text_unit="line"):
         for number, record in batch.records:
             where = f"{path}:{number}"

@@ -27,7 +27,7 @@ _COLUMNS = ("fault", "trials", "detected", "recovered", "longest s")
 
 
 @dataclass
-class Row:
+class FaultTableRow:
     """Sums over the tests of one fault; `seconds` is the longest, None where not measured."""
 
     trials: int = 0
@@ -36,16 +36,16 @@ class Row:
     seconds: float | None = None
 
 
-def read_rows(path: str) -> dict[str, Row]:
+def read_rows(path: str) -> dict[str, FaultTableRow]:
     """Rows by fault, in the order of the tests; skipped tests do not count."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, FaultTableRow] = {}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is not None:
             continue
         passed = case.find("failure") is None and case.find("error") is None
         found = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
         name = re.sub(r"\[.*", "", case.get("name", "")).removeprefix("test_").replace("_", " ")
-        row = rows.setdefault(found.get("fault", name), Row())
+        row = rows.setdefault(found.get("fault", name), FaultTableRow())
         trials = int(found.get("trials", 1))
         row.trials += trials
         row.detected += int(found.get("detected", trials if passed else 0))
@@ -55,7 +55,7 @@ def read_rows(path: str) -> dict[str, Row]:
     return rows
 
 
-def format_table(rows: dict[str, Row]) -> str:
+def format_table(rows: dict[str, FaultTableRow]) -> str:
     """The rows under their headings, and a last line with the sums."""
     lines: list[Sequence[str]] = [_COLUMNS]
     for name, row in rows.items():
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _rows(path: str) -> dict[str, Row]:
+def _rows(path: str) -> dict[str, FaultTableRow]:
     try:
         if Path(path).exists():
             require_regular(path)

@@ -29,7 +29,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from tools.golden_cases import CASES, Case  # noqa: E402
+from tools.golden_cases import CASES, GoldenCase  # noqa: E402
 
 RUNS = Path(__file__).with_name("golden_runs.py")
 LOSSES = REPO / "tests" / "golden" / "losses.json"
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def compare(base: Path, tree: Path, cases: Sequence[Case]) -> int:
+def compare(base: Path, tree: Path, cases: Sequence[GoldenCase]) -> int:
     """Run the cases in two trees and print what differs; returns the exit code."""
     before = {result["name"]: result for result in results(base, cases)}
     differing = 0
@@ -83,7 +83,7 @@ def difference(before: Result, after: Result) -> str:
     return "; ".join(told)
 
 
-def record(cases: Sequence[Case]) -> int:
+def record(cases: Sequence[GoldenCase]) -> int:
     """Write the losses of this tree; returns the exit code."""
     stored = json.loads(LOSSES.read_text(encoding="utf-8")) if LOSSES.exists() else {}
     failed = 0
@@ -100,7 +100,7 @@ def record(cases: Sequence[Case]) -> int:
     return 1 if failed else 0
 
 
-def results(tree: Path, cases: Sequence[Case]) -> Iterator[Result]:
+def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
     """Run the cases in a tree; yields each result as soon as the case is over."""
     settings = json.dumps([{**asdict(case), "flags": case.command_line} for case in cases])
     with subprocess.Popen(

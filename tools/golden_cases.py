@@ -19,7 +19,7 @@ BUCKETS = "--ddp-bucket-size 6000"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class GoldenCase:
     """A run of `ranks` ranks with these flags beside those of every run.
 
     `mpi` starts the ranks with mpiexec. `leave_at` ends the run by `--exit-interval` after that
@@ -61,33 +61,35 @@ GRIDS = {
 _PP = GRIDS["PP 2"][1]
 _OFFLOAD = "--bf16 --optimizer-cpu-offload --offload-bucket-size 3000"
 SINGLE = (
-    Case(name="bf16", ranks=2, flags="--bf16"),
-    Case(name="fp16", ranks=2, flags="--fp16 --initial-loss-scale 65536"),
-    Case(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
-    Case(name="offload", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0"),
-    Case(name="offload, clipped", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0.5"),
-    Case(name="radius seeded", ranks=2, flags=f"{_RADIUS} --radius-select seeded"),
-    Case(name="interleaved", ranks=2, flags=f"{_PP} --num-layers-per-virtual-pipeline-stage 1"),
-    Case(name="sequence-parallel", ranks=2, flags=f"{GRIDS['TP 2'][1]} --sequence-parallel"),
-    Case(name="recompute", flags="--recompute-granularity full --recompute-method uniform"),
-    Case(name="dropout", ranks=2, flags="--attention-dropout 0.1 --hidden-dropout 0.1"),
-    Case(
+    GoldenCase(name="bf16", ranks=2, flags="--bf16"),
+    GoldenCase(name="fp16", ranks=2, flags="--fp16 --initial-loss-scale 65536"),
+    GoldenCase(name="ZeRO-1", ranks=2, flags="--use-distributed-optimizer"),
+    GoldenCase(name="offload", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0"),
+    GoldenCase(name="offload, clipped", ranks=2, flags=f"{_OFFLOAD} --clip-grad 0.5"),
+    GoldenCase(name="radius seeded", ranks=2, flags=f"{_RADIUS} --radius-select seeded"),
+    GoldenCase(
+        name="interleaved", ranks=2, flags=f"{_PP} --num-layers-per-virtual-pipeline-stage 1"
+    ),
+    GoldenCase(name="sequence-parallel", ranks=2, flags=f"{GRIDS['TP 2'][1]} --sequence-parallel"),
+    GoldenCase(name="recompute", flags="--recompute-granularity full --recompute-method uniform"),
+    GoldenCase(name="dropout", ranks=2, flags="--attention-dropout 0.1 --hidden-dropout 0.1"),
+    GoldenCase(
         name="early-bird",
         ranks=2,
         flags=f"{PATHS['samo']} --samo-pruning early-bird --samo-early-bird-interval 2 "
         "--samo-early-bird-distance 1",
     ),
-    Case(name="DSR", ranks=2, flags=f"{PATHS['samo']} --dsr-interval 3"),
-    Case(name="evaluation", flags="--eval-iters 2 --eval-interval 10"),
-    Case(
+    GoldenCase(name="DSR", ranks=2, flags=f"{PATHS['samo']} --dsr-interval 3"),
+    GoldenCase(name="evaluation", flags="--eval-iters 2 --eval-interval 10"),
+    GoldenCase(
         name="llama",
         flags="--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --disable-bias-linear "
         "--group-query-attention --num-query-groups 2",
     ),
-    Case(name="resumed", ranks=2, flags=_RADIUS, leave_at=10),
-    Case(name="killed", ranks=2, flags=f"{_RADIUS} --save-interval 5", kill_at=10),
-    Case(
+    GoldenCase(name="resumed", ranks=2, flags=_RADIUS, leave_at=10),
+    GoldenCase(name="killed", ranks=2, flags=f"{_RADIUS} --save-interval 5", kill_at=10),
+    GoldenCase(
         name="message-driven",
         ranks=2,
         flags=f"{_PP} --pipeline-schedule message-driven",
@@ -96,7 +98,7 @@ SINGLE = (
 )
 CASES = (
     *(
-        Case(name=f"{path}, {grid}", ranks=ranks, flags=f"{flags} {axis}".strip())
+        GoldenCase(name=f"{path}, {grid}", ranks=ranks, flags=f"{flags} {axis}".strip())
         for path, flags in PATHS.items()
         for grid, (ranks, axis) in GRIDS.items()
     ),

@@ -116,7 +116,7 @@ def _weights(
     from megatron.model.huggingface import from_gpt2, from_llama
 
     with ExitStack() as stack:
-        state = _State(source, stack, leave_out=(_HEAD,) if model.tied else ())
+        state = _WeightState(source, stack, leave_out=(_HEAD,) if model.tied else ())
         if model.num_layers > len(state):
             raise CheckpointError(
                 f"{source}: {len(state)} tensors, config.json says {model.num_layers} layers; the "
@@ -131,7 +131,7 @@ def _weights(
     return {name: tensor.float() for name, tensor in found.items()}
 
 
-class _State(Mapping[str, "torch.Tensor"]):
+class _WeightState(Mapping[str, "torch.Tensor"]):
     """Tensors by their names in the file, or in the files of an index, each read when it is asked
     for. `leave_out`: what the library does not read either, where config.json ties it."""
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.config import parse  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
-from tools.parity_cases import CASES, MODEL, Case, Grid, flags_of  # noqa: E402
+from tools.parity_cases import CASES, MODEL, ParityCase, ParityGrid, flags_of  # noqa: E402
 
 RANK = Path(__file__).with_name("parity_rank.py")
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = _arguments(given[:cut])
-    grid = Grid(
+    grid = ParityGrid(
         tp=options.tp,
         pp=options.pp,
         dp=options.dp,
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def compare(grid: Grid, cases: Sequence[Case], *, extra: Sequence[str] = ()) -> int:
+def compare(grid: ParityGrid, cases: Sequence[ParityCase], *, extra: Sequence[str] = ()) -> int:
     """Run and compare all cases; the exit code."""
     from tools.parity_compare import differences
 
-    alone = Grid()
+    alone = ParityGrid()
     for case in cases:
         for each in (alone, grid):
             resolve(parse(flags_of(case, each, extra), paths=GRADIENT_PATHS), each.ranks)
@@ -76,7 +76,9 @@ def compare(grid: Grid, cases: Sequence[Case], *, extra: Sequence[str] = ()) -> 
     return 1 if failed else 0
 
 
-def _launch(grid: Grid, cases: Sequence[Case], extra: Sequence[str], folder: Path) -> None:
+def _launch(
+    grid: ParityGrid, cases: Sequence[ParityCase], extra: Sequence[str], folder: Path
+) -> None:
     folder.mkdir()
     settings = {
         "grid": vars(grid),

@@ -21,7 +21,7 @@ _RUN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class ParityGrid:
     """Sizes of the grid; `virtual_layers`: layers of a run of an interleaved stage."""
 
     tp: int = 1
@@ -53,7 +53,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ParityCase:
     """A gradient path with its flags, the steps to take and how far weights may differ. The first
     gradient is dense in each of them, or of the same entries."""
 
@@ -67,23 +67,23 @@ class Case:
 _RADIUS = "--radius-interval 3 --radius-start-iter 2"
 _HALF = "--samo-sparsity 0.5 --samo-pruning"
 CASES = (
-    Case(name="dense", path="dense"),
-    Case(name="samo, sparsity 0", path="samo", flags="--samo-sparsity 0"),
-    Case(name="samo, 0.5 by magnitude", path="samo", flags=f"{_HALF} magnitude"),
-    Case(name="radius, density 1", path="radius", flags=f"--radius-density 1 {_RADIUS}"),
-    Case(
+    ParityCase(name="dense", path="dense"),
+    ParityCase(name="samo, sparsity 0", path="samo", flags="--samo-sparsity 0"),
+    ParityCase(name="samo, 0.5 by magnitude", path="samo", flags=f"{_HALF} magnitude"),
+    ParityCase(name="radius, density 1", path="radius", flags=f"--radius-density 1 {_RADIUS}"),
+    ParityCase(
         name="radius, density 0.4",
         path="radius",
         flags=f"--radius-density 0.4 {_RADIUS}",
         steps=12,
         limit=SELECTED,
     ),
-    Case(
+    ParityCase(
         name="samo+radius, 0 and 1",
         path="samo+radius",
         flags=f"--samo-sparsity 0 --radius-density 1 {_RADIUS}",
     ),
-    Case(
+    ParityCase(
         name="samo+radius, 0.5 and 0.4",
         path="samo+radius",
         flags=f"{_HALF} random --radius-density 0.4 {_RADIUS}",
@@ -93,7 +93,7 @@ CASES = (
 )
 
 
-def flags_of(case: Case, grid: Grid, extra: Sequence[str] = ()) -> list[str]:
+def flags_of(case: ParityCase, grid: ParityGrid, extra: Sequence[str] = ()) -> list[str]:
     """Flags of `pretrain_gpt.py` for a case on a grid; `extra` ones win over the usual model."""
     flags = [*_MODEL.split(), *_RUN.split(), "--train-iters", str(case.steps)]
     return [*flags, "--grad-path", case.path, *case.flags.split(), *grid.flags, *extra]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.parity_cases import ROUNDING, Case
+from tools.parity_cases import ROUNDING, ParityCase
 
 KINDS = ("gradients", "weights")
 
@@ -20,7 +20,7 @@ class Differences:
     """Of a case: the largest of each kind, with the tensor where it is; tensors whose copies are
     not equal, or that a grid does not hold as a whole."""
 
-    case: Case
+    case: ParityCase
     losses: float
     worst: Mapping[str, tuple[float, str]]
     unequal: tuple[str, ...]
@@ -43,13 +43,13 @@ class Differences:
         return f"{line}  DIFFERS: {where}"
 
 
-def differences(reference: Path, grid: Path, case: Case) -> Differences:
+def differences(reference: Path, grid: Path, case: ParityCase) -> Differences:
     """What the ranks that wrote to two folders found."""
     one, other = gather(_files(reference, case)), gather(_files(grid, case))
     return compare(one, other, case)
 
 
-def compare(one: Gathered, other: Gathered, case: Case) -> Differences:
+def compare(one: Gathered, other: Gathered, case: ParityCase) -> Differences:
     """Two grids' whole tensors."""
     unequal = sorted({*one.unequal, *other.unequal, *(one.whole.keys() ^ other.whole.keys())})
     worst = {kind: (0.0, "none") for kind in KINDS}
@@ -107,7 +107,7 @@ def gather(ranks: Iterator[Mapping[str, Any]]) -> Gathered:
     return Gathered(losses=losses[0], whole=whole, unequal=unequal)
 
 
-def _files(folder: Path, case: Case) -> Iterator[dict[str, Any]]:
+def _files(folder: Path, case: ParityCase) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(f"{case.name} *.json")):
         facts = json.loads(path.read_text(encoding="utf-8"))
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:

@@ -33,13 +33,13 @@ from megatron.parallel.groups import ProcessGroups  # noqa: E402
 from megatron.pretrain import build_groups, build_trainer  # noqa: E402
 from megatron.training import Trainer  # noqa: E402
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
-from tools.parity_cases import CASES, Case, Grid, flags_of  # noqa: E402
+from tools.parity_cases import CASES, ParityCase, ParityGrid, flags_of  # noqa: E402
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one rank with the settings in `arguments`."""
     settings = json.loads(arguments[0])
-    grid, extra = Grid(**settings["grid"]), settings["extra"]
+    grid, extra = ParityGrid(**settings["grid"]), settings["extra"]
     launch = detect_launch()
     by_name = {case.name: case for case in CASES}
     cases = [by_name[name] for name in settings["cases"]]
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_case(
-    case: Case,
-    grid: Grid,
+    case: ParityCase,
+    grid: ParityGrid,
     runtime: Runtime,
     groups: ProcessGroups,
     own: Path,
@@ -78,7 +78,7 @@ def run_case(
     return {"losses": losses, "gradients": gradients, "weights": weights, "pieces": pieces}
 
 
-def save(found: dict[str, Any], folder: Path, case: Case, *, rank: int) -> None:
+def save(found: dict[str, Any], folder: Path, case: ParityCase, *, rank: int) -> None:
     """Write what `run_case` found, for `parity_compare`."""
     stem = folder / f"{case.name} {rank}"
     arrays = {

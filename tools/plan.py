@@ -148,7 +148,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's own options, and what is left for the configuration."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
-    parser = _Parser(
+    parser = _PlanParser(
         usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
         "[--json] [--paper] [FLAGS OF pretrain_gpt.py]",
         description=(__doc__ or "").split("\n")[0],
@@ -165,7 +165,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, [*config, *rest]
 
 
-class _Parser(argparse.ArgumentParser):
+class _PlanParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}; see tools/plan.py --help")
 

@@ -130,14 +130,14 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
         vocab_size=arguments.vocab_size,
     )
     vocab_size = load_tokenizer(choice).vocab_size
-    files = find_inputs(arguments.input or [], say=_say)
+    files = find_inputs(arguments.input or [], log=_log)
     prefixes = output_prefixes(arguments.output_prefix, keys)
     check_outputs(prefixes, inputs=files, overwrite=arguments.overwrite)
     if arguments.dataset:
         batches = read_dataset(arguments.dataset, split=arguments.dataset_split, keys=keys)
     else:
         batches = read_batches(files, keys=keys, text_unit=arguments.text_unit)
-    with Progress(
+    with ProgressLine(
         total=sum(path.stat().st_size for path in files), interval=arguments.log_interval
     ) as progress:
         outcome = preprocess(
@@ -146,11 +146,11 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
             output_prefix=arguments.output_prefix,
             workers=arguments.workers,
             max_bad_lines=arguments.max_bad_lines,
-            say=progress.say,
+            log=progress.log,
             watch=progress.watch,
         )
     counts = outcome.counts
-    _say(progress.line(counts))
+    _log(progress.line(counts))
     for prefix in outcome.prefixes:
         print(
             f"wrote {prefix}.bin and .idx: {counts.documents} documents, {outcome.dtype} tokens, "
@@ -160,7 +160,7 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
     return outcome
 
 
-class Progress:
+class ProgressLine:
     """A bar where someone watches, else a line every `interval` documents; both on stderr.
 
     While entered, Ctrl-C and SIGTERM end the run after the batch at hand (a second one at once):
@@ -174,7 +174,7 @@ class Progress:
         self._bar = _bar(total) if total and sys.stderr.isatty() else None
         self._signal = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         self._handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -186,10 +186,10 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-        _say(line)
+        _log(line)
 
     def _stop(self, number: int, _: object) -> None:
         if self._signal:
@@ -199,13 +199,13 @@ class Progress:
     def watch(self, counts: PreprocessCounts) -> None:
         """Show how far the run is; leaves if a signal came."""
         if self._signal:
-            self.say("interrupted; nothing was written")
+            self.log("interrupted; nothing was written")
             raise SystemExit(128 + self._signal)
         if self._bar is not None:
             self._bar.set_postfix_str(f"{counts.documents} documents", refresh=False)
             self._bar.update(counts.position - self._bar.n)
         elif counts.documents >= self._next:
-            _say(self.line(counts))
+            _log(self.line(counts))
             self._next = counts.documents - counts.documents % self._interval + self._interval
 
     def line(self, counts: PreprocessCounts) -> str:
@@ -241,12 +241,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if not os.path.basename(arguments.output_prefix):
         raise ConfigError(f"--output-prefix: {arguments.output_prefix!r} ends in no name")
     if arguments.partitions > 1:
-        _say(f"--partitions {arguments.partitions}: ignored; --workers spreads one pass instead")
+        _log(f"--partitions {arguments.partitions}: ignored; --workers spreads one pass instead")
     if arguments.keep_sequential_samples:
-        _say("--keep-sequential-samples: always so; documents keep the order of the input")
+        _log("--keep-sequential-samples: always so; documents keep the order of the input")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     try:
         sparsity = _check(options)
-        step = find_checkpoint(options.checkpoint, step=options.step, say=_say)
+        step = find_checkpoint(options.checkpoint, step=options.step, log=_log)
         if step is None:
             raise CheckpointError(f"{options.checkpoint}: no checkpoint was committed there")
         prune(step, sparsity, options)
@@ -211,7 +211,7 @@ def _check(options: argparse.Namespace) -> Fraction:
     return sparsity
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

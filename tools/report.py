@@ -68,7 +68,7 @@ def _tell_unreadable(run: RunData) -> None:
             f"{path}: none of its {count} lines can be read; it is no record of a run"
         )
     if count:
-        _say(f"{path}: {count} unreadable lines are left out")
+        _log(f"{path}: {count} unreadable lines are left out")
 
 
 def _write(runs: Sequence[RunData], output: str | None) -> None:
@@ -78,12 +78,12 @@ def _write(runs: Sequence[RunData], output: str | None) -> None:
         Path(output).mkdir(parents=True, exist_ok=True)
     if output is None or len(runs) == 1:
         for run in runs:
-            print(write_report(run.folder, output=output, say=_say))
+            print(write_report(run.folder, output=output, log=_log))
     if len(runs) > 1:
         print(write_comparison(runs, output or runs[0].folder))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"report.py: {text}", file=sys.stderr)
 
 

@@ -84,7 +84,7 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
     described = (
         None if run is None else parse(["--config", str(run / CONFIG)], paths=GRADIENT_PATHS)
     )
-    found = find_checkpoint(place, step=step, say=lambda text: print(text, file=sys.stderr))
+    found = find_checkpoint(place, step=step, log=lambda text: print(text, file=sys.stderr))
     if found is None:
         if described is None:
             raise ConfigError(f"{place}: no {CONFIG} there; give the folder of a run")

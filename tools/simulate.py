@@ -193,7 +193,7 @@ def _data(plan: Plan, steps: Sequence[SimulatedStep]) -> dict[str, Any]:
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's own options, and what is left for the configuration."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
-    parser = _Parser(
+    parser = _SimulateParser(
         usage="tools/simulate.py CONFIG --world-size N [OPTIONS] [FLAGS OF pretrain_gpt.py]\n"
         "       tools/simulate.py --paper NAME [--out FOLDER] [--json]",
         description=(__doc__ or "").split("\n")[0],
@@ -244,7 +244,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, [*config, *rest]
 
 
-class _Parser(argparse.ArgumentParser):
+class _SimulateParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}; see tools/simulate.py --help")
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--output: {arguments.output} is a folder; name a file in it")
         if stat_of(arguments.output) is not None and not arguments.overwrite:
             raise ConfigError(f"--output: {arguments.output} exists; add --overwrite")
-        files = find_inputs(arguments.input, say=_say)
+        files = find_inputs(arguments.input, log=_log)
         keys = tuple(arguments.json_keys)
         batches = read_batches(files, keys=keys, text_unit=arguments.text_unit)
         texts = read_texts(batches, keys, max_bytes=arguments.max_bytes)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if reached < arguments.vocab_size:
-        _say(f"--vocab-size: {arguments.vocab_size} asked, the text has pairs for {reached}")
+        _log(f"--vocab-size: {arguments.vocab_size} asked, the text has pairs for {reached}")
     print(f"wrote {arguments.output}: {reached} entries")
     return 0
 
@@ -93,7 +93,7 @@ def _check_encodable(text: str) -> None:
         raise unencodable(text) from error
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

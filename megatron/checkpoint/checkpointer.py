@@ -157,7 +157,7 @@ class Checkpointer:
         )
         asked, world = self.config.checkpoint, self.groups.world
         self._directory = save_directory(self.config, self.run_dir)
-        self._channel = world.apart() if asked.async_save else world
+        self._channel = world.new_gloo_group() if asked.async_save else world
         self._keeper: Keeper | None = None
         removes = asked.keep_last is not None or asked.save_retain_interval is not None
         if removes and world.rank == 0:
@@ -165,7 +165,7 @@ class Checkpointer:
                 directory=self._directory,
                 count=asked.keep_last or 1,
                 interval=asked.save_retain_interval,
-                say=self._notes.append,
+                log=self._notes.append,
                 files=self.files,
             )
 
@@ -184,14 +184,14 @@ class Checkpointer:
         asynchronous = self.config.checkpoint.async_save and not wait
         if asynchronous:
             # A rank that has no memory for its copies must not leave the others waiting.
-            shards = self.groups.world.agreed(partial(self._snapshots.take, shards))
+            shards = self.groups.world.raise_on_all_ranks(partial(self._snapshots.take, shards))
         work = partial(self._write, progress.iteration, shards, self._json(progress), began)
         if not asynchronous:
             self._conclude(work)
             return
         self._background.start(work)
         seconds = time.perf_counter() - began
-        self.metrics.say(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
+        self.metrics.log(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
 
     def settle(self, *, wait: bool = False) -> None:
         """Tell of a pending save that has ended on every rank, or `wait` for that; raises as
@@ -214,10 +214,10 @@ class Checkpointer:
             state=state,
             rank=self._channel.rank,
             world=self._channel.size,
-            gather=self._channel.gather_text,
+            gather=self._channel.all_gather_str,
             grid=self.groups.dims.sizes,
             packages={"torch": torch.__version__},
-            say=self._notes.append,
+            log=self._notes.append,
             files=self.files,
         )
         seconds = time.perf_counter() - began
@@ -229,12 +229,12 @@ class Checkpointer:
     def _conclude(self, work: Callable[[], _Written]) -> None:
         """Have the result of a save, or its error, on every rank alike, and tell of it."""
         try:
-            written = self.groups.world.agreed(work)
+            written = self.groups.world.raise_on_all_ranks(work)
         finally:
             while self._notes:
-                self.metrics.say(self._notes.pop(0))
+                self.metrics.log(self._notes.pop(0))
         self.metrics.saved(written.iteration)
-        self.metrics.say(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
+        self.metrics.log(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
 
     def _json(self, progress: TrainState) -> dict[str, Any]:
         return {
@@ -259,8 +259,10 @@ class Checkpointer:
         weights_only = asked.finetune and not origin.own
         fresh_moments = (asked.finetune or asked.no_load_optim) and not origin.own
         with Checkpoint.open(origin.path, verify=False) as saved:
-            self.groups.world.agreed(lambda: self._check(saved, weights_only, origin.own))
-            self.groups.world.agreed(lambda: self._take(saved, fresh_moments))
+            self.groups.world.raise_on_all_ranks(
+                lambda: self._check(saved, weights_only, origin.own)
+            )
+            self.groups.world.raise_on_all_ranks(lambda: self._take(saved, fresh_moments))
             # Collective where states are sharded: every rank has to have come this far.
             self.optimizer.loaded()
             if not weights_only and self._goes_on(saved, origin.own):
@@ -271,8 +273,8 @@ class Checkpointer:
                 if not weights_only:
                     self._announce_learning_rate(saved)
         progress = TrainState() if weights_only else TrainState(**saved.state["progress"])
-        self.groups.world.agreed(lambda: self._check_rest(progress, origin))
-        self.metrics.say(f"loaded checkpoint {origin.path} of step {saved.step}")
+        self.groups.world.raise_on_all_ranks(lambda: self._check_rest(progress, origin))
+        self.metrics.log(f"loaded checkpoint {origin.path} of step {saved.step}")
         return progress
 
     def _check(self, saved: Checkpoint, weights_only: bool, own: bool) -> None:
@@ -286,7 +288,7 @@ class Checkpointer:
                 where=saved.path,
                 own=own,
                 reset=asked.reset_grad_state,
-                say=self.metrics.say,
+                log=self.metrics.log,
             )
         if not weights_only and self.groups.world.rank == 0:
             check_data(
@@ -294,7 +296,7 @@ class Checkpointer:
                 self.data_files,
                 where=saved.path,
                 accept=asked.accept_new_data,
-                say=self.metrics.say,
+                log=self.metrics.log,
             )
 
     def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
@@ -303,18 +305,18 @@ class Checkpointer:
         applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
         if self.config.training.skip_train or left <= 0:
             return
-        idle = self.engine.why_idle(applied + 1, applied + left)
+        idle = self.engine.inactive_reason(applied + 1, applied + left)
         if idle and not origin.own:
             raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
         if idle:
-            self.metrics.say(f"the gradient path will not do what it is for: {idle}")
+            self.metrics.log(f"the gradient path will not do what it is for: {idle}")
 
     def _announce_grid(self, saved: Checkpoint) -> None:
         now = self.groups.dims.sizes
         was = {axis: saved.world.get(axis, 1) for axis in now}
         if was != now:
             saved_dims = ParallelDims(tp=was["tp"], dp=was["dp"], pp=was["pp"])
-            self.metrics.say(
+            self.metrics.log(
                 f"the checkpoint is of {saved_dims}, this run of {self.groups.dims}: it "
                 "goes on equal in state, not bitwise"
             )
@@ -323,7 +325,7 @@ class Checkpointer:
         was = saved.state.get("schedule", {})
         for key, value in schedule(self.config).items():
             if key in was and was[key] != value:
-                self.metrics.say(f"{key}: {was[key]} in the checkpoint, {value} from here on")
+                self.metrics.log(f"{key}: {was[key]} in the checkpoint, {value} from here on")
 
     def _announce_learning_rate(self, saved: Checkpoint) -> None:
         """Tell of a jump: the settings that make it may not name the learning rate."""
@@ -337,7 +339,7 @@ class Checkpointer:
         if not (options.lr_decay_iters or options.lr_decay_samples):
             unit = "samples" if self.config.training.train_samples else "iters"
             follows = f": its decay follows --train-{unit} unless --lr-decay-{unit} is given"
-        self.metrics.say(
+        self.metrics.log(
             f"learning rate at step {saved.step + 1}: {before:.2e} by the checkpoint's settings, "
             f"{now:.2e} from here on{follows}"
         )

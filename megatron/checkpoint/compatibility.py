@@ -107,7 +107,7 @@ def check_path(
     where: Path,
     own: bool,
     reset: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Raise `CheckpointError` where the gradient path differs: a run (`own`) keeps the one it began
     with, another may start from a dense one's checkpoint; with `reset` any may start from any,
@@ -116,12 +116,12 @@ def check_path(
     path, new = was.get(_PATH), now.get(_PATH)
     if not differing:
         if reset and own:
-            say(
+            log(
                 "--reset-grad-state is ignored: this run goes on, on the gradient path that it "
                 "began with; it is for --load and another --run-dir"
             )
         elif reset:
-            say(
+            log(
                 f"gradient path {new} starts anew: --reset-grad-state leaves behind its state in "
                 "the checkpoint, with what had not been sent yet"
             )
@@ -131,7 +131,7 @@ def check_path(
             f"{where}: was saved on another gradient path: {_few(differing)}; give the same "
             "settings, or --reset-grad-state to leave behind what that path had not sent yet"
         )
-    say(f"gradient path {new} starts here; the checkpoint is of {path}")
+    log(f"gradient path {new} starts here; the checkpoint is of {path}")
 
 
 def check_data(
@@ -140,7 +140,7 @@ def check_data(
     *,
     where: Path,
     accept: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Raise `CheckpointError` naming the data files that changed since, or only tell of them."""
     found = changes(was, now)
@@ -150,7 +150,7 @@ def check_data(
             "--accept-new-data to go on with these"
         )
     if found:
-        say(f"data changed since {where.name}, going on with it: {_few(found)}")
+        log(f"data changed since {where.name}, going on with it: {_few(found)}")
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:

@@ -93,7 +93,7 @@ def list_steps(directory: Path, *, files: Files = FILES) -> StepListing:
 def find_checkpoint(
     directory: Path | str,
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     step: int | None = None,
     repair: bool = False,
     hashes: bool = True,
@@ -102,7 +102,7 @@ def find_checkpoint(
     """The step folder to load: the newest that verifies, or that of `step`.
 
     `directory`: a run folder, its `checkpoints`, or one step folder. None if nothing was ever
-    committed there. Damaged folders are told through `say`; with `repair` (one rank only) they
+    committed there. Damaged folders are told through `log`; with `repair` (one rank only) they
     are renamed `.damaged-N` once a good one is found, and a stale `latest` is set right. It hashes
     every byte of what it returns, so other ranks need not; without `hashes` it reads headers alone,
     in milliseconds, for a look before a run. Raises `CheckpointError` if committed
@@ -118,26 +118,26 @@ def find_checkpoint(
             return None
         if path.is_dir() and (danger := open_to_all(path)):
             raise CheckpointError(f"{path}: {danger}")
-        return _find(path, step, say, repair, hashes, files)
+        return _find(path, step, log, repair, hashes, files)
 
 
 def _find(
     path: Path,
     step: int | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     repair: bool,
     hashes: bool,
     files: Files,
 ) -> Path | None:
     listing = list_steps(path, files=files) if path.is_dir() else StepListing([], [], [])
     for draft in listing.drafts:
-        say(f"{draft}: what a save or a removal that did not end left, not used")
+        log(f"{draft}: what a save or a removal that did not end left, not used")
     nothing = not listing.committed and not listing.damaged
     if nothing and (kind := alien(path)):
         raise CheckpointError(f"{path}: {kind}")
     if step is not None:
         return _explicit(path, step, listing.committed, hashes, files)
-    return None if nothing else _newest(path, listing, say, repair, hashes, files)
+    return None if nothing else _newest(path, listing, log, repair, hashes, files)
 
 
 def _check_one(path: Path, step: int | None, hashes: bool, files: Files) -> Path:
@@ -163,7 +163,7 @@ def _explicit(
 def _newest(
     path: Path,
     listing: StepListing,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     repair: bool,
     hashes: bool,
     files: Files,
@@ -175,14 +175,14 @@ def _newest(
         except NewerFormat:
             raise
         except CheckpointError as error:
-            say(f"checkpoint not used: {error}")
+            log(f"checkpoint not used: {error}")
             bad.append(folder)
             continue
         if repair:
             for other in bad:
                 target = set_aside(files, other.path, "damaged")
-                say(f"{other.path.name} is now {target.name}")
-        _compare_hint(path, folder.path, say, repair, files)
+                log(f"{other.path.name} is now {target.name}")
+        _compare_hint(path, folder.path, log, repair, files)
         return folder.path
     names = ", ".join([f.path.name for f in bad] + [folder.name for folder in listing.damaged])
     raise CheckpointError(
@@ -205,7 +205,7 @@ def verify_committed(
 
 
 def _compare_hint(
-    path: Path, chosen: Path, say: Callable[[str], None], repair: bool, files: Files
+    path: Path, chosen: Path, log: Callable[[str], None], repair: bool, files: Files
 ) -> None:
     hint = path / LATEST
     text = None
@@ -214,7 +214,7 @@ def _compare_hint(
     if text is not None and text.strip() == chosen.name:
         return
     told = "is missing" if text is None else f"says {show(text.strip())}"
-    say(f"{hint}: {told}, the newest checkpoint that verifies is {chosen.name}: using that")
+    log(f"{hint}: {told}, the newest checkpoint that verifies is {chosen.name}: using that")
     if repair:
         replace_text(files, hint, f"{chosen.name}\n", secrets.token_hex(4))
 
@@ -234,7 +234,7 @@ class Keeper:
     directory: Path
     count: int
     interval: int | None = None
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     files: Files = FILES
     _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
@@ -242,7 +242,7 @@ class Keeper:
         """Delete good steps older than the newest `count` good ones, except multiples of
         `interval`; returns their folders.
 
-        Damaged steps neither count nor go. A failure is told through `say`: the run has what it
+        Damaged steps neither count nor go. A failure is told through `log`: the run has what it
         needs, and the next save tries again.
         """
         removed: list[Path] = []
@@ -260,7 +260,7 @@ class Keeper:
                     self._remove(path)
                     removed.append(path)
         except CheckpointError as error:
-            self.say(f"older checkpoints stay: {error}")
+            self.log(f"older checkpoints stay: {error}")
         return removed
 
     def _is_retained(self, step: int) -> bool:
@@ -276,7 +276,7 @@ class Keeper:
             good = True
         except CheckpointError as error:
             good = False
-            self.say(f"not counted as a checkpoint to keep: {error}")
+            self.log(f"not counted as a checkpoint to keep: {error}")
         self._verdicts[folder.path] = stamp, good
         return good
 
@@ -309,7 +309,7 @@ class CheckpointSource:
 
 
 def locate_checkpoint(
-    config: Config, run_dir: Path, *, say: Callable[[str], None], look: bool = False
+    config: Config, run_dir: Path, *, log: Callable[[str], None], look: bool = False
 ) -> CheckpointSource | None:
     """Where to start from: the newest good checkpoint of this run, else of `--load`; None for
     step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is hashed,
@@ -332,7 +332,7 @@ def locate_checkpoint(
     if begun or own_step is not None:
         own = find_checkpoint(
             own_place,
-            say=say,
+            log=log,
             step=own_step,
             repair=own_step is None and not look,
             hashes=not look,
@@ -344,7 +344,7 @@ def locate_checkpoint(
         return None
     other = None
     if elsewhere:
-        other = find_checkpoint(asked.load, say=say, step=asked.ckpt_step, hashes=not look)
+        other = find_checkpoint(asked.load, log=log, step=asked.ckpt_step, hashes=not look)
     if other is None and (elsewhere or asked.exit_on_missing_checkpoint):
         raise CheckpointError(
             f"{asked.load}: no checkpoint was ever committed there; check --load, or leave it "
@@ -356,7 +356,7 @@ def locate_checkpoint(
 def _refuse_to_branch(found: Path, directory: Path, step: int | None, *, hashes: bool) -> None:
     if step is None:
         return
-    if find_checkpoint(directory, say=lambda text: None, hashes=hashes) != found:
+    if find_checkpoint(directory, log=lambda text: None, hashes=hashes) != found:
         raise CheckpointError(
             f"ckpt_step: {step} is not the newest of {directory}; to go another way from there, "
             f"give --load {directory} --ckpt-step {step} and a new --run-dir"

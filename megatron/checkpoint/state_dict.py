@@ -247,14 +247,16 @@ class RunStateDict:
             for info in infos
             if self.engine.layout.numel(info.name, info.param) < info.param.numel()
         ]
-        texts = self.groups.tp.gather_text(json.dumps(mine))
+        texts = self.groups.tp.all_gather_str(json.dumps(mine))
         return {name for text in texts for name in json.loads(text)}
 
     def _first_with(self, names: list[str]) -> set[str]:
         """Those of the names that no rank of this copy of the model before this one has."""
         own, found = set(names), set(names)
         for group in (self.groups.tp, self.groups.pp):
-            by_rank = [set(json.loads(text)) for text in group.gather_text(json.dumps(sorted(own)))]
+            by_rank = [
+                set(json.loads(text)) for text in group.all_gather_str(json.dumps(sorted(own)))
+            ]
             found = found.difference(*by_rank[: group.rank])
             own = own.union(*by_rank)
         return found
@@ -278,7 +280,7 @@ class RunStateDict:
 
     def take_path(self, saved: Checkpoint) -> None:
         """Give the gradient path its state back. Collective."""
-        self.groups.world.agreed(lambda: self._take_path(saved))
+        self.groups.world.raise_on_all_ranks(lambda: self._take_path(saved))
 
     def _take_path(self, saved: Checkpoint) -> None:
         if saved.names(_OLD_INDEX):

@@ -264,7 +264,7 @@ def save_checkpoint(
     gather: Gather = alone,
     grid: Mapping[str, int] | None = None,
     packages: Mapping[str, str] | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     files: Files = FILES,
 ) -> Path:
     """Write `directory/step_%08d`, whole or not at all; every rank calls, and all return its path
@@ -283,7 +283,7 @@ def save_checkpoint(
         manifest=manifest,
         rank=rank,
         gather=gather,
-        say=say,
+        log=log,
         files=files,
     )
 

@@ -99,7 +99,7 @@ class Save:
     manifest: Manifest
     rank: int
     gather: Gather
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     files: Files = FILES
 
     def run(self, part: Callable[[], RankWrites]) -> Path:
@@ -217,7 +217,7 @@ class Save:
             nonce = draft.name.rpartition("-")[2]
             replace_text(self.files, self.directory / LATEST, f"{final.name}\n", nonce)
         except CheckpointError as error:
-            self.say(f"{final} is saved, but the hint at it is not: {error}")
+            self.log(f"{final} is saved, but the hint at it is not: {error}")
         return str(final)
 
     def _stands(self, draft: Path, final: Path) -> bool:
@@ -245,10 +245,10 @@ class Save:
             except NewerFormat:
                 kind = "replaced"
             except CheckpointError as error:
-                self.say(f"damaged: {error}")
+                self.log(f"damaged: {error}")
                 kind = "damaged"
             aside = set_aside(self.files, final, kind)
-            self.say(f"{final.name} was there already and is now {aside.name}")
+            self.log(f"{final.name} was there already and is now {aside.name}")
         with failing_as(draft, f"rename to {final.name}"):
             try:
                 self.files.rename(draft, final)

@@ -64,7 +64,7 @@ class MockDataset:
         return (start + step * places) % self._modulus
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def build_datasets(
     seed: int,
     samples: tuple[int, int, int],
     vocab_size: int,
-    say: Say,
+    log: Log,
     tokenizer_fingerprint: str | None = None,
 ) -> Datasets:
     """Open, check and order the data; each set holds at least its number of `samples`.
@@ -91,7 +91,7 @@ def build_datasets(
     Sets are None for 0 samples, for a share of 0 in `--split`, or without a path of their own where
     paths are given per split. Every process that calls this with the same arguments gets the same
     samples; index caches are written by whoever comes first. `vocab_size` is the tokenizer's own,
-    without padding. `say` gets a line per corpus (documents, tokens, samples, epochs) and warnings.
+    without padding. `log` gets a line per corpus (documents, tokens, samples, epochs) and warnings.
     DataError for data that is missing, damaged, too small or of another tokenizer.
     """
     if data_config.mock_data:
@@ -110,11 +110,11 @@ def build_datasets(
         seed=seed,
         vocab_size=vocab_size,
         fingerprint=tokenizer_fingerprint,
-        say=say,
-        cache=IndexCache(data_config.data_cache_path, say=say),
+        log=log,
+        cache=IndexCache(data_config.data_cache_path, log=log),
     )
     sources = split_sources(data_config)
-    _warn_of_overlap(sources, say)
+    _warn_of_overlap(sources, log)
     train, valid, test = (
         builder.build(split, source, count) if source is not None and count > 0 else None
         for split, source, count in zip(SPLITS, sources, samples, strict=True)
@@ -122,7 +122,7 @@ def build_datasets(
     return Datasets(train=train, valid=valid, test=test)
 
 
-def _warn_of_overlap(sources: Sequence[Source | None], say: Say) -> None:
+def _warn_of_overlap(sources: Sequence[Source | None], log: Log) -> None:
     users: dict[str, list[str]] = {}
     for split, source in zip(SPLITS, sources, strict=True):
         if source is None:
@@ -130,12 +130,12 @@ def _warn_of_overlap(sources: Sequence[Source | None], say: Say) -> None:
         files = [os.path.realpath(bin_path(prefix)) for prefix in source.blend.prefixes]
         for path, count in Counter(files).items():
             if count > 1 and (split == "train" or not source.shared):
-                say(f"warning: {path}: named {count} times in one blend; its samples repeat")
+                log(f"warning: {path}: named {count} times in one blend; its samples repeat")
             if not source.shared:
                 users.setdefault(path, []).append(split)
     for path, splits in users.items():
         if len(splits) > 1:
-            say(f"warning: {path}: read by {' and '.join(splits)}; their losses are not apart")
+            log(f"warning: {path}: read by {' and '.join(splits)}; their losses are not apart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class _Builder:
     seed: int
     vocab_size: int
     fingerprint: str | None
-    say: Say
+    log: Log
     cache: IndexCache
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
@@ -242,7 +242,7 @@ class _Builder:
         return found
 
     def _tell(self, split: str, part: GPTDataset, used: int) -> None:
-        self.say(
+        self.log(
             f"data: {split}: {part.indexed.prefix}: {len(part.documents)} documents, "
             f"{part.plan.tokens_per_epoch} tokens, {used} samples, "
             f"{part.epochs_in(used):.2f} epochs"

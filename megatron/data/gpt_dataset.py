@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.errors import DataError
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -29,9 +29,9 @@ class IndexCache:
     then stay in memory.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, *, say: Say) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, *, log: Log) -> None:
         self._folder = None if folder is None else Path(folder)
-        self._say = say
+        self._log = log
         self._announced = False
 
     def folder(self, prefix: str, kind: str) -> Path:
@@ -68,11 +68,11 @@ class IndexCache:
             beside_data = self._folder is None and not folder.parent.exists()
             folder.mkdir(parents=True, exist_ok=True)
             if beside_data:
-                self._say(f"index cache: made {folder.parent} (elsewhere: --data-cache-path)")
+                self._log(f"index cache: made {folder.parent} (elsewhere: --data-cache-path)")
             entry.store(arrays)
         except OSError as error:
             if not self._announced:
-                self._say(
+                self._log(
                     f"index cache {folder}: cannot be written ({error.strerror}); going on without "
                     "(each rank and each start builds its own; see --data-cache-path)"
                 )

@@ -303,13 +303,13 @@ def preprocess(
     output_prefix: str,
     workers: int,
     max_bad_lines: int = 0,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     watch: Callable[[PreprocessCounts], None],
 ) -> PreprocessResult:
     """Write `{output_prefix}_{key}_document.{bin,idx,json}` for each key.
 
     Nothing appears under these names before all of it is complete. `watch` is called after each
-    batch, `say` with a line for each record left out. DataError: more than `max_bad_lines` bad
+    batch, `log` with a line for each record left out. DataError: more than `max_bad_lines` bad
     records, a worker that fails, or no tokens at all.
     """
     tokenizer = load_tokenizer(options.tokenizer)
@@ -321,7 +321,7 @@ def preprocess(
         results = stack.enter_context(closing(_encoded(batches, options, workers=workers)))
         tokens = [0] * len(writers)
         for batch, encoded in results:
-            _report_bad(batch, encoded.bad, counts, allowed=max_bad_lines, say=say)
+            _report_bad(batch, encoded.bad, counts, allowed=max_bad_lines, log=log)
             for key, writer in enumerate(writers):
                 _write(writer, encoded.tokens[key], encoded.lengths[key])
                 tokens[key] += len(encoded.tokens[key])
@@ -404,7 +404,7 @@ def _report_bad(
     counts: PreprocessCounts,
     *,
     allowed: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     for number, reason in bad:
         counts.bad += 1
@@ -414,7 +414,7 @@ def _report_bad(
                 f"{place}: {reason}; that is bad line {counts.bad}, and --max-bad-lines allows "
                 f"{allowed}"
             )
-        say(f"left out {place}: {reason}")
+        log(f"left out {place}: {reason}")
 
 
 def _write(writer: IndexedDatasetWriter, tokens: NDArray, lengths: Sequence[int]) -> None:

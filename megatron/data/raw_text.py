@@ -127,7 +127,7 @@ _BATCH_RECORDS = 1000
 _BOM = b"\xef\xbb\xbf"
 
 
-def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Path]:
+def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Path]:
     """Files, folders (all readable files below, by path) and glob patterns, as regular files.
 
     Order: as given, then by path. DataError for what is missing, empty or not a regular file.
@@ -137,12 +137,12 @@ def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Pat
         path = Path(name)
         there = stat_of(path)
         if there is not None and stat.S_ISDIR(there.st_mode):
-            files = _readable(sorted(_files_below(path)), where=name, say=say)
+            files = _readable(sorted(_files_below(path)), where=name, log=log)
         elif there is not None or not glob.has_magic(name):
             files = [path]
         else:
             matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
-            files = _readable(matches, where=name, say=say)
+            files = _readable(matches, where=name, log=log)
         found.extend(files)
     for path in found:
         require_regular(path)
@@ -154,7 +154,7 @@ def find_inputs(given: Sequence[str], *, say: Callable[[str], None]) -> list[Pat
         sorted({str(path) for path in found if found.count(path) > 1}) if len(found) < 1000 else []
     )
     if twice:
-        say(f"{twice[0]}: given more than once; its documents are written more than once")
+        log(f"{twice[0]}: given more than once; its documents are written more than once")
     return found
 
 
@@ -207,7 +207,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in names)
 
 
-def _readable(paths: Sequence[Path], *, where: str, say: Callable[[str], None]) -> list[Path]:
+def _readable(paths: Sequence[Path], *, where: str, log: Callable[[str], None]) -> list[Path]:
     known = (*_JSON, *_PARQUET, *_TEXT)
     files = [path for path in paths if not path.name.startswith(".") and not is_folder(path)]
     taken = [
@@ -220,7 +220,7 @@ def _readable(paths: Sequence[Path], *, where: str, say: Callable[[str], None]) 
             f"{where}: no file to read (looked for {', '.join(known)}, also compressed)"
         )
     if len(taken) < len(files):
-        say(f"{where}: {len(files) - len(taken)} of {len(files)} files are no raw text; left out")
+        log(f"{where}: {len(files) - len(taken)} of {len(files)} files are no raw text; left out")
     return taken
 
 

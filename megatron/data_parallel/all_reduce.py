@@ -69,7 +69,7 @@ class AllReduceReducer(GradientReducer):
         return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
 
     @property
-    def growth(self) -> float | None:
+    def overflow_bound(self) -> float | None:
         return 1.0 if self.divides else float(self.exchange.ranks)
 
     def _reduced(self, grad: torch.Tensor) -> TransferWork:

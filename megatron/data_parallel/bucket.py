@@ -115,9 +115,8 @@ class GradBucket:
     `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. A reducer may
     put another of the kind in its place when it commits a step. `tp_sharded`: its parameters are
     cut over the tensor-parallel group; `partial`: their gradients are to be summed over it. Where
-    optimizer states are sharded, `shard` says what this rank has of them and `room` is the memory
-    that `grad` begins, as long as all shards together.
-    """
+    optimizer states are sharded, `shard` says what this rank has of them and `storage` is the
+    memory that `grad` begins, as long as all shards together."""
 
     index: int
     slices: dict[str, Slice]
@@ -127,7 +126,7 @@ class GradBucket:
     tp_sharded: bool
     partial: bool = False
     shard: BucketShard | None = None
-    room: torch.Tensor | None = None
+    storage: torch.Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,8 +153,8 @@ class GradBucket:
 
     def zero_gaps(self) -> None:
         """Restore the zeros between slices, and after them, that another use of the memory took."""
-        room, end = self.grad if self.room is None else self.room, 0
+        storage, end = self.grad if self.storage is None else self.storage, 0
         for where in self.slices.values():
-            room[end : where.start].zero_()
+            storage[end : where.start].zero_()
             end = where.start + where.numel
-        room[end:].zero_()
+        storage[end:].zero_()

@@ -95,10 +95,10 @@ class GradientEngine:
         stream: bool = False,
     ) -> None:
         self.infos = {info.name: info for info in infos}
-        self.reducer, self.rewirer, self.groups = parts.reducer, parts.rewirer, groups
+        self.reducer, self.mask_updater, self.groups = parts.reducer, parts.mask_updater, groups
         self.model_shard = ModelShard(infos, groups)
         self._cap, self._grad_dtype, self._overlap = cap, grad_dtype, overlap
-        self._growth = parts.reducer.growth if stream else None
+        self._growth = parts.reducer.overflow_bound if stream else None
         self._voters = _apart(groups.world) if self.streams else groups.world
         self._handles = [
             leaf.register_post_accumulate_grad_hook(partial(self.accumulate, info.name))
@@ -144,8 +144,8 @@ class GradientEngine:
 
     def begin(self, context: StepContext) -> None:
         """Open a step; gradients of any number of backwards add up from here."""
-        settled = self.rewirer is None or self.rewirer.settled
-        self._context = dataclasses.replace(context, settled=settled)
+        final = self.mask_updater is None or self.mask_updater.layout_is_final
+        self._context = dataclasses.replace(context, layout_is_final=final)
         self._start_over()
 
     def expect_last_backward(self, names: Iterable[str] | None = None) -> None:
@@ -275,24 +275,28 @@ class GradientEngine:
         slot = self._slots[name]
         return slot.bucket, slot.where
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         """Why the path would do nothing of its own in these updates; "" where it does."""
-        idle = self.rewirer.why_idle(first, last) if self.rewirer is not None else ""
-        return idle or self.reducer.why_idle(first, last)
+        idle = (
+            self.mask_updater.inactive_reason(first, last) if self.mask_updater is not None else ""
+        )
+        return idle or self.reducer.inactive_reason(first, last)
 
     def stats(self, *, full: bool = False) -> ReducerStats:
         """Counters since the last call; `full`: also what takes a pass to find."""
         stats = self.reducer.stats(full=full)
-        if self.rewirer is None:
+        if self.mask_updater is None:
             return stats
-        extra = {**stats.extra, **self.rewirer.stats()}
-        return dataclasses.replace(stats, extra=extra, notes=(*stats.notes, *self.rewirer.notes()))
+        extra = {**stats.extra, **self.mask_updater.stats()}
+        return dataclasses.replace(
+            stats, extra=extra, notes=(*stats.notes, *self.mask_updater.notes())
+        )
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """The path's state that is equal on all data-parallel ranks, for the checkpoint."""
         yield from self.reducer.shared_tensors()
-        if self.rewirer is not None:
-            for name, tensor in self.rewirer.state_tensors():
+        if self.mask_updater is not None:
+            for name, tensor in self.mask_updater.state_tensors():
                 yield f"{REWIRER}{name}", tensor
 
     def load_state_tensors(
@@ -300,9 +304,11 @@ class GradientEngine:
     ) -> None:
         """Take back what `shared_tensors` and the reducer's `state_tensors` gave."""
         self.reducer.load_state_tensors(own, shared)
-        if self.rewirer is not None:
+        if self.mask_updater is not None:
             theirs = [name for name in shared if name.startswith(REWIRER)]
-            self.rewirer.load_state_tensors({n.removeprefix(REWIRER): shared[n] for n in theirs})
+            self.mask_updater.load_state_tensors(
+                {n.removeprefix(REWIRER): shared[n] for n in theirs}
+            )
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
@@ -314,7 +320,7 @@ class GradientEngine:
     def _start_over(self) -> None:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
-            slot.fresh = not self.reducer.carries
+            slot.fresh = not self.reducer.keeps_grad_between_steps
         self._held = HeldGradients()
         self._last: set[str] = set()
         self._finishing = False
@@ -357,7 +363,7 @@ class GradientEngine:
         if self._growth is not None:
             ranks = self.groups.dp.size
             dtype = self._grad_dtype
-            vote[4] = may_overflow(reached.max(), dtype, growth=self._growth, ranks=ranks)
+            vote[4] = may_overflow(reached.max(), dtype, overflow_bound=self._growth, ranks=ranks)
             vote = vote.cpu()  # where those connections are
         self._voters.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
         bad_anywhere, newest, oldest, most_urgent, unbounded = vote.tolist()
@@ -374,7 +380,7 @@ class GradientEngine:
         bucket, work = self.buckets[number], self._work[number]
         seen = partial(self._see, counts=self.model_shard.owns(bucket))
         if isinstance(work, PiecewiseWork):
-            return ReducedGrad(values=bucket.grad, until=PiecewiseArrival(work.pieces, seen))
+            return ReducedGrad(values=bucket.grad, wait_until=PiecewiseArrival(work.pieces, seen))
         seen(reduced := work.wait())
         return reduced
 
@@ -411,7 +417,7 @@ def _apart(world: Group) -> Group:
     """Connections to the same ranks that nothing else queues on, told of like the others."""
     votes = Calls("votes")
     votes.tell = world.calls.tell
-    return dataclasses.replace(world.apart(), calls=votes)
+    return dataclasses.replace(world.new_gloo_group(), calls=votes)
 
 
 def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.device) -> GradBucket:
@@ -427,7 +433,7 @@ def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.de
 
 
 def _compare_fingerprints(mine: str, groups: ProcessGroups) -> None:
-    seen = groups.dp.gather_text(mine)
+    seen = groups.dp.all_gather_str(mine)
     odd = [groups.dp.ranks[i] for i, text in enumerate(seen) if text != seen[0]]
     if odd:
         raise ConfigError(

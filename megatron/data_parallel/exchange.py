@@ -184,10 +184,10 @@ class Exchange:
             ]
         return self._started(parts, pending, (self.ranks - 1) * own.nbytes)
 
-    def gather_text(self, text: str) -> list[str]:
+    def all_gather_str(self, text: str) -> list[str]:
         """Bring a short text of every rank to every rank, in rank order. The host waits; the bytes
         are not counted, since they are few and of the control plane."""
-        return self._group.gather_text(text)
+        return self._group.all_gather_str(text)
 
     def take_counters(self) -> tuple[int, float]:
         """Return bytes sent and seconds waited since the last call, and reset them."""

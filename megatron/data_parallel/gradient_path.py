@@ -49,7 +49,7 @@ class MaskUpdater:
     same weights and must decide the same."""
 
     @property
-    def settled(self) -> bool:
+    def layout_is_final(self) -> bool:
         """Whether the entries that exist now stay for good."""
         raise NotImplementedError
 
@@ -61,9 +61,9 @@ class MaskUpdater:
         over."""
         raise NotImplementedError
 
-    def why_idle(self, first: int, last: int) -> str:
-        """As `GradientReducer.why_idle`: why nothing will change in the updates `first` to `last`,
-        though the path is there for that; "" where something does, or has."""
+    def inactive_reason(self, first: int, last: int) -> str:
+        """As `GradientReducer.inactive_reason`: why nothing will change in the updates `first` to
+        `last`, though the path is there for that; "" where something does, or has."""
         return ""
 
     def stats(self) -> Mapping[str, float]:
@@ -90,7 +90,7 @@ class PathParts:
 
     layout: BucketLayout
     reducer: GradientReducer
-    rewirer: MaskUpdater | None = None
+    mask_updater: MaskUpdater | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -34,13 +34,14 @@ def reach(values: torch.Tensor) -> torch.Tensor:
 
 
 def may_overflow(
-    reached: torch.Tensor, dtype: torch.dtype, *, growth: float, ranks: int
+    reached: torch.Tensor, dtype: torch.dtype, *, overflow_bound: float, ranks: int
 ) -> torch.Tensor:
     """Whether sums over `ranks` of entries that reach so far might not be finite, or their norm
-    (bool scalar): an entry becomes `growth` times what one rank has, and each addition rounds."""
+    (bool scalar): an entry becomes `overflow_bound` times what one rank has, and each addition
+    rounds."""
     limit = torch.finfo(dtype).max if dtype == torch.float16 else WIDE_LIMIT
     # Not ">=": NaN is to count.
-    return ~(reached * (growth * (1 + ranks * torch.finfo(dtype).eps)) < limit)
+    return ~(reached * (overflow_bound * (1 + ranks * torch.finfo(dtype).eps)) < limit)
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

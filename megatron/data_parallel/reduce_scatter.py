@@ -90,17 +90,17 @@ class ReduceScatterReducer(AllReduceReducer):
             length = shard_length(bucket.numel, ranks)
             own = Slice(self.exchange.rank * length, length)
             bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
-            bucket.room = bucket.grad.new_zeros(ranks * length)
+            bucket.storage = bucket.grad.new_zeros(ranks * length)
             # Its length stays: by it a ring orders its sums.
-            bucket.grad = bucket.room[: bucket.numel]
+            bucket.grad = bucket.storage[: bucket.numel]
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         scatter = self.scatter if self.scatter is not None else bucket.grad.is_cuda
-        if bucket.shard is None or bucket.room is None or not scatter:
+        if bucket.shard is None or bucket.storage is None or not scatter:
             return super().reduce(bucket, step)
         own = bucket.shard.where
         transfer = self.exchange.mean_of_part(
-            own.of(bucket.room), bucket.room, used=bucket.grad, divides=self.divides
+            own.of(bucket.storage), bucket.storage, used=bucket.grad, divides=self.divides
         )
         return _PartWork(own, own.of(bucket.grad), transfer)
 

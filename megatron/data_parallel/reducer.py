@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a reducer may know of the step: `t`, the applied update it would become (Adam's t,
-    from 1), and `loss_scale`, the factor by which this step's gradients are too large. `settled`:
-    the coordinates that exist now stay, so that state may be kept by them."""
+    """What a reducer may know of the step: `t`, the applied update it would become (Adam's t, from
+    1), and `loss_scale`, the factor by which this step's gradients are too large.
+    `layout_is_final`: the coordinates that exist now stay, so that state may be kept by them."""
 
     t: int
     loss_scale: float = 1.0
-    settled: bool = True
+    layout_is_final: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,20 @@ class ReducedGrad:
     clipping and optimizer read this and never `bucket.grad`.
 
     `values`: 1-D, in units of the scaled loss: the loss scale times too large. `index`: positions
-    of the values in the bucket, or None for all of them. `rest` tells what the positions outside
-    `index` mean to the optimizer: a zero gradient ("zero"), or no gradient, so that moments stay
-    and weights only decay ("frozen"). `gathered`: number of steps whose gradients each value sums
-    up (fp32, as long as the values), None for one. `part`: the positions of the bucket that all of
-    this is of, where other data-parallel ranks got the others; None for all. `until`: blocks until
-    the values before a place are there, as all mostly are (`ReducedGrads.begun`).
-    """
+    of the values in the bucket, or None for all of them. `unselected` tells what the positions
+    outside `index` mean to the optimizer: a zero gradient ("zero"), or no gradient, so that moments
+    stay and weights only decay ("frozen"). `steps_accumulated`: number of steps whose gradients
+    each value sums up (fp32, as long as the values), None for one. `part`: the positions of the
+    bucket that all of this is of, where other data-parallel ranks got the others; None for all.
+    `wait_until`: blocks until the values before a place are there, as all mostly are
+    (`ReducedGrads.begun`)."""
 
     values: torch.Tensor
     index: SparseIndex | None = None
-    rest: Literal["zero", "frozen"] = "zero"
-    gathered: torch.Tensor | None = None
+    unselected: Literal["zero", "frozen"] = "zero"
+    steps_accumulated: torch.Tensor | None = None
     part: Slice | None = None
-    until: Callable[[int], object] = field(default=_all_are_there, compare=False)
+    wait_until: Callable[[int], object] = field(default=_all_are_there, compare=False)
 
 
 class Work(Protocol):
@@ -194,7 +194,7 @@ class GradientReducer:
     rank for each of them (`state_tensors`); both go by logical name and are independent of buckets.
     """
 
-    carries: bool = False
+    keeps_grad_between_steps: bool = False
     """Whether a value that is left in a bucket after a step is part of the next step's gradient.
     Such a reducer empties buckets itself."""
 
@@ -202,7 +202,7 @@ class GradientReducer:
         self.exchange = exchange
 
     @property
-    def growth(self) -> float | None:
+    def overflow_bound(self) -> float | None:
         """For a reducer of plain means: how many times the largest entry of any rank's gradient a
         sum may reach on its way to the mean, but for rounding. Where that is known, some buckets
         may be updated while others are still being reduced. None: only after all are reduced."""
@@ -211,11 +211,10 @@ class GradientReducer:
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         """Prepare for these buckets, in the entries of `layout`.
 
-        Called before anything else, and again when other entries exist (`StepContext.settled` was
-        False until then), when there is no state yet. A reducer that shards optimizer states gives
-        the buckets their `shard` and the memory of their gradients. Collective over all ranks,
-        except for no buckets at all.
-        """
+        Called before anything else, and again when other entries exist
+        (`StepContext.layout_is_final` was False until then), when there is no state yet. A reducer
+        that shards optimizer states gives the buckets their `shard` and the memory of their
+        gradients. Collective over all ranks, except for no buckets at all."""
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         """Start finding the mean of `bucket.grad`; return without waiting for any collective."""
@@ -231,7 +230,7 @@ class GradientReducer:
     def abort(self, bucket: GradBucket) -> None:
         """Forget the step, which is dropped on every rank: the state is as before `reduce`."""
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         """Return why this path would do nothing that the dense path does not do in the updates
         `first` to `last`, with a way out, as one line of an error; "" where it does something."""
         return ""
@@ -275,7 +274,7 @@ class ReducedGrads(Protocol):
     def __iter__(self) -> Iterator[ReducedGrad]: ...
 
     def begun(self, index: int, /) -> ReducedGrad:
-        """One of them, of which the first values are there (`ReducedGrad.until`)."""
+        """One of them, of which the first values are there (`ReducedGrad.wait_until`)."""
         ...
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from megatron.data_parallel.reducer import ReducedGrad, Work
 
 
 class PiecewiseArrival:
-    """`ReducedGrad.until` of a bucket whose mean comes in pieces: each is waited for once, in
+    """`ReducedGrad.wait_until` of a bucket whose mean comes in pieces: each is waited for once, in
     order, when a value of it is first asked for, and shown to `seen` before it may be
     overwritten."""
 
@@ -39,7 +39,7 @@ class StreamedGrads:
 
     def __getitem__(self, index: int, /) -> ReducedGrad:
         reduced = self.begun(index)
-        reduced.until(reduced.values.numel())
+        reduced.wait_until(reduced.values.numel())
         return reduced
 
     def begun(self, index: int, /) -> ReducedGrad:

@@ -43,13 +43,13 @@ def compare(
     """Raise `kind` on every rank unless all have the same facts; the odd rank is the one that
     differs from most."""
     mine = json.dumps(facts, sort_keys=True, default=str)
-    digests = world.gather_text(hashlib.sha256(mine.encode()).hexdigest())
+    digests = world.all_gather_str(hashlib.sha256(mine.encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     usual = Counter(digests).most_common(1)[0][0]
     odd = next(rank for rank, digest in enumerate(digests) if digest != usual)
     like = digests.index(usual)
-    everyone = [json.loads(text) for text in world.gather_text(mine)]
+    everyone = [json.loads(text) for text in world.all_gather_str(mine)]
     keys = sorted(everyone[odd].keys() | everyone[like].keys())
     differing = [
         f"{key}: {everyone[odd].get(key)!r} there, {everyone[like].get(key)!r} on rank {like}"

@@ -60,7 +60,7 @@ def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step:
     if not bad.item():
         return
     lines = [line for copy, names in zip(copies, odd, strict=True) for line in _told(copy, names)]
-    groups.world.agreed(lambda: _raise(lines, step))
+    groups.world.raise_on_all_ranks(lambda: _raise(lines, step))
 
 
 class _Copies(NamedTuple):
@@ -94,7 +94,7 @@ def _odd(copies: _Copies) -> list[str]:
 def _told(copies: _Copies, names: list[str]) -> Iterator[str]:
     """A line for each of these names: on which ranks. Collective over the group."""
     group, found = copies
-    texts = group.gather_text(json.dumps([int(found[name]) for name in names]))
+    texts = group.all_gather_str(json.dumps([int(found[name]) for name in names]))
     everyone = [json.loads(text) for text in texts]
     for number, name in enumerate(names):
         sums = [values[number] for values in everyone]

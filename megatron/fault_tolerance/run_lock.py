@@ -66,7 +66,7 @@ class RunLock:
 
     @classmethod
     def take(
-        cls, run_dir: Path, *, job: Mapping[str, str], say: Callable[[str], None]
+        cls, run_dir: Path, *, job: Mapping[str, str], log: Callable[[str], None]
     ) -> RunLock | None:
         """Lock an existing run folder. `job`: Slurm's variables, as far as they are set.
 
@@ -81,12 +81,12 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                say(f"{path}: {error.strerror}: nothing keeps a second run out of this folder")
+                log(f"{path}: {error.strerror}: nothing keeps a second run out of this folder")
                 return None
             if descriptor is not None:
                 return cls(path, descriptor)
             if (gone := _clear(path, mine)) is not None:
-                say(f"run folder taken over from {gone}, which is gone")
+                log(f"run folder taken over from {gone}, which is gone")
         raise RunFolderInUse(f"{path}: changes hands all the time; start one run at a time")
 
     def release(self) -> None:

@@ -288,7 +288,7 @@ class Console:
         self._bar: Any = None
         self._next_redraw = 0.0
 
-    def say(self, text: str, *, brief: str | None = None) -> None:
+    def log(self, text: str, *, brief: str | None = None) -> None:
         """Announce `text`, with the time before its first line and control characters dropped.
         `brief` is as for `line`."""
         time = f" [{timestamp(self._clock())}] "
@@ -513,10 +513,10 @@ class Metrics:
             )
         self._announce_formula(formula)
 
-    def say(self, text: str, *, brief: str | None = None) -> None:
+    def log(self, text: str, *, brief: str | None = None) -> None:
         """Announce `text` on stdout and in log.txt, with the time. Where stdout is a terminal it
         shows `brief` instead, if there is one, and nothing if that is empty."""
-        self._console.say(text, brief=brief)
+        self._console.log(text, brief=brief)
 
     def step(self, record: StepRecord) -> None:
         """Store one step; print the log line if it ends an interval or the run."""
@@ -547,7 +547,7 @@ class Metrics:
         assert kind in EVALUATION_KINDS, kind
         self.flush()
         self._append(self._jsonl, json_line({"iteration": iteration, f"{kind}_loss": loss}))
-        self._console.say(
+        self._console.log(
             format_evaluation(iteration=iteration, kind=kind, loss=loss),
             brief=format_brief_evaluation(iteration=iteration, kind=kind, loss=loss),
         )
@@ -573,7 +573,7 @@ class Metrics:
                 self._progress.saved(iteration)
             except OSError as error:
                 self._progress = None
-                self.say(f"progress.txt: {error}; --log-progress is off from here on")
+                self.log(f"progress.txt: {error}; --log-progress is off from here on")
 
     def throughput(self, workload: Workload) -> Throughput | None:
         """Say what the steps of this start come to; None where there was but one, or none."""
@@ -581,7 +581,7 @@ class Metrics:
         if found is not None:
             if self._interval:
                 self._print_interval()
-            self.say(str(found))
+            self.log(str(found))
         return found
 
     def flush(self) -> None:
@@ -650,7 +650,7 @@ class Metrics:
             return
         peak = self._logging.peak_tflops
         against = f"; MFU is against a peak of {peak:g} TFLOP/s per rank" if peak else ""
-        self.say(f"model FLOPs: {formula}{against}", brief="")
+        self.log(f"model FLOPs: {formula}{against}", brief="")
 
     def _add_trackers(self, *, start_iteration: int, name: str, summary: Mapping[str, Any]) -> None:
         logging = self._logging
@@ -678,7 +678,7 @@ class Metrics:
                 self._drop(tracker.name, error)
 
     def _drop(self, name: str, error: Exception) -> None:
-        self.say(f"{name} failed ({type(error).__name__}: {error}); it is off for this run")
+        self.log(f"{name} failed ({type(error).__name__}: {error}); it is off for this run")
 
     def _append(self, file: AppendFile, text: str) -> None:
         try:
@@ -686,7 +686,7 @@ class Metrics:
             self._write_failed = False
         except OSError as error:
             if not self._write_failed:
-                self.say(f"metrics cannot be written ({error}); kept in memory and tried again")
+                self.log(f"metrics cannot be written ({error}); kept in memory and tried again")
             self._write_failed = True
 
 
@@ -696,7 +696,7 @@ class NullMetrics(Metrics):
     def __init__(self) -> None:
         pass
 
-    def say(self, text: str, *, brief: str | None = None) -> None:
+    def log(self, text: str, *, brief: str | None = None) -> None:
         """Drop the text."""
 
     def step(self, record: StepRecord) -> None:

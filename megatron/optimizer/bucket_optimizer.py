@@ -86,10 +86,10 @@ class BucketOptimizer:
     def rewire(self) -> None:
         """After a step that was applied and committed: let the gradient path change which
         coordinates exist. Every rank calls it after the same steps."""
-        if (rewirer := self.engine.rewirer) is None:
+        if (mask_updater := self.engine.mask_updater) is None:
             return
         # Batch step 14: change which entries exist.
-        change = rewirer.after_update(self.applied, self.engine.layout, self.weights())
+        change = mask_updater.after_update(self.applied, self.engine.layout, self.weights())
         if change is not None:
             self.rebucket(change)
 
@@ -232,7 +232,7 @@ class BucketOptimizer:
     ) -> None:
         """`out`: where the updated values of this rank's shard go, in the dtype that the model
         reads; it may overwrite, entry by entry, the gradients of those and of earlier ones."""
-        reduced.until(reduced.values.numel())
+        reduced.wait_until(reduced.values.numel())
         if reduced.index is not None:
             self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
             return
@@ -273,7 +273,7 @@ class BucketOptimizer:
         if hyper.weight_decay:
             weights = [weight.clone() for weight in weights]
         sent = hyper
-        if reduced.rest == "frozen" and hyper.weight_decay:
+        if reduced.unselected == "frozen" and hyper.weight_decay:
             # Weight decay needs no gradient: an entry that waits for its turn must not miss it.
             state.master.mul_(hyper.shrink)
             sent = dataclasses.replace(hyper, weight_decay=0.0)
@@ -282,7 +282,9 @@ class BucketOptimizer:
         for run, weight in zip(runs, weights, strict=True):
             moments = [moment[run.start : run.stop] for moment in state.moments]
             values = reduced.values[run.values]
-            waited = None if reduced.gathered is None else reduced.gathered[run.values]
+            waited = (
+                None if reduced.steps_accumulated is None else reduced.steps_accumulated[run.values]
+            )
             for start in range(0, values.numel(), self._chunk):
                 cut = slice(start, start + self._chunk)
                 mine = [moment[cut] for moment in moments]

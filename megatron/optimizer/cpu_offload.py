@@ -177,7 +177,7 @@ class OffloadedOptimizer(BucketOptimizer):
             here = self._buffers(number, cut)
             with self._lanes.coming(number):
                 _copy(there, here)
-            reduced.until(cut.stop)
+            reduced.wait_until(cut.stop)
             weight, *moments = here
             self.rule.apply(weight, self._scaled(reduced.values[cut], factor), moments, hyper)
             values[cut].copy_(weight)

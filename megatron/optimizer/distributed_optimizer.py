@@ -39,12 +39,12 @@ class ShardUpdates:
 
     def open(self, bucket: GradBucket) -> torch.Tensor:
         """Where the values of this rank's shard are to be written."""
-        assert bucket.shard is not None and bucket.room is not None
+        assert bucket.shard is not None and bucket.storage is not None
         dtype = self._engine.infos[bucket.names[0]].param.dtype
-        if dtype.itemsize <= bucket.room.element_size():
-            parts = bucket.room.view(dtype)[: bucket.shard.length]
+        if dtype.itemsize <= bucket.storage.element_size():
+            parts = bucket.storage.view(dtype)[: bucket.shard.length]
         else:
-            parts = bucket.room.new_zeros(bucket.shard.length, dtype=dtype)
+            parts = bucket.storage.new_zeros(bucket.shard.length, dtype=dtype)
         self._open = bucket, parts
         return bucket.shard.where.of(parts)
 

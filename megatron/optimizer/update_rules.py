@@ -62,15 +62,14 @@ class UpdateRule(Protocol):
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> None:
         """Update weight and moments from the gradient, which may be used as scratch.
 
-        `gathered`: number of steps whose gradients each entry sums up, None for one. A second
-        moment takes such a sum over c steps as c gradients of square g^2 / c each, which is what c
-        noisy ones would have brought to it: beta2^c v + (1 - beta2^c) g^2 / c. It then is as old as
-        the step count says, by which its bias is corrected.
-        """
+        `steps_accumulated`: number of steps whose gradients each entry sums up, None for one. A
+        second moment takes such a sum over c steps as c gradients of square g^2 / c each, which is
+        what c noisy ones would have brought to it: beta2^c v + (1 - beta2^c) g^2 / c. It then is as
+        old as the step count says, by which its bias is corrected."""
         ...
 
     def direction(
@@ -78,15 +77,14 @@ class UpdateRule(Protocol):
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The corrected update that `apply` has just multiplied by the learning rate, from the
         new moments and the weight before it (Algorithm 2, line 5 of the Radius paper).
 
-        With `gathered` as in `apply`, the update that entries would have of single gradients: a
-        first moment of sums over c steps is divided by sqrt(c), since noise makes it that much
-        larger than one that missed no step.
-        """
+        With `steps_accumulated` as in `apply`, the update that entries would have of single
+        gradients: a first moment of sums over c steps is divided by sqrt(c), since noise makes it
+        that much larger than one that missed no step."""
         ...
 
 
@@ -110,10 +108,10 @@ class AdamW:
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> None:
         exp_avg, exp_avg_sq = moments
-        grad = self._for_both_moments(exp_avg, exp_avg_sq, grad, gathered)
+        grad = self._for_both_moments(exp_avg, exp_avg_sq, grad, steps_accumulated)
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             [weight],
             [grad],
@@ -136,19 +134,19 @@ class AdamW:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         grad: torch.Tensor,
-        gathered: torch.Tensor | None,
+        steps_accumulated: torch.Tensor | None,
     ) -> torch.Tensor:
         """The gradient to give a fused kernel so that the second moment takes it as c gradients:
         less than g, and what the first moment would then lack is added to that beforehand. Where c
         is 1 no bit changes."""
-        if gathered is None:
+        if steps_accumulated is None:
             return grad
         assert self.beta1 > 0, "a first moment that forgets at once cannot be prepared"
-        exp_avg_sq.mul_(torch.pow(self.beta2, gathered - 1))
+        exp_avg_sq.mul_(torch.pow(self.beta2, steps_accumulated - 1))
         # 1 - beta2^c without the cancellation of a beta2 near 1.
-        share = torch.expm1(gathered * math.log(self.beta2 or LEAST)).neg_()
-        root = share.div_(gathered).div_(1 - self.beta2).sqrt_()
-        root.masked_fill_(gathered == 1, 1.0)
+        share = torch.expm1(steps_accumulated * math.log(self.beta2 or LEAST)).neg_()
+        root = share.div_(steps_accumulated).div_(1 - self.beta2).sqrt_()
+        root.masked_fill_(steps_accumulated == 1, 1.0)
         exp_avg.addcmul_(grad, 1 - root, value=(1 - self.beta1) / self.beta1)
         return grad.mul_(root)
 
@@ -157,12 +155,12 @@ class AdamW:
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
         exp_avg, exp_avg_sq = moments
         mean = exp_avg / (1 - self.beta1**hyper.t)
-        if gathered is not None:
-            mean.mul_(gathered.rsqrt())
+        if steps_accumulated is not None:
+            mean.mul_(steps_accumulated.rsqrt())
         scale = (exp_avg_sq / (1 - self.beta2**hyper.t)).sqrt_().add_(self.eps)
         return mean.div_(scale).add_(old_weight, alpha=hyper.weight_decay)
 
@@ -188,14 +186,14 @@ class ApexAdamW(AdamW):
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> None:
         import amp_C  # pyright: ignore[reportMissingImports]
         from apex.multi_tensor_apply import (  # pyright: ignore[reportMissingImports]
             multi_tensor_applier,
         )
 
-        grad = self._for_both_moments(moments[0], moments[1], grad, gathered)
+        grad = self._for_both_moments(moments[0], moments[1], grad, steps_accumulated)
         adam_w_mode, bias_correction = 1, 1
         multi_tensor_applier(
             amp_C.multi_tensor_adam,
@@ -229,7 +227,7 @@ class SGD:
         grad: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> None:
         (velocity,) = moments
         velocity.mul_(self.momentum).add_(grad)
@@ -240,7 +238,9 @@ class SGD:
         old_weight: torch.Tensor,
         moments: Sequence[torch.Tensor],
         hyper: Hyper,
-        gathered: torch.Tensor | None = None,
+        steps_accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        velocity = moments[0] if gathered is None else moments[0] * gathered.rsqrt()
+        velocity = (
+            moments[0] if steps_accumulated is None else moments[0] * steps_accumulated.rsqrt()
+        )
         return torch.add(velocity, old_weight, alpha=hyper.weight_decay)

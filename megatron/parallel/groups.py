@@ -155,7 +155,7 @@ class Group:
         assert work is not None, "we are in the group"
         return work
 
-    def apart(self) -> Group:
+    def new_gloo_group(self) -> Group:
         """The same ranks over connections of their own, for a thread that talks while others do.
         CPU tensors only. Every rank of the world calls this once, in step."""
         if self.handle is None:
@@ -168,7 +168,7 @@ class Group:
         """Wait until every rank of the group is here (on CPU tensors, so that it blocks)."""
         self.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
-    def gather_text(self, text: str) -> list[str]:
+    def all_gather_str(self, text: str) -> list[str]:
         """Every rank's text, in group order, on every rank. Bytes only: nothing is unpickled."""
         if self.handle is None:
             return [text]
@@ -188,7 +188,7 @@ class Group:
             for chunk, size in zip(received, sizes, strict=True)
         ]
 
-    def agreed(self, work: Callable[[], T]) -> T:
+    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and fail together: if it raises a `SparsetronError` anywhere,
         every rank raises the first one, so that none is left waiting in a later collective."""
         result: T | None = None
@@ -199,7 +199,7 @@ class Group:
         except SparsetronError as error:
             mine = error
             problem = {"code": error.exit_code, "text": str(error)}
-        for rank, reply in enumerate(map(json.loads, self.gather_text(json.dumps(problem)))):
+        for rank, reply in enumerate(map(json.loads, self.all_gather_str(json.dumps(problem)))):
             if reply:
                 error = ERRORS_BY_CODE.get(reply["code"], SparsetronError)(reply["text"])
                 if mine is not None and rank == self.rank:

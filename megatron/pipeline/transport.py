@@ -198,7 +198,7 @@ def open_transport(
 
 def agree_on_shape(pipeline: Group, mine: str) -> None:
     """Raise `ConfigError` where a rank of the pipeline says another text than the first."""
-    seen = pipeline.gather_text(mine)
+    seen = pipeline.all_gather_str(mine)
     for rank, other in zip(pipeline.ranks, seen, strict=True):
         if other != seen[0]:
             raise ConfigError(

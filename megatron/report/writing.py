@@ -20,20 +20,20 @@ def write_report(
     run_dir: str | Path,
     *,
     output: str | Path | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Path:
     """Write report.html and loss.png from what the folder holds, into it or into `output`; returns
     the former's path.
 
-    Without matplotlib there is no loss.png, and `say` is told so. Raises `ConfigError` where the
+    Without matplotlib there is no loss.png, and `log` is told so. Raises `ConfigError` where the
     folder holds no metrics, OSError where it cannot be written.
     """
     run = read_run(run_dir)
     folder = run.folder if output is None else Path(output)
     path = folder / REPORT
     replace_text(path, run_page(run, written=timestamp(time.time())))
-    if not write_picture(folder / PICTURE, [run], [run.name]) and say is not None:
-        say(f"{PICTURE} is left out: matplotlib is not installed (pip install 'sparsetron[log]')")
+    if not write_picture(folder / PICTURE, [run], [run.name]) and log is not None:
+        log(f"{PICTURE} is left out: matplotlib is not installed (pip install 'sparsetron[log]')")
     return path
 
 

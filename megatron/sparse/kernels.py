@@ -130,9 +130,9 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-# `apart` is always 0, which Triton is not told: it then takes neighbouring entries to lie anywhere
-# and gives them to neighbouring threads, one each, rather than four in a row to each thread. Loads
-# are as good, and what each entry is then stored by need not be dealt out anew.
+# `new_gloo_group` is always 0, which Triton is not told: it then takes neighbouring entries to lie
+# anywhere and gives them to neighbouring threads, one each, rather than four in a row to each
+# thread. Loads are as good, and what each entry is then stored by need not be dealt out anew.
 
 
 @triton.jit

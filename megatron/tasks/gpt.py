@@ -45,11 +45,11 @@ class GPTTask:
         return FORMULA
 
     def check_files(
-        self, config: Config, run_dir: Path, *, say: Callable[[str], None]
+        self, config: Config, run_dir: Path, *, log: Callable[[str], None]
     ) -> CheckpointSource | None:
         from megatron.preflight import check_paths
 
-        return check_paths(config, run_dir, say=say)
+        return check_paths(config, run_dir, log=log)
 
     def logical_shapes(
         self, config: Config, path: GradientPath
@@ -141,7 +141,7 @@ class LoadedGPT:
         return chunks
 
     def readers(
-        self, groups: ProcessGroups, device: torch.device, *, say: Callable[[str], None]
+        self, groups: ProcessGroups, device: torch.device, *, log: Callable[[str], None]
     ) -> Readers:
         from megatron.data.data_loader import BatchReader, Readers
         from megatron.data.sampler import CollateOptions, MicrobatchSampler
@@ -155,7 +155,7 @@ class LoadedGPT:
 
         def build() -> Datasets:
             provider = self.task.train_valid_test_datasets_provider
-            return provider(config, self.vocabulary, samples, say)
+            return provider(config, self.vocabulary, samples, log)
 
         sampler = MicrobatchSampler(
             config.training.micro_batch_size, groups.dp.rank, groups.dp.size
@@ -167,8 +167,8 @@ class LoadedGPT:
             reset_attention_mask=config.data.reset_attention_mask,
         )
         # Rank 0 builds first and fills the index cache.
-        mine = groups.world.agreed(lambda: build() if groups.world.rank == 0 else None)
-        sets = groups.world.agreed(lambda: mine or build())
+        mine = groups.world.raise_on_all_ranks(lambda: build() if groups.world.rank == 0 else None)
+        sets = groups.world.raise_on_all_ranks(lambda: mine or build())
 
         def reader(dataset: Any) -> BatchReader | None:
             if dataset is None:

@@ -59,7 +59,7 @@ class LoadedTask(Protocol):
         ...
 
     def readers(
-        self, groups: ProcessGroups, device: torch.device, *, say: Callable[[str], None]
+        self, groups: ProcessGroups, device: torch.device, *, log: Callable[[str], None]
     ) -> Readers:
         """Open the data sets of training, validation and test. Collective over the world.
 
@@ -87,7 +87,7 @@ class Task(Protocol):
         ...
 
     def check_files(
-        self, config: Config, run_dir: Path, *, say: Callable[[str], None]
+        self, config: Config, run_dir: Path, *, log: Callable[[str], None]
     ) -> CheckpointSource | None:
         """Look at every file that a run would read, without starting the run.
 

@@ -157,7 +157,7 @@ class FeedbackReducer(GradientReducer, ABC):
     def abort(self, bucket: GradBucket) -> None:
         self._work.pop(bucket.index, None)
 
-    def why_idle(self, first: int, last: int) -> str:
+    def inactive_reason(self, first: int, last: int) -> str:
         if self.start_iter <= last or not any(self._names.values()):
             return ""
         return (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.bench.common.alpha_beta import Link
+from tools.bench.common.alpha_beta import AlphaBetaLink
 from tools.bench.gradient_path.messages import Sizes
 
-SLOW = Link(alpha=0.001, beta=1e-8, ranks=2)
+SLOW = AlphaBetaLink(alpha=0.001, beta=1e-8, ranks=2)
 SIZES = Sizes(
     shapes={"first": (500, 500), "bias": (500,), "last": (1000, 250)},
     buckets=[["last"], ["bias"], ["first"]],

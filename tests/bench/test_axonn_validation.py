@@ -26,7 +26,7 @@ from tools.bench.axonn_validation.page import (
     seed_noise,
     verdicts,
 )
-from tools.bench.axonn_validation.plain_training import Curve, plain_gpt, train
+from tools.bench.axonn_validation.plain_training import LossCurve, plain_gpt, train
 from tools.bench.axonn_validation.run import SMALL, main
 from tools.bench.common.contenders import Ours, quiet
 
@@ -116,13 +116,13 @@ def test_claims_hold_and_fail() -> None:
 def test_finished_runs_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[bool] = []
 
-    def pretend(flags: list[str], *, fp32_norm: bool, **_: object) -> Curve:
+    def pretend(flags: list[str], *, fp32_norm: bool, **_: object) -> LossCurve:
         trained.append(fp32_norm)
-        return Curve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
+        return LossCurve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
 
     monkeypatch.setattr(axonn_validation, "train", pretend)
     monkeypatch.setattr(
-        axonn_validation, "_ours", lambda *_: Curve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
+        axonn_validation, "_ours", lambda *_: LossCurve(losses=[8.0] * SMALL.steps, valid_loss=7.0)
     )
     first = axonn_validation.measured(SMALL, tmp_path)
     assert trained == [False, True, False, False]

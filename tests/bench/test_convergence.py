@@ -23,15 +23,15 @@ from tools.bench.convergence.run import Processes, prepare, run_all
 from tools.bench.convergence.study import (
     EARLY,
     START,
-    Plan,
-    Run,
+    StudyPlan,
+    StudyRun,
     dense_of,
     flags_of,
     fork_steps,
     stages,
 )
 
-PLAN = Plan(steps=200, tokens=64, sequence=16, valid_tokens=64)
+PLAN = StudyPlan(steps=200, tokens=64, sequence=16, valid_tokens=64)
 STUDY = study()
 
 
@@ -57,10 +57,10 @@ def test_study_holds_the_comparisons_it_is_for() -> None:
 
 @pytest.mark.parametrize("run", STUDY, ids=lambda run: run.name)
 @pytest.mark.parametrize("steps", [1000, 2000])
-def test_command_line_is_accepted(run: Run, steps: int) -> None:
+def test_command_line_is_accepted(run: StudyRun, steps: int) -> None:
     if run.path not in GRADIENT_PATHS:
         pytest.skip(f"{run.path} is not part of this version")
-    plan = Plan(steps=steps)
+    plan = StudyPlan(steps=steps)
     flags = flags_of(run, plan, data=Path("data"), runs_dir=Path("runs"))
     config = resolve(parse(flags, paths=GRADIENT_PATHS), run.ranks)
     assert config.total_iterations() == steps
@@ -70,7 +70,7 @@ def test_command_line_is_accepted(run: Run, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [200, 1000, 2000])
 def test_paths_select_at_the_first_step_after_the_fork(steps: int) -> None:
-    plan = Plan(steps=steps)
+    plan = StudyPlan(steps=steps)
     for run in STUDY:
         if run.interval is not None:
             assert run.start is not None
@@ -80,7 +80,7 @@ def test_paths_select_at_the_first_step_after_the_fork(steps: int) -> None:
 
 
 def test_runs_differ_in_what_their_names_say_alone() -> None:
-    def flags(run: Run) -> dict[str, str]:
+    def flags(run: StudyRun) -> dict[str, str]:
         found = flags_of(run, PLAN, data=Path("data"), runs_dir=Path("runs"))[:-1]
         return dict(zip(found[::2], found[1::2], strict=True))
 
@@ -103,7 +103,7 @@ def test_plan_refuses_what_does_not_divide(wrong: dict[str, int]) -> None:
 
 
 def test_a_dense_run_stops_at_each_fork_and_is_not_stopped_twice(tmp_path: Path) -> None:
-    dense = Run(variant="dense", seed=1)
+    dense = StudyRun(variant="dense", seed=1)
     found = list(stages(dense, PLAN, data=Path("data"), runs_dir=tmp_path))
     assert [flags[-2:] for flags in found[:2]] == [
         ["--exit-interval", str(step)] for step in (round(EARLY * 200) - 1, round(START * 200) - 1)
@@ -115,7 +115,7 @@ def test_a_dense_run_stops_at_each_fork_and_is_not_stopped_twice(tmp_path: Path)
 
 
 def test_forks_cost_what_they_do_not_share() -> None:
-    runs = [Run(variant="dense", seed=1), radius(0.1), radius(0.1, start=EARLY)]
+    runs = [StudyRun(variant="dense", seed=1), radius(0.1), radius(0.1, start=EARLY)]
     seconds = study_seconds(runs, PLAN, step=1.0, rest=10.0)
     assert seconds == pytest.approx(200 + 160 + 190 + 30)
 
@@ -175,7 +175,7 @@ def line_of(iteration: int, **more: Any) -> dict[str, Any]:
     return {**values, "bytes_sent": 10, "step_seconds": 0.1, **more}
 
 
-def run_some(runs: Sequence[Run], folder: Path, fake: Fake, *, jobs: int = 2) -> list[str]:
+def run_some(runs: Sequence[StudyRun], folder: Path, fake: Fake, *, jobs: int = 2) -> list[str]:
     """`run_all` in a folder."""
     return run_all(
         runs,
@@ -204,7 +204,7 @@ def test_whole_study_runs_once(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_and_its_forks_wait_for_it(tmp_path: Path) -> None:
-    runs = [Run(variant="dense", seed=1), radius(0.1)]
+    runs = [StudyRun(variant="dense", seed=1), radius(0.1)]
     assert run_some(runs, tmp_path, Fake({"dense-seed1": 75})) == [
         "dense-seed1",
         "radius_0.1-seed1",
@@ -238,7 +238,7 @@ def test_a_runner_that_stops_is_given_no_other_run(
 
 
 def test_a_run_whose_numbers_went_wrong_has_a_row(tmp_path: Path) -> None:
-    runs = [Run(variant="dense", seed=1), radius(0.1)]
+    runs = [StudyRun(variant="dense", seed=1), radius(0.1)]
     assert run_some(runs, tmp_path, Fake({"radius_0.1-seed1": 5})) == []
     row = read_rows(tmp_path / "results.jsonl", PLAN)[1]
     assert (row["exit_code"], row["valid_loss"], row["last_step"]) == (5, None, 41)

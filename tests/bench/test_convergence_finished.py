@@ -17,13 +17,13 @@ from pretrain_gpt import GRADIENT_PATHS
 from tests.bench.test_convergence import PLAN, Fake, line_of, run_some
 from tools.bench.convergence.finished import is_finished
 from tools.bench.convergence.rows import read_rows
-from tools.bench.convergence.study import Plan, Run, flags_of, fork_steps
+from tools.bench.convergence.study import StudyPlan, StudyRun, flags_of, fork_steps
 from tools.bench.pruning.study import study
 
-DENSE = Run(variant="dense", seed=1)
+DENSE = StudyRun(variant="dense", seed=1)
 
 
-def finish(run: Run, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
+def finish(run: StudyRun, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
     """The folder of a run that has done all its steps, or those up to `last`."""
     folder = runs_dir / run.name
     flags = flags_of(run, PLAN, data=Path("elsewhere"), runs_dir=Path("before"))
@@ -39,7 +39,7 @@ def finish(run: Run, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
     return folder
 
 
-def finished(folder: Path, run: Run = DENSE, plan: Plan = PLAN) -> bool:
+def finished(folder: Path, run: StudyRun = DENSE, plan: StudyPlan = PLAN) -> bool:
     """Whether the folder holds the run."""
     flags = flags_of(run, plan, data=folder.parents[1] / "data", runs_dir=folder.parent)
     return is_finished(folder, flags, run.ranks)

@@ -23,7 +23,7 @@ from tools.bench.convergence.plot import mean_difference
 from tools.bench.convergence.radius_page import RADIUS
 from tools.bench.convergence.report import write_report
 from tools.bench.convergence.rows import Row, append_row, row_of
-from tools.bench.convergence.study import Plan, Run, dense_of, flags_of
+from tools.bench.convergence.study import StudyPlan, StudyRun, dense_of, flags_of
 from tools.bench.pruning.page import PRUNING, comparisons_of
 from tools.bench.pruning.study import (
     MOST_RUNS,
@@ -38,10 +38,10 @@ from tools.bench.pruning.study import (
 )
 
 STUDY = study()
-DENSE, SGD = Run(variant="dense", seed=1), Run(variant="dense", seed=1, optimizer="sgd")
+DENSE, SGD = StudyRun(variant="dense", seed=1), StudyRun(variant="dense", seed=1, optimizer="sgd")
 
 
-def flags(run: Run, plan: Plan = PLAN) -> dict[str, str]:
+def flags(run: StudyRun, plan: StudyPlan = PLAN) -> dict[str, str]:
     """The command line by flag."""
     found = flags_of(run, plan, data=Path("data"), runs_dir=Path("runs"))[:-1]
     return dict(zip(found[::2], found[1::2], strict=True))
@@ -70,8 +70,8 @@ def test_dense_runs_are_those_of_the_radius_study() -> None:
 
 @pytest.mark.parametrize("run", STUDY, ids=lambda run: run.name)
 @pytest.mark.parametrize("steps", [200, 1000])
-def test_command_line_is_accepted(run: Run, steps: int) -> None:
-    line = flags_of(run, Plan(steps=steps), data=Path("data"), runs_dir=Path("runs"))
+def test_command_line_is_accepted(run: StudyRun, steps: int) -> None:
+    line = flags_of(run, StudyPlan(steps=steps), data=Path("data"), runs_dir=Path("runs"))
     config = resolve(parse(line, paths=GRADIENT_PATHS), 1)
     assert config.total_iterations() == steps
     assert config.optimizer.optimizer == run.optimizer
@@ -83,7 +83,7 @@ def test_runs_differ_in_what_their_names_say_alone() -> None:
         "--samo-pruning": "random",
         "--run-dir": "runs/random_0.9-seed2",
     }
-    own = dict(magnitude.items() - flags(Run(variant="dense", seed=2)).items())
+    own = dict(magnitude.items() - flags(StudyRun(variant="dense", seed=2)).items())
     assert own == {
         "--grad-path": "samo",
         "--samo-sparsity": "0.9",
@@ -98,7 +98,7 @@ def test_runs_differ_in_what_their_names_say_alone() -> None:
 
 
 def test_intervals_shrink_with_the_run() -> None:
-    plan = Plan(steps=1000)
+    plan = StudyPlan(steps=1000)
     bird = flags(early_bird(), plan)
     assert (bird["--ckpt-step"], bird["--samo-early-bird-interval"]) == ("49", "5")
     radius = flags(with_radius(), plan)
@@ -143,7 +143,7 @@ def test_small_model_is_the_nearest_in_parameters() -> None:
 
 
 def left_by(
-    run: Run, folder: Path, loss: float = 5.0, distances: dict[int, float] | None = None
+    run: StudyRun, folder: Path, loss: float = 5.0, distances: dict[int, float] | None = None
 ) -> Row:
     """The row of a run whose steps send all that is stored."""
     first = 1 if run.start is None else PLAN.start_step(run.start)
@@ -252,7 +252,7 @@ def test_report_tells_how_each_was_pruned_and_what_it_cost(tmp_path: Path, rows:
         append_row(results, row)
     page = tmp_path / "README.md"
     page.write_text(f"# Pruning\n\nIt holds.\n\n{MARK}\nstale table\n")
-    write_report(results, tmp_path, PRUNING, say=said.append)
+    write_report(results, tmp_path, PRUNING, log=said.append)
     text = page.read_text()
     f = f"{stored(PLAN.sequence, SPARSITY) / parameters(PLAN.sequence):.4f}"
     for line in (

@@ -18,7 +18,7 @@ from tools.bench.convergence.radius import baseline, radius
 from tools.bench.convergence.radius_page import RADIUS, goals_of
 from tools.bench.convergence.report import write_report
 from tools.bench.convergence.rows import WINDOWS, append_row, curve, read_rows, row_of
-from tools.bench.convergence.study import START, Plan, Run
+from tools.bench.convergence.study import START, StudyPlan, StudyRun
 
 # -------------------------------------------------------------------------------------- rows
 
@@ -67,7 +67,7 @@ def test_rows_of_another_size_are_refused_and_a_torn_line_is_left_out(tmp_path: 
     append_row(path, synthetic("dense", 2, 5.0))
     assert [row["seed"] for row in read_rows(path, PLAN)] == [1, 2]
     with pytest.raises(ConfigError, match="another --results"):
-        read_rows(path, Plan())
+        read_rows(path, StudyPlan())
 
 
 # ------------------------------------------------------------------------------------ report
@@ -75,7 +75,7 @@ def test_rows_of_another_size_are_refused_and_a_torn_line_is_left_out(tmp_path: 
 
 def synthetic(variant: str, seed: int, loss: float | None, *, start: float | None = None) -> dict:
     """A row."""
-    run = Run(variant=variant, seed=seed, start=start)
+    run = StudyRun(variant=variant, seed=seed, start=start)
     points = [(step, (loss or 0.0) + 100 / step) for step in range(42, 201, 2)]
     return {
         "name": run.name, "group": run.group, "variant": variant, "seed": seed, "beta2": 0.999,
@@ -133,10 +133,10 @@ def test_report_is_written_and_keeps_what_was_read_into_it(tmp_path: Path) -> No
     pytest.importorskip("matplotlib")
     results, said = tmp_path / "results.jsonl", []
     with pytest.raises(ConfigError, match="no finished run"):
-        write_report(results, tmp_path, RADIUS, say=said.append)
+        write_report(results, tmp_path, RADIUS, log=said.append)
     for row in ROWS:
         append_row(results, row)
-    write_report(results, tmp_path / "out", RADIUS, say=said.append)
+    write_report(results, tmp_path / "out", RADIUS, log=said.append)
     page = tmp_path / "out" / "README.md"
     text = page.read_text()
     assert "| radius 0.1 | 1, 2, 3 | 5 | 0.118 | 1.000 | 10% | 7.2000 | +0.2000 | 0.0577 |" in text
@@ -144,7 +144,7 @@ def test_report_is_written_and_keeps_what_was_read_into_it(tmp_path: Path) -> No
     assert "beyond twice the error" in text
     assert text.index("| dense |") < text.index("| radius 0.1 |") < text.index("| radius 0.5 |")
     page.write_text(head := f"# Losses\n\nIt holds.\n\n{MARK}\n")
-    write_report(results, tmp_path / "out", RADIUS, say=said.append)
+    write_report(results, tmp_path / "out", RADIUS, log=said.append)
     assert page.read_text() == f"{head}\n{text}"
     values = json.loads((tmp_path / "out" / "results.json").read_text())
     assert values["goals"][0]["met"] and values["plan"] == asdict(PLAN)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.report import read_run
 from tools.bench.gpu import pipeline as gpu_pipeline
-from tools.bench.gpu.pipeline import CASES, Case, main, problem
+from tools.bench.gpu.pipeline import CASES, QueueCase, main, problem
 
 
 def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
@@ -19,12 +19,12 @@ def test_two_ranks_get_through_with_the_losses_of_one(tmp_path: Path) -> None:
     assert problem(alone, tmp_path / "alone", None, smoke=True) == ""
     first = read_run(tmp_path / "alone")
     assert problem(pipeline, tmp_path / "two", first, smoke=True) == ""
-    other = Case("another rate", 1, "--lr 0.5")
+    other = QueueCase("another rate", 1, "--lr 0.5")
     assert "first differing step" in problem(other, tmp_path / "other", first, smoke=True)
 
 
 def test_a_run_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = problem(Case("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
+    found = problem(QueueCase("wrong", 1, "--num-layers 0"), tmp_path / "run", None, smoke=True)
     assert found == "failed with exit codes [2]" and "--num-layers" in capsys.readouterr().err
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from megatron.errors import ConfigError
 from tests.bench.path_results import DENSE_BYTES, SIZES, SLOW, SPARSE_BYTES, result
-from tools.bench.common.alpha_beta import Link, Message, Timeline, fit, greedy_buckets, predict
+from tools.bench.common.alpha_beta import (
+    AlphaBetaLink,
+    AlphaBetaMessage,
+    AlphaBetaTimeline,
+    fit,
+    greedy_buckets,
+    predict,
+)
 from tools.bench.common.methods import DEFAULT, SAMO, method
 from tools.bench.common.netlab import Network, Wire
 from tools.bench.common.phases import CPU_TIME, KEEP, PLACE, REDUCE
@@ -18,12 +25,12 @@ from tools.bench.gradient_path.cost import DENSE, SPARSE, radius_targets
 from tools.bench.gradient_path.cost_rank import RESAMPLE, STEP
 from tools.bench.gradient_path.messages import counted_share, messages, sent_share
 from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, plot, read, write
-from tools.bench.gradient_path.rows import Table, table
+from tools.bench.gradient_path.rows import GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
 
 
 def test_ring_collectives_cost_what_equations_3_and_4_say() -> None:
-    link = Link(alpha=0.5, beta=2.0, ranks=4)
+    link = AlphaBetaLink(alpha=0.5, beta=2.0, ranks=4)
     assert link.all_reduce(8.0) == 2 * 0.5 * 3 + 2 * 8.0 * 2.0 * 3 / 4
     together = 4 * 8.0  # D of Eq. 4
     assert link.all_gather(8.0) == 0.5 * 4 + together * 2.0 * 3 / 4
@@ -33,7 +40,7 @@ def test_ring_collectives_cost_what_equations_3_and_4_say() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_fit_finds_the_link_again(ranks: int) -> None:
-    link = Link(alpha=3e-4, beta=1.1e-8, ranks=ranks)
+    link = AlphaBetaLink(alpha=3e-4, beta=1.1e-8, ranks=ranks)
     sizes = (500_000, 8_000_000)
     small, large = ((size, link.all_reduce(size)) for size in sizes)
     found = fit(ranks, small=small, large=large)
@@ -45,29 +52,29 @@ def test_fit_takes_no_latency_below_zero() -> None:
 
 
 def test_only_what_backward_does_not_hide_makes_a_step_longer() -> None:
-    timeline = Timeline(ready={"b": 2.0, "a": 3.0}, backward=3.0, step=3.5)
-    hidden = [Message(seconds=0.5, names=["b"])]
+    timeline = AlphaBetaTimeline(ready={"b": 2.0, "a": 3.0}, backward=3.0, step=3.5)
+    hidden = [AlphaBetaMessage(seconds=0.5, names=["b"])]
     assert predict(timeline, []) == predict(timeline, hidden) == 3.5
     assert predict(timeline, hidden, overlap=False) == 4.0
     # b is under way until 4, then a until 5: two seconds after backward.
-    both = [Message(seconds=2.0, names=["b"]), Message(seconds=1.0, names=["a"])]
+    both = [AlphaBetaMessage(seconds=2.0, names=["b"]), AlphaBetaMessage(seconds=1.0, names=["a"])]
     assert predict(timeline, both) == 5.5
     assert predict(timeline, both, overlap=False) == 6.5
     # One that needs both waits for the later, one that names none for the end of backward.
-    assert predict(timeline, [Message(seconds=1.0, names=["b", "a"])]) == 4.5
-    assert predict(timeline, [Message(seconds=1.0)]) == 4.5
+    assert predict(timeline, [AlphaBetaMessage(seconds=1.0, names=["b", "a"])]) == 4.5
+    assert predict(timeline, [AlphaBetaMessage(seconds=1.0)]) == 4.5
 
 
 def test_emulated_dense_step_is_predicted_as_the_protocol_did() -> None:
     """perf.md, A1: 8 buckets of 5.73 MB over 300 ms of backward at 95 MB/s: 681 ms with overlap,
     944 without; the sparse step at d = 0.4 494 ms."""
     ready = {str(i): 0.150 + 0.0375 * (i + 1) for i in range(8)}
-    timeline = Timeline(ready=ready, backward=0.450, step=0.4625)
-    link = Link(alpha=0.0, beta=1 / 95e6, ranks=2)
+    timeline = AlphaBetaTimeline(ready=ready, backward=0.450, step=0.4625)
+    link = AlphaBetaLink(alpha=0.0, beta=1 / 95e6, ranks=2)
 
     def step(density: float, *, overlap: bool = True) -> float:
         seconds = link.all_reduce(density * 4 * 11.47e6 / 8)
-        sent = [Message(seconds=seconds, names=[name]) for name in ready]
+        sent = [AlphaBetaMessage(seconds=seconds, names=[name]) for name in ready]
         return predict(timeline, sent, overlap=overlap)
 
     assert step(1.0) == pytest.approx(0.681, rel=0.02)
@@ -169,7 +176,9 @@ def test_numbers_too_small_are_refused(flag: str, capsys: pytest.CaptureFixture[
     assert f"{flag} 1: must be at least 2" in capsys.readouterr().err
 
 
-def _table(*, sparse: float = 0.32, sent: float = SPARSE_BYTES, topk: float = 0.5) -> Table:
+def _table(
+    *, sparse: float = 0.32, sent: float = SPARSE_BYTES, topk: float = 0.5
+) -> GradientPathTable:
     steps = {
         "compute": [(0.30, 0.0, 1.0)] * 4,
         "dense": [(seconds, DENSE_BYTES, 1.0) for seconds in (0.50, 0.55, 0.50, 0.50)],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from tools.bench.locality.report import Curve, Kept, as_markdown, write_report
+from tools.bench.locality.report import KeptShare, LocalityCurve, as_markdown, write_report
 from tools.bench.locality.run import KINDS, flags_of, kept_of
 from tools.bench.locality.watch import Counter
 
@@ -19,9 +19,9 @@ TINY = (
 ).split()
 
 
-def curve(counts: list[int], steps: int) -> Curve:
+def curve(counts: list[int], steps: int) -> LocalityCurve:
     """Of an MLP's gradient."""
-    return Curve.of_counts(
+    return LocalityCurve.of_counts(
         counts, kind="MLP", what="gradient", top=0.2, steps=steps, shared=0.5, from_first=0.25
     )
 
@@ -57,8 +57,8 @@ def test_long_curves_are_thinned_and_keep_their_ends() -> None:
 
 def test_report_shows_curves_and_what_was_kept(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    kept = [Kept(name="radius", shares=((50, 0.4), (100, 0.6)))]
-    write_report(tmp_path, [curve([2, 1, 0, 0], 2)], kept, {"steps": 2}, say=lambda text: None)
+    kept = [KeptShare(name="radius", shares=((50, 0.4), (100, 0.6)))]
+    write_report(tmp_path, [curve([2, 1, 0, 0], 2)], kept, {"steps": 2}, log=lambda text: None)
     text = (tmp_path / "README.md").read_text()
     assert "| MLP | 0.2 | absolute gradient | 25.00% | 50.00% | 50.00% | 50.00% | 25.00% |" in text
     assert "| radius | 2 | 40.0% | 50.0% | 60.0% |" in text

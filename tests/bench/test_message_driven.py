@@ -15,7 +15,7 @@ from megatron.pipeline.schedule import Kind, Operation, one_f_one_b
 from tools.bench.common.netlab import SCRIPT, Network, why_not
 from tools.bench.message_driven.page import as_markdown
 from tools.bench.message_driven.plot import panels_of
-from tools.bench.message_driven.rows import Emulation, rows_of
+from tools.bench.message_driven.rows import EmulationRow, rows_of
 from tools.bench.message_driven.run import main
 from tools.bench.message_driven.uneven_stage import (
     BALANCED,
@@ -26,11 +26,11 @@ from tools.bench.message_driven.uneven_stage import (
     PROFILES,
     REFERENCE,
     SLOW,
-    Contender,
+    UnevenContender,
     factor_of,
 )
 
-EMULATION = Emulation(
+EMULATION = EmulationRow(
     forward=1.0,
     backward=2.0,
     shape=(1, 250, 1000),
@@ -62,7 +62,7 @@ def _steps(**seconds: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 3), (4, 16)])
 def test_an_order_of_none_ahead_is_that_of_1f1b(stages: int, microbatches: int) -> None:
     seconds = {"forward": 1, "backward": 2}
-    fixed = Contender(name="fixed").on_paper(
+    fixed = UnevenContender(name="fixed").on_paper(
         stages, microbatches, factor=factor_of(BALANCED, 0), **seconds
     )
     orders = [[each.operation for each in rank] for rank in fixed.ranks]

@@ -12,7 +12,7 @@ from megatron.processor import processor_model
 from radius.native_library import instruction_sets
 from tools.bench.common.page_files import PAGE, read_results
 from tools.bench.native_kernels import run as native_kernels
-from tools.bench.native_kernels.run import CASES, COMPILED, TORCH, Row, main, page_part
+from tools.bench.native_kernels.run import CASES, COMPILED, TORCH, NativeKernelRow, main, page_part
 
 
 @pytest.mark.skipif(not instruction_sets(), reason="needs the kernels of radius/native.c")
@@ -43,7 +43,7 @@ def test_each_instruction_set_has_a_page_of_its_own() -> None:
 def test_the_ratio_is_of_what_a_step_does() -> None:
     took = {"gather": {COMPILED: 1.0, TORCH: 3.0}, "place": {COMPILED: 1.0, TORCH: 1.0}}
     took["take"] = {COMPILED: 50.0, TORCH: 1.0}
-    row = Row(density=0.4, select="largest", took=took, index_bytes={})
+    row = NativeKernelRow(density=0.4, select="largest", took=took, index_bytes={})
     assert row.ratio == 0.5
 
 

@@ -21,7 +21,7 @@ from tools.bench.gradient_path import run as gradient_path
 from tools.bench.gradient_path.cost import samo_targets
 from tools.bench.gradient_path.cost_rank import STEP
 from tools.bench.gradient_path.report import as_markdown
-from tools.bench.gradient_path.rows import Table, table
+from tools.bench.gradient_path.rows import GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
 from tools.bench.samo_memory import run as samo_memory
 
@@ -42,7 +42,7 @@ def test_pruned_rows_are_in_16_bit_unless_they_say_so() -> None:
     assert with_computing(["dense", "samo-0.9-fp32"])[:2] == ["compute", "dense"]
 
 
-def _samo_table(*, samo: float = 0.35, sent: float = SAMO_BYTES) -> Table:
+def _samo_table(*, samo: float = 0.35, sent: float = SAMO_BYTES) -> GradientPathTable:
     steps = {
         "compute": [(0.30, 0.0, 1.0)] * 3,
         "compute-bf16": [(0.20, 0.0, 1.0)] * 3,

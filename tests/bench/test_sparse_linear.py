@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.bench.sparse_linear.kernels import Kernel, Operands, check, kernels
-from tools.bench.sparse_linear.report import PASSES, Absence, Report, Row
+from tools.bench.sparse_linear.report import PASSES, Absence, Report, SparseLinearRow
 from tools.bench.sparse_linear.run import main
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_two_of_four_keeps_two_of_four() -> None:
 def test_absences_are_told_once_with_their_sizes() -> None:
     report = Report(facts={})
     for size in (128, 256):
-        row = Row(
+        row = SparseLinearRow(
             dtype="fp16",
             size=size,
             one_pass="forward",

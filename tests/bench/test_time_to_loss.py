@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.gradient_path.rows import Row
+from tools.bench.gradient_path.rows import GradientPathRow
 from tools.bench.time_to_loss import run as time_to_loss
 from tools.bench.time_to_loss.run import GROUPS, RESULTS, courses, runs_of, seconds_until
 
@@ -41,8 +41,8 @@ def study() -> list[dict[str, Any]]:
     ]
 
 
-def step(method: str, median: float, resample: float | None = None) -> Row:
-    return Row(
+def step(method: str, median: float, resample: float | None = None) -> GradientPathRow:
+    return GradientPathRow(
         method=method,
         median=median,
         least=median,

@@ -1,4 +1,5 @@
-"""Ranks as threads, and a table of system calls that fails or dies where a test wants it to."""
+"""Ranks as threads, and a table of system calls that fails or dies where a test wants it
+to."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class PeerGone(Exception):
     """What a collective raises when another rank is no longer there."""
 
 
-class Ranks:
+class CheckpointRanks:
     """Runs one function on several ranks, threads here, with a gather among them."""
 
     def __init__(self, world: int) -> None:

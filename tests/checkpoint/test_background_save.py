@@ -205,7 +205,7 @@ def test_a_save_is_finished_though_the_numbers_went_wrong(
     ranks: Ranks, tmp_path: Path, world: int
 ) -> None:
     assert ranks.run(world, on_rank_nan, tmp_path) == [3] * world
-    found = find_checkpoint(tmp_path, say=print)
+    found = find_checkpoint(tmp_path, log=print)
     assert found is not None and found.name == "step_00000002"
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import (
+    CheckpointRanks,
     DyingFiles,
     FailingFiles,
     HookedFiles,
     Killed,
     PeerGone,
     QuickFiles,
-    Ranks,
     tree,
 )
 
@@ -44,7 +44,7 @@ def save(directory: Path, step: int, value: float, files: Files = QUICK) -> Path
 
 def found(directory: Path) -> tuple[int, float] | None:
     """Step and value of what a new start would load, all of it checked."""
-    path = find_checkpoint(directory, say=silent, repair=True)
+    path = find_checkpoint(directory, log=silent, repair=True)
     if path is None:
         return None
     with Checkpoint.open(path) as saved:
@@ -207,7 +207,7 @@ def save_on(directory: Path, files: dict[int, Files]) -> list[object]:
             files=files.get(rank, QUICK),
         )
 
-    return Ranks(4).run(act)
+    return CheckpointRanks(4).run(act)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -224,7 +224,7 @@ def test_all_ranks_tell_the_same_of_one_that_failed(tmp_path: Path, rank: int) -
             break
         assert all(isinstance(result, CheckpointError) for result in results)
         assert f"on rank {rank}" in texts.pop()
-        assert find_checkpoint(tmp_path, say=silent) is not None
+        assert find_checkpoint(tmp_path, log=silent) is not None
     assert k > 3
 
 
@@ -239,7 +239,7 @@ def test_a_rank_that_dies_leaves_nothing_torn(tmp_path: Path, rank: int) -> None
             break
         assert isinstance(results[rank], Killed)
         assert all(isinstance(r, PeerGone) for i, r in enumerate(results) if i != rank)
-        path = find_checkpoint(tmp_path, say=silent)
+        path = find_checkpoint(tmp_path, log=silent)
         assert path is not None
         with Checkpoint.open(path) as saved:
             assert saved.step in (1, 2)

@@ -25,7 +25,7 @@ def save(directory: Path, step: int, value: float = 0.0) -> Path:
 
 def keeper(directory: Path, count: int, files: Files = QUICK) -> tuple[Keeper, list[str]]:
     said: list[str] = []
-    return Keeper(directory=directory, count=count, say=said.append, files=files), said
+    return Keeper(directory=directory, count=count, log=said.append, files=files), said
 
 
 def steps(directory: Path) -> list[str]:
@@ -61,7 +61,7 @@ def test_multiples_of_the_interval_stay_beside_the_newest(
     tmp_path: Path, count: int, stay: list[int]
 ) -> None:
     said: list[str] = []
-    keep = Keeper(directory=tmp_path, count=count, interval=2, say=said.append, files=QUICK)
+    keep = Keeper(directory=tmp_path, count=count, interval=2, log=said.append, files=QUICK)
     for step in range(1, 8):
         save(tmp_path, step)
         keep.prune()
@@ -73,7 +73,7 @@ def test_a_step_between_retained_ones_stays_until_a_newer_one_is_good(tmp_path: 
     save(tmp_path, 3)
     damage(save(tmp_path, 4))
     said: list[str] = []
-    keep = Keeper(directory=tmp_path, count=1, interval=2, say=said.append, files=QUICK)
+    keep = Keeper(directory=tmp_path, count=1, interval=2, log=said.append, files=QUICK)
     assert keep.prune() == [] and len(said) == 1
     save(tmp_path, 5)
     assert [path.name[-2:] for path in keep.prune()] == ["03"]
@@ -98,7 +98,7 @@ def test_the_last_good_one_stays_when_all_others_rot(five: Path) -> None:
         damage(five / f"step_0000000{step}")
     keep, _ = keeper(five, 2)
     assert keep.prune() == []
-    found = find_checkpoint(five, say=lambda text: None)
+    found = find_checkpoint(five, log=lambda text: None)
     assert found is not None and found.name == "step_00000001"
 
 

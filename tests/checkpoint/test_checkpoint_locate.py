@@ -35,7 +35,7 @@ def damage(folder: Path) -> None:
 
 
 def find(path: Path, said: list[str], *, step: int | None = None, repair: bool = False) -> str:
-    folder = find_checkpoint(path, say=said.append, step=step, repair=repair)
+    folder = find_checkpoint(path, log=said.append, step=step, repair=repair)
     assert folder is not None
     return folder.name
 
@@ -51,13 +51,13 @@ def test_newest_from_run_checkpoints_or_step_folder(run: Path) -> None:
 
 def test_nothing_was_ever_committed(tmp_path: Path) -> None:
     said: list[str] = []
-    assert find_checkpoint(tmp_path / "none", say=said.append) is None
-    assert find_checkpoint(tmp_path, say=said.append) is None
+    assert find_checkpoint(tmp_path / "none", log=said.append) is None
+    assert find_checkpoint(tmp_path, log=said.append) is None
     draft = tmp_path / "checkpoints" / "step_00000005.tmp-00aa"
     draft.mkdir(parents=True)
     (draft / "rank_00000.safetensors").write_bytes(b"half")
     assert said == []
-    assert find_checkpoint(tmp_path, say=said.append) is None
+    assert find_checkpoint(tmp_path, log=said.append) is None
     assert len(said) == 1 and "step_00000005.tmp-00aa" in said[0]
 
 
@@ -90,13 +90,13 @@ def test_all_damaged_is_an_error_and_stays_one(run: Path) -> None:
         damage(folder / f"step_000000{step}")
     for _ in range(2):
         with pytest.raises(CheckpointError) as caught:
-            find_checkpoint(run, say=lambda text: None, repair=True)
+            find_checkpoint(run, log=lambda text: None, repair=True)
         assert all(f"step_000000{step}" in str(caught.value) for step in (10, 20, 30))
     for step in (10, 20, 30):
         path = folder / f"step_000000{step}"
         path.rename(path.with_name(f"{path.name}.damaged-1"))
     with pytest.raises(CheckpointError, match="damaged-1"):
-        find_checkpoint(run, say=lambda text: None, repair=True)
+        find_checkpoint(run, log=lambda text: None, repair=True)
 
 
 def test_an_explicit_step_is_that_one_or_an_error(run: Path) -> None:
@@ -160,7 +160,7 @@ def test_errors_of_the_disk_are_like_damage(run: Path) -> None:
         k += 1
         files = FailingFiles(k, errno.EIO)
         try:
-            path = find_checkpoint(run, say=said.append, files=files)
+            path = find_checkpoint(run, log=said.append, files=files)
         except CheckpointError as error:
             assert "Input/output error" in str(error)
             assert files.failed in ("entries", "close")
@@ -202,8 +202,8 @@ def test_pickles_and_foreign_folders_are_named_and_not_opened(tmp_path: Path) ->
     }
     for name, kind in expected.items():
         for act in (
-            lambda path: find_checkpoint(path, say=lambda text: None),
-            lambda path: find_checkpoint(path, say=lambda text: None, step=3),
+            lambda path: find_checkpoint(path, log=lambda text: None),
+            lambda path: find_checkpoint(path, log=lambda text: None, step=3),
             Checkpoint.open,
         ):
             with pytest.raises(CheckpointError, match=f"{name}: is {kind}, not a checkpoint"):

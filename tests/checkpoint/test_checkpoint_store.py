@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import Ranks, rewrite_manifest, tree
+from checkpoint_helpers import CheckpointRanks, rewrite_manifest, tree
 from safetensors import safe_open
 
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, save_checkpoint, whole
@@ -128,7 +128,7 @@ def test_replicated_tensors_are_written_once_and_by_all(tmp_path: Path) -> None:
             tmp_path, step=1, tensors=tensors, state={}, rank=rank, world=4, gather=gather
         )
 
-    paths = Ranks(4).run(save)
+    paths = CheckpointRanks(4).run(save)
     assert set(paths) == {tmp_path / "step_00000001"}
     sizes = [p.stat().st_size for p in sorted(paths[0].glob("*.safetensors"))]
     assert len(sizes) == 4
@@ -219,7 +219,7 @@ class Layout:
                 gather=gather,
             )
 
-        paths = Ranks(4).run(save)
+        paths = CheckpointRanks(4).run(save)
         assert all(path == paths[0] for path in paths), paths
         return paths[0]
 
@@ -293,7 +293,7 @@ def test_every_rank_raises_what_is_wrong_on_one(
             tmp_path, step=4, tensors=shards(rank), state={}, rank=rank, world=4, gather=gather
         )
 
-    errors = Ranks(4).run(save)
+    errors = CheckpointRanks(4).run(save)
     assert all(isinstance(error, CheckpointError) for error in errors), errors
     assert len({str(error) for error in errors}) == 1
     assert message in str(errors[0]) and "\n" not in str(errors[0])
@@ -306,7 +306,7 @@ def test_ranks_at_different_steps_are_refused(tmp_path: Path) -> None:
             tmp_path, step=rank, tensors=[], state={}, rank=rank, world=2, gather=gather
         )
 
-    errors = Ranks(2).run(save)
+    errors = CheckpointRanks(2).run(save)
     assert all("step 1" in str(e) and isinstance(e, CheckpointError) for e in errors)
 
 
@@ -354,7 +354,7 @@ def test_saving_a_step_again(tmp_path: Path) -> None:
 
     def save(value: float) -> Path:
         tensors = {"t": torch.full((3,), value)}
-        return save_checkpoint(tmp_path, step=1, tensors=tensors, state={}, say=said.append)
+        return save_checkpoint(tmp_path, step=1, tensors=tensors, state={}, log=said.append)
 
     path = save(1.0)
     before = path.stat().st_ino

@@ -147,7 +147,7 @@ class GridToy(Toy):
             state={},
             rank=self.groups.world.rank,
             world=self.groups.world.size,
-            gather=self.groups.world.gather_text,
+            gather=self.groups.world.all_gather_str,
             grid=self.groups.dims.sizes,
         )
 

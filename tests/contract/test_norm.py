@@ -20,7 +20,7 @@ def test_sum_of_squares_is_exact_to_fp32_rounding_at_any_length(entries: int) ->
     assert sum_of_squares(values.bfloat16()).item() == pytest.approx(exact, rel=1e-2)
 
 
-class Calls(TorchDispatchMode):
+class NormCalls(TorchDispatchMode):
     """Counts what is launched, and the entries of the longest tensor that it makes."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ def test_on_a_device_launches_do_not_grow_with_the_bucket(dtype: torch.dtype) ->
     found = []
     for entries in (100_000, 1 << 32):
         values = torch.empty(entries, dtype=dtype, device="meta")
-        with Calls() as calls:
+        with NormCalls() as calls:
             sum_of_squares(values)
         # No fp32 copy either: a number for each row at most.
         assert calls.longest <= entries // 1024

@@ -17,18 +17,18 @@ from megatron.parallel.groups import Group
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Stream:
+class WaitStream:
     """A device that is at `reached` of what it was given; each item takes it a millisecond."""
 
     def __init__(self) -> None:
         self.given = self.reached = 0
 
-    def event(self) -> Event:
-        return Event(self)
+    def event(self) -> WaitEvent:
+        return WaitEvent(self)
 
 
-class Event:
-    def __init__(self, stream: Stream) -> None:
+class WaitEvent:
+    def __init__(self, stream: WaitStream) -> None:
         self._stream = stream
         self._at: int | None = None
 
@@ -40,7 +40,7 @@ class Event:
         assert self._at is not None
         return self._at <= self._stream.reached
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: WaitEvent) -> float:
         assert self._at is not None and end_event._at is not None
         assert self.query() and end_event.query(), "the host would wait"
         return float(end_event._at - self._at)
@@ -54,7 +54,7 @@ def test_on_a_cpu_the_host_waits() -> None:
 
 
 def test_on_a_gpu_the_stream_does_and_is_asked_later() -> None:
-    stream = Stream()
+    stream = WaitStream()
     waits = Waits(stream.event)
     for milliseconds in (3, 5, 7):
         with waits.on(GPU):
@@ -72,7 +72,7 @@ def test_on_a_gpu_the_stream_does_and_is_asked_later() -> None:
 class LateWork:
     """A collective that takes a stream ten milliseconds."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: WaitStream) -> None:
         self._stream = stream
 
     def wait(self) -> None:
@@ -80,7 +80,7 @@ class LateWork:
 
 
 def test_the_dense_path_tells_of_the_stream_a_step_later() -> None:
-    stream = Stream()
+    stream = WaitStream()
     reducer = AllReduceReducer(exchange := Exchange(Group((0, 1), 0)))
     exchange.waits = Waits(stream.event)
     values: Any = SimpleNamespace(device=GPU)

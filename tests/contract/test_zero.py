@@ -289,7 +289,7 @@ def on_rank_save(groups: ProcessGroups, case: PathCase, folder: Path) -> dict[st
         state={},
         rank=groups.world.rank,
         world=groups.world.size,
-        gather=groups.world.gather_text,
+        gather=groups.world.all_gather_str,
     )
     return toy.state()
 
@@ -381,7 +381,7 @@ def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
         state={},
         rank=groups.world.rank,
         world=4,
-        gather=groups.world.gather_text,
+        gather=groups.world.all_gather_str,
     )
     with Checkpoint.open(folder / "step_00000001") as saved:
         for name, whole in wholes.items():

@@ -16,7 +16,7 @@ from megatron.errors import DataError
 from tests.data.pairs import Options, write_pair
 
 
-class Told(list[str]):
+class BuildNotes(list[str]):
     """Collects what is said."""
 
     def __call__(self, line: str) -> None:
@@ -24,9 +24,9 @@ class Told(list[str]):
 
 
 def _build(options: Options, samples=(40, 10, 5), *, vocab_size: int = 60, **more):
-    told = Told()
+    told = BuildNotes()
     built = build_datasets(
-        options, seq_length=8, seed=7, samples=samples, vocab_size=vocab_size, say=told, **more
+        options, seq_length=8, seed=7, samples=samples, vocab_size=vocab_size, log=told, **more
     )
     return built, told
 

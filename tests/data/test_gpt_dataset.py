@@ -77,7 +77,7 @@ def test_a_negative_id_is_placed(tmp_path: Path) -> None:
         _all(_dataset(tmp_path / "p", vocab_size=50))
 
 
-class Told(list[str]):
+class DatasetNotes(list[str]):
     """Collects what is said."""
 
     def __call__(self, line: str) -> None:
@@ -85,8 +85,8 @@ class Told(list[str]):
 
 
 def _cached(prefix: str | Path, folder: Path | None = None, **more) -> tuple[GPTDataset, list[str]]:
-    told = Told()
-    return _dataset(prefix, cache=IndexCache(folder, say=told), samples=100, **more), told
+    told = DatasetNotes()
+    return _dataset(prefix, cache=IndexCache(folder, log=told), samples=100, **more), told
 
 
 def _built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -177,8 +177,8 @@ def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "p", random_lengths(3, 30))
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    told = Told()
-    cache = IndexCache(blocked / "cache", say=told)
+    told = DatasetNotes()
+    cache = IndexCache(blocked / "cache", log=told)
     first = _dataset(prefix, samples=100, cache=cache)
     _dataset(prefix, samples=100, cache=cache, split="valid")
     assert len(told) == 1 and "cannot be written" in told[0]

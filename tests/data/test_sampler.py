@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 DATA = MockDataset(200, sequence_length=6, vocab_size=100, seed=3)
 
 
-class Fixed:
+class FixedDataset:
     """One sample, given."""
 
     def __init__(self, *text: int) -> None:
@@ -64,7 +64,7 @@ def test_end_of_document_masks_resets_and_separates() -> None:
     options = CollateOptions(
         eod=0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
     )
-    batch = collate(Fixed(7, 8, 0, 9, 0, 0, 5, 6, 0), range(1), 0, options)
+    batch = collate(FixedDataset(7, 8, 0, 9, 0, 0, 5, 6, 0), range(1), 0, options)
     assert batch.tokens.tolist() == [[7, 8, 0, 9, 0, 0, 5, 6]]
     assert batch.labels.tolist() == [[8, 0, 9, 0, 0, 5, 6, 0]]
     assert batch.loss_mask is not None and batch.loss_mask.dtype == np.float32

@@ -19,7 +19,7 @@ LIMIT = 480.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PageCase:
     """`typed` is what is typed, {} in it the command itself, in which `instead` is replaced first.
     `slurm`: needs the tests' Slurm."""
 
@@ -44,19 +44,23 @@ says() { grep -F -- "$2" "$1" || { cat "$1"; return 1; }; }
 """
 """Words that the cases use."""
 
-CASES: dict[str, Case] = {
+CASES: dict[str, PageCase] = {
     # ---- two commands ------------------------------------------------------------------------
     # The vocabulary that 0.4 MB of text give is as large as that of all 8 MB.
-    "scripts/quickstart.sh": Case(typed=f"STEPS=4 CORPUS_BYTES=400000 {{}} {TOY} --eval-iters 1"),
-    "STEPS=2000 scripts/quickstart.sh": Case(
+    "scripts/quickstart.sh": PageCase(
+        typed=f"STEPS=4 CORPUS_BYTES=400000 {{}} {TOY} --eval-iters 1"
+    ),
+    "STEPS=2000 scripts/quickstart.sh": PageCase(
         typed=f"RANKS=1 {{}} {TOY} --eval-iters 1", instead={"STEPS=2000": "STEPS=6"}
     ),
-    "scripts/test.sh": Case(typed="LINT=0 WORKERS=0 {} tests/test_layers.py"),
+    "scripts/test.sh": PageCase(typed="LINT=0 WORKERS=0 {} tests/test_layers.py"),
     # ---- gradient paths, parallelism -----------------------------------------------------------
-    "python tools/prune_checkpoint.py RUN": Case(instead={"RUN": "runs/quickstart/dense"}),
-    "python -m torch.distributed.run": Case(typed=f"{{}} {BRIEF}"),
-    "python tools/parity.py": Case(typed="{} --paths dense", instead={"--tp 2 --pp 2": "--pp 2"}),
-    "CONFIG=configs/gpt_tiny.yaml LAUNCHER=mpiexec": Case(
+    "python tools/prune_checkpoint.py RUN": PageCase(instead={"RUN": "runs/quickstart/dense"}),
+    "python -m torch.distributed.run": PageCase(typed=f"{{}} {BRIEF}"),
+    "python tools/parity.py": PageCase(
+        typed="{} --paths dense", instead={"--tp 2 --pp 2": "--pp 2"}
+    ),
+    "CONFIG=configs/gpt_tiny.yaml LAUNCHER=mpiexec": PageCase(
         typed=f"{{}} {FEW}",
         instead={
             "RANKS_PER_NODE=4": "RANKS_PER_NODE=2",
@@ -64,57 +68,57 @@ CASES: dict[str, Case] = {
         },
     ),
     # ---- own data and model --------------------------------------------------------------------
-    "RANKS_PER_NODE=8 scripts/gpt_124m.sh": Case(
+    "RANKS_PER_NODE=8 scripts/gpt_124m.sh": PageCase(
         typed=f"{{}} {BRIEF}", instead={"RANKS_PER_NODE=8": "RANKS_PER_NODE=1"}
     ),
-    "GRAD_PATH=radius RANKS_PER_NODE=8": Case(
+    "GRAD_PATH=radius RANKS_PER_NODE=8": PageCase(
         typed=f"{{}} {BRIEF} --radius-interval 2",
         instead={"RANKS_PER_NODE=8": "RANKS_PER_NODE=2"},
     ),
-    "python tools/generate.py runs/dense": Case(typed="{} --max-new-tokens 4"),
-    "python pretrain_gpt.py --config start/model.yaml": Case(
+    "python tools/generate.py runs/dense": PageCase(typed="{} --max-new-tokens 4"),
+    "python pretrain_gpt.py --config start/model.yaml": PageCase(
         typed="{} --global-batch-size 4 --train-iters 2 --eval-iters 1"
     ),
     # ---- on a Slurm cluster: another clone, to which the wheels were carried ---------------------
-    "python3 -m venv .venv": Case(
+    "python3 -m venv .venv": PageCase(
         typed="deactivate; mv wheels $READER/cluster; cp corpus_text_document* $READER/cluster; "
         "cd $READER/cluster; {}"
     ),
     # No Perlmutter is here to be asked.
-    "SITE=perlmutter": Case(typed="cp corpus_text_document* $SCRATCH; SLURM_CONF=/dev/null {}"),
-    "LAUNCHER=sbatch": Case(
+    "SITE=perlmutter": PageCase(typed="cp corpus_text_document* $SCRATCH; SLURM_CONF=/dev/null {}"),
+    "LAUNCHER=sbatch": PageCase(
         typed=f"submit() {{ {{}} {TOY} {LASTING}; }}; JOB=$(submit) && running runs/job 0",
         instead={"RANKS_PER_NODE=4": "RANKS_PER_NODE=1"},
         slurm=True,
     ),
-    "squeue -j JOB": Case(instead={"JOB": "$JOB"}, slurm=True),
-    "tail -F RUN/log.txt": Case(
+    "squeue -j JOB": PageCase(instead={"JOB": "$JOB"}, slurm=True),
+    "tail -F RUN/log.txt": PageCase(
         typed="timeout 1 {} | grep 'lm loss'", instead={"RUN": "runs/job"}, slurm=True
     ),
-    "python tools/status.py RUN": Case(instead={"RUN": "runs/job"}, slurm=True),
-    "cat RUN/status.json": Case(instead={"RUN": "runs/job"}, slurm=True),
-    "touch RUN/STOP": Case(
+    "python tools/status.py RUN": PageCase(instead={"RUN": "runs/job"}, slurm=True),
+    "cat RUN/status.json": PageCase(instead={"RUN": "runs/job"}, slurm=True),
+    "touch RUN/STOP": PageCase(
         typed="{}; ended $JOB; says runs/job/status.json STOP",
         instead={"RUN": "runs/job"},
         slurm=True,
     ),
     # The same again goes on, and is then cancelled.
-    "scancel JOB": Case(
+    "scancel JOB": PageCase(
         typed="JOB=$(submit) && running runs/job $(grep -c lm_loss runs/job/metrics.jsonl); "
         "{}; ended $JOB; says runs/job/log.txt 'loaded checkpoint'",
         instead={"JOB": "$JOB"},
         slurm=True,
     ),
     # ---- configuration, stopping ---------------------------------------------------------------
-    "python pretrain_gpt.py --config configs/gpt_tiny.yaml": Case(typed=f"{{}} {BRIEF}"),
-    "touch RUN/SAVE": Case(instead={"RUN": "$READER/clone/runs/gpt_tiny"}),
-    "pretrain_gpt.py --help": Case(typed="python {}"),
+    "python pretrain_gpt.py --config configs/gpt_tiny.yaml": PageCase(typed=f"{{}} {BRIEF}"),
+    "touch RUN/SAVE": PageCase(instead={"RUN": "$READER/clone/runs/gpt_tiny"}),
+    "pretrain_gpt.py --help": PageCase(typed="python {}"),
     # ---- contributing: the first clone again ---------------------------------------------------
-    "pip install -e '.[data,log,mpi,dev]'": Case(
+    "pip install -e '.[data,log,mpi,dev]'": PageCase(
         typed="deactivate; cd $READER/clone && . .venv/bin/activate && {}"
     ),
     # The clone of the tests was copied, not cloned.
-    "python tools/golden.py compare": Case(
+    "python tools/golden.py compare": PageCase(
         typed="git init -q -b main && git add -A && "
         "git -c user.name=reader -c user.email=reader@here commit -qm all && {} --cases 'dense, 1'"
     ),

@@ -17,7 +17,7 @@ PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShellAnswer:
     """What a command printed, and the code it ended with."""
 
     code: int
@@ -44,7 +44,7 @@ class Shell:
         os.close(tell)  # so that the shell's end is heard of
         self._tell = tell
 
-    def run(self, command: str, *, limit: float) -> Answer:
+    def run(self, command: str, *, limit: float) -> ShellAnswer:
         """Type a command; `TimeoutError` if it takes more than `limit` seconds, which ends the
         shell."""
         if self._bash.poll() is not None:
@@ -65,7 +65,7 @@ class Shell:
         if not said:
             self.close()
             raise TimeoutError(f"{command}\nno end after {limit:g} s:\n{output[-4000:]}")
-        return Answer(int(said), output)
+        return ShellAnswer(int(said), output)
 
     def close(self) -> None:
         """End the shell and what runs in it; launchers are given time to end what they started."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.cases import CASES, LIMIT, NOT_RUN, PRELUDE, Case
+from tests.docs.cases import CASES, LIMIT, NOT_RUN, PRELUDE, PageCase
 from tests.docs.documents import (
     CONTRIBUTING,
     DOCUMENTS,
@@ -30,7 +30,7 @@ def commands() -> list[Command]:
 COMMANDS = commands()
 
 
-def listed(table: dict[str, Case] | dict[str, str], command: Command) -> list[str]:
+def listed(table: dict[str, PageCase] | dict[str, str], command: Command) -> list[str]:
     """Entries of a table that speak of a command; the longest is meant."""
     return sorted((key for key in table if command.text.startswith(key)), key=len)
 
@@ -54,7 +54,7 @@ def test_a_command_works_as_it_stands(
     if reason:
         pytest.skip(NOT_RUN[reason[-1]])
     keys = listed(CASES, command)
-    case = CASES[keys[-1]] if keys else Case()
+    case = CASES[keys[-1]] if keys else PageCase()
     if case.slurm and slurm is None:
         pytest.skip("needs Slurm's daemons, and root to start them")
     answer = ready.run(case.of(command.text), limit=LIMIT)
@@ -62,6 +62,6 @@ def test_a_command_works_as_it_stands(
 
 
 @pytest.mark.parametrize("table", [CASES, NOT_RUN], ids=["cases", "not run"])
-def test_every_entry_is_of_a_command(table: dict[str, Case] | dict[str, str]) -> None:
+def test_every_entry_is_of_a_command(table: dict[str, PageCase] | dict[str, str]) -> None:
     meant = {listed(table, command)[-1] for command in COMMANDS if listed(table, command)}
     assert set(table) == meant

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import documents
-from tests.docs.cases import Case
+from tests.docs.cases import PageCase
 from tests.docs.documents import fenced_commands, spoken_commands
 from tests.docs.shell import Shell
 
@@ -54,7 +54,7 @@ def test_no_command_gets_lost(text: str, page: Path) -> None:
 
 
 def test_a_case_that_no_longer_fits_is_told() -> None:
-    case = Case(typed="N=1 {} --few", instead={"=8": "=2"})
+    case = PageCase(typed="N=1 {} --few", instead={"=8": "=2"})
     assert case.of("R=8 run") == "N=1 R=2 run --few"
     with pytest.raises(AssertionError, match="=8"):
         case.of("R=4 run")

@@ -27,7 +27,7 @@ STATUSES = ("built", "measured", "computed", "not run", "not built")
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """One row of a paper's table; `paper` is the heading above it."""
 
     paper: str
@@ -42,7 +42,7 @@ class Row:
         return self.item.startswith("claim")
 
 
-def _rows() -> Iterator[Row]:
+def _rows() -> Iterator[PaperRow]:
     paper = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -50,13 +50,13 @@ def _rows() -> Iterator[Row]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if paper in NUMBERED and line.startswith("|") and cells[0] not in ("item", "---"):
             item, _, status, where, notes = cells
-            yield Row(paper, item, status, where, notes)
+            yield PaperRow(paper, item, status, where, notes)
 
 
 ROWS = list(_rows())
 
 
-def _id(row: Row) -> str:
+def _id(row: PaperRow) -> str:
     return f"{row.paper}, {row.item}"
 
 
@@ -95,7 +95,7 @@ def test_the_summary_counts_the_rows() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=_id)
-def test_a_row_names_a_target_or_a_reason(row: Row) -> None:
+def test_a_row_names_a_target_or_a_reason(row: PaperRow) -> None:
     assert row.status in STATUSES
     assert (row.status == "not built") == (row.where == "not built")
     if row.status == "not built":

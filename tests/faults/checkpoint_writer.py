@@ -37,7 +37,7 @@ def save(directory: Path, step: int) -> None:
     record = TensorRecord((ENTRIES,), "U8", (SliceRecord(file_name(0), "t", (0,), end, None),))
     item = TensorToWrite(key="t", dtype="U8", shape=end, data=lambda: memoryview(content(step)))
     manifest = Manifest(step=step, state={"step": step}, world={"size": 1})
-    Save(directory=directory, manifest=manifest, rank=0, gather=alone, say=print).run(
+    Save(directory=directory, manifest=manifest, rank=0, gather=alone, log=print).run(
         lambda: RankWrites([item], {"t": record})
     )
 
@@ -45,7 +45,7 @@ def save(directory: Path, step: int) -> None:
 def main(directory: Path, first: int, last: int, keep: int) -> None:
     """Save the steps `first` to `last`."""
     assert not {"torch", "numpy"} & set(sys.modules)
-    keeper = Keeper(directory=directory, count=keep, say=print) if keep else None
+    keeper = Keeper(directory=directory, count=keep, log=print) if keep else None
     print("ready", flush=True)
     Path(MARK).exists()
     for step in range(first, last + 1):

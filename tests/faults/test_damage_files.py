@@ -45,7 +45,7 @@ def run(real_run: Path, tmp_path: Path) -> Path:
 def look(run: Path, *, repair: bool = False) -> tuple[str, str]:
     """Name of what a new start would load, and all that it would say."""
     said: list[str] = []
-    found = find_checkpoint(run, say=said.append, repair=repair)
+    found = find_checkpoint(run, log=said.append, repair=repair)
     assert found is not None
     return found.name, "\n".join(said)
 
@@ -229,9 +229,9 @@ def test_none_good_is_exit_4_and_never_a_fresh_start(
 def test_a_folder_that_anyone_may_write_into_is_refused(run: Path, part: str) -> None:
     folder = run / part
     os.chmod(folder, 0o777)
-    assert find_checkpoint(folder, say=lambda text: None) is not None
+    assert find_checkpoint(folder, log=lambda text: None) is not None
     os.chown(folder, 12345, -1)
     with pytest.raises(CheckpointError, match="belongs to user 12345 and anyone may write"):
-        find_checkpoint(folder, say=lambda text: None)
+        find_checkpoint(folder, log=lambda text: None)
     os.chmod(folder, 0o755)
-    assert find_checkpoint(folder, say=lambda text: None) is not None
+    assert find_checkpoint(folder, log=lambda text: None) is not None

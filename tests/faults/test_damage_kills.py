@@ -43,7 +43,7 @@ def writer(directory: Path, first: int, last: int, keep: int = 2) -> list[str]:
 
 def saved(directory: Path) -> int:
     """The step that a new start would load, all of it checked; leaves nothing unrepaired."""
-    path = find_checkpoint(directory, say=lambda text: None, repair=True)
+    path = find_checkpoint(directory, log=lambda text: None, repair=True)
     assert path is not None
     with Checkpoint.open(path) as found:
         assert found.read("t").numpy().tobytes() == content(found.step)

@@ -24,7 +24,7 @@ from tests.faults.starting import (
     start_launcher,
     start_ranks,
 )
-from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, Row, pick
+from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, FailureCase, pick
 from tests.ranks import Ranks, grid
 from tests.training.harness import make_trainer, metrics_of
 
@@ -140,7 +140,7 @@ def test_of_two_ranks_in_one_phase_the_one_that_waits_is_not_blamed(tmp_path: Pa
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
 def test_matrix(
-    row: Row,
+    row: FailureCase,
     tmp_path: Path,
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],

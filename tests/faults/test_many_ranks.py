@@ -264,7 +264,7 @@ def test_a_look_that_is_half_written_is_read_again(
     assert told is not None and told.number == 1 and not texts
 
 
-class Clock:
+class RanksClock:
     """Time that passes only while somebody sleeps, so that waits are counted and not measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_a_held_lock_costs_no_more_than_the_patience(
     looks: list[int] = []
     look = RootCause._look
     monkeypatch.setattr(RootCause, "_look", lambda self: looks.append(self.rank) or look(self))
-    clock = Clock(monkeypatch)
+    clock = RanksClock(monkeypatch)
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
@@ -305,7 +305,7 @@ def test_without_locks_the_last_look_names_the_rank_that_parted(
         assert isinstance(beat._memory, heartbeat.mmap.mmap)
         beat._memory.close()
     monkeypatch.setattr(fcntl, "flock", _no_locks)
-    Clock(monkeypatch)
+    RanksClock(monkeypatch)
     blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
     assert blamed is not None and blamed.rank == 2 and "parts from the others" in blamed.reason
 
@@ -315,7 +315,7 @@ def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
 ) -> None:
     """A socket closes a moment before its process counts as gone."""
     _hung(tmp_path, late=3)
-    clock = Clock(monkeypatch)
+    clock = RanksClock(monkeypatch)
     monkeypatch.setattr(
         "megatron.fault_tolerance.root_cause.is_gone", lambda peer: peer.rank == 2 and clock.now > 0
     )
@@ -344,7 +344,7 @@ def test_a_look_is_not_taken_over_where_it_is_unknown_which_came_before(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", written_since)
-    Clock(monkeypatch)
+    RanksClock(monkeypatch)
     assert causes.look(until=PATIENCE).number == 4
 
 

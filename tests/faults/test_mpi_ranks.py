@@ -20,7 +20,7 @@ from tests.faults import starting
 from tests.faults.inject import arm, parse_faults
 from tests.faults.starting import FLAGS, TIMEOUT, Ended, Started, environment, losses
 from tests.faults.test_grid_ranks import check_recovery, saved
-from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, Row, pick
+from tests.faults.test_ranks_that_fail import LAUNCHER_SECONDS, FailureCase, pick
 from tests.ranks import Ranks, grid
 from tests.training.harness import make_trainer, metrics_of
 
@@ -71,7 +71,7 @@ def launch(run_dir: Path, *, fault: str | None = None, flags: str = GRID) -> Sta
     return starting.start_launcher(WORLD, run_dir, flags, fault=fault, LAUNCHER="mpiexec")
 
 
-def check(row: Row, ended: Ended) -> float:
+def check(row: FailureCase, ended: Ended) -> float:
     """The promises of a row under a launcher; seconds from the fault to the end of all."""
     assert ended.codes == [row.code], ended.all_stderr
     status = ended.status
@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
 def test_matrix(
-    row: Row,
+    row: FailureCase,
     tmp_path: Path,
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],

@@ -28,7 +28,7 @@ patience with ranks that do not obey."""
 
 
 @dataclass(frozen=True)
-class Row:
+class FailureCase:
     """A fault, the codes its rank may end with, the first cause's code and words, and the seconds
     that the others may take."""
 
@@ -51,22 +51,22 @@ class Row:
         return self.fault.split(":")[3]
 
 
-def rows(rank: int, step: int, phase: str) -> list[Row]:
+def rows(rank: int, step: int, phase: str) -> list[FailureCase]:
     """Every way to fail there."""
     where = f"{rank}:{step}:{phase}"
     return [
-        Row(f"kill:{where}", (-9,), 6, ("gone", "killed")),
-        Row(f"raise:{where}", (1,), 1, ("RuntimeError: injected fault",)),
-        Row(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
-        Row(f"exit0:{where}", (0,), 6, ("gone", "left early")),
+        FailureCase(f"kill:{where}", (-9,), 6, ("gone", "killed")),
+        FailureCase(f"raise:{where}", (1,), 1, ("RuntimeError: injected fault",)),
+        FailureCase(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
+        FailureCase(f"exit0:{where}", (0,), 6, ("gone", "left early")),
         # Woken by the rank that tells of it, so that it too can leave.
-        Row(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), LATE),
+        FailureCase(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), LATE),
         # By who waits for it, or on a busy machine by its own watchdog.
-        Row(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
+        FailureCase(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
     ]
 
 
-def pick(kind: str, where: str) -> Row:
+def pick(kind: str, where: str) -> FailureCase:
     rank, step, phase = where.split(":")
     return next(r for r in rows(int(rank), int(step), phase) if r.fault.startswith(f"{kind}:"))
 
@@ -91,7 +91,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run_dir)
 
 
-def check(row: Row, ended: Ended) -> float:
+def check(row: FailureCase, ended: Ended) -> float:
     """The promises of a row; seconds from the fault to the end of the others."""
     other = 1 - row.rank
     assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)
@@ -120,7 +120,7 @@ def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
 
 @pytest.mark.parametrize("together", FAST, ids=lambda rows: "+".join(r.fault for r in rows))
 def test_the_others_end_in_time_and_name_it(
-    together: list[Row],
+    together: list[FailureCase],
     tmp_path: Path,
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],
@@ -140,7 +140,7 @@ def test_the_others_end_in_time_and_name_it(
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.fault)
 def test_matrix(
-    row: Row,
+    row: FailureCase,
     tmp_path: Path,
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],

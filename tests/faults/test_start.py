@@ -90,14 +90,14 @@ class _Source:
         return np.array([index, self.value])
 
 
-class _Reader:
+class _PipeReader:
     def __init__(self, dataset: _Source) -> None:
         self.dataset = dataset
 
 
 def on_rank_data(groups: ProcessGroups) -> str:
     try:
-        compare_data({"train": _Reader(_Source(groups.world.rank // 2))}, groups.world)  # type: ignore[dict-item]
+        compare_data({"train": _PipeReader(_Source(groups.world.rank // 2))}, groups.world)  # type: ignore[dict-item]
     except Exception as error:
         return f"{type(error).__name__} {error}"
     return ""

@@ -10,7 +10,7 @@ import pytest
 from pytest import approx
 
 from tools import golden
-from tools.golden_cases import CASES, Case
+from tools.golden_cases import CASES, GoldenCase
 
 STORED: dict[str, list[float]] = json.loads(golden.LOSSES.read_text(encoding="utf-8"))
 BY_NAME = {case.name: case for case in CASES}
@@ -23,7 +23,7 @@ def found() -> dict[str, golden.Result]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_losses_are_those_recorded(case: Case, found: dict[str, golden.Result]) -> None:
+def test_losses_are_those_recorded(case: GoldenCase, found: dict[str, golden.Result]) -> None:
     result = found[case.name]
     assert "error" not in result, result["error"]
     assert result["losses"] == approx(STORED[case.name], rel=1e-4)

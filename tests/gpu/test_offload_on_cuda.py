@@ -28,7 +28,7 @@ def bucket_size() -> int:
     return fitting(1 << 17, 1 << 10)
 
 
-class Net:
+class OffloadNet:
     """Matrices with given gradients; `share` of their entries exist."""
 
     def __init__(self, device: torch.device, *, share: float, offloaded: bool) -> None:
@@ -91,7 +91,7 @@ class Net:
 
 
 def compare(device: torch.device, *, share: float, clip_norm: float) -> None:
-    nets = [Net(device, share=share, offloaded=offloaded) for offloaded in (False, True)]
+    nets = [OffloadNet(device, share=share, offloaded=offloaded) for offloaded in (False, True)]
     for number in range(1, 7):
         norms = [net.step(number, clip_norm) for net in nets]
         assert norms[0] == norms[1]
@@ -114,7 +114,7 @@ def test_pruned_states_in_host_memory_make_the_same_bits(device: torch.device) -
 
 
 def test_the_device_holds_buffers_and_no_states(device: torch.device) -> None:
-    net = Net(device, share=1.0, offloaded=True)
+    net = OffloadNet(device, share=1.0, offloaded=True)
     optimizer = net.optimizer
     assert isinstance(optimizer, OffloadedOptimizer)
     assert 0 < optimizer.device_bytes <= 16 * bucket_size()

@@ -67,7 +67,9 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
                 chosen.gather(values, out)
                 chosen.take(values.clone(), out, scale=0.5)
                 chosen.clear(values.clone())
-                reduced = ReducedGrad(values=out, index=chosen, rest=rest, gathered=counts)
+                reduced = ReducedGrad(
+                    values=out, index=chosen, unselected=rest, steps_accumulated=counts
+                )
                 chosen.apply(RULE, reduced, weight, (mean, square), HYPER, factor=1.0)
 
 

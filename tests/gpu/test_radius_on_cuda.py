@@ -71,7 +71,7 @@ def test_a_checkpoint_brings_it_back(device: torch.device, tmp_path: Path) -> No
         trainer = make_trainer(device, folder, f"{RADIUS} {kind}")
         losses(trainer, 5)
         trainer.saver.save(trainer.progress, wait=True)
-        path = find_checkpoint(folder / "checkpoints", say=print)
+        path = find_checkpoint(folder / "checkpoints", log=print)
         assert path is not None
         resumed = make_trainer(device, folder, f"{RADIUS} {kind}", checkpoint=path)
         expected = states(trainer)

@@ -147,7 +147,7 @@ def test_checkpoint_brings_every_state_back(device: torch.device, tmp_path: Path
     trainer = make_trainer(device, tmp_path, "--bf16")
     losses(trainer, 3)
     trainer.saver.save(trainer.progress, wait=True)
-    path = find_checkpoint(tmp_path / "checkpoints", say=print)
+    path = find_checkpoint(tmp_path / "checkpoints", log=print)
     assert path is not None
     resumed = make_trainer(device, tmp_path, "--bf16", checkpoint=path)
     assert resumed.progress.iteration == 3

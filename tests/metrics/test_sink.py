@@ -64,7 +64,7 @@ def test_formula_is_named_once_with_the_peak(tmp_path: Path) -> None:
 
 def test_log_has_no_control_characters(tmp_path: Path) -> None:
     metrics, stream = make_metrics(tmp_path)
-    metrics.say("plain\x1b[31m red\x1b[0m\r\x07\nnext\tline")
+    metrics.log("plain\x1b[31m red\x1b[0m\r\x07\nnext\tline")
     metrics.close()
     assert stream.getvalue().endswith("] plain red\nnext\tline\n")
     assert (tmp_path / "log.txt").read_text() == stream.getvalue()
@@ -80,7 +80,7 @@ def test_terminal_gets_a_bar_and_the_log_stays_plain(tmp_path: Path) -> None:
     metrics, _ = make_metrics(tmp_path, log_interval=2, train_iters=4, stream=terminal)
     for i in range(1, 5):
         metrics.step(record(i, train_iters=4, lm_loss=5.4321))
-    metrics.say("between")
+    metrics.log("between")
     metrics.close()
     shown = terminal.getvalue()
     assert "loss 5.4321" in shown and "4/4" in shown and "2.00 ktokens/s" in shown
@@ -99,7 +99,7 @@ def test_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 
     metrics, _ = make_metrics(tmp_path, log_interval=1, stream=Gone())
     metrics.step(record(1))
-    metrics.say("still here")
+    metrics.log("still here")
     metrics.close()
     assert "still here" in (tmp_path / "log.txt").read_text()
     assert len(lines_of(tmp_path)) == 1
@@ -109,7 +109,7 @@ def test_terminal_without_unicode_shows_something(tmp_path: Path) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     metrics, _ = make_metrics(tmp_path, stream=stream)
-    metrics.say("naïve")
+    metrics.log("naïve")
     metrics.close()
     assert b"na\\xefve" in raw.getvalue()
     assert "naïve" in (tmp_path / "log.txt").read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
         metrics, _ = make_metrics(
             folder, log_interval=2, stream=stream, bar=False, formula="6 N per token"
         )
-        metrics.say("every setting\n" * 100, brief="a few settings")
+        metrics.log("every setting\n" * 100, brief="a few settings")
         for i in range(1, 5):
             metrics.step(record(i, skipped=i == 3))
         metrics.evaluation(4, "valid", 5.0)
@@ -148,7 +148,7 @@ def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:
     null = NullMetrics()
     public = [name for name in vars(Metrics) if not name.startswith("_")]
     assert set(public) <= set(vars(NullMetrics))
-    null.say("x")
+    null.log("x")
     null.step(record(1))
     null.evaluation(1, "valid", 1.0)
     null.saved(1)

@@ -127,7 +127,7 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_rank_in_pieces(groups: ProcessGroups, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Sums of all of a bucket at once, and of 128 entries at a time."""
+    """PiecewiseSums of all of a bucket at once, and of 128 entries at a time."""
     toys = pair(groups, DENSE, kinds)
     toys[1].engine.reducer.most = 128  # type: ignore[attr-defined]
     told: list[str] = []
@@ -175,7 +175,7 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
         def drop(self) -> None:
             self.wait()
 
-    class Sums:
+    class PiecewiseSums:
         def __init__(self, grad: torch.Tensor) -> None:
             cuts = [Slice(at, min(128, grad.numel() - at)) for at in range(0, grad.numel(), 128)]
             self.pieces = [(cut, Sum(i, cut, grad)) for i, cut in enumerate(cuts)]
@@ -188,7 +188,7 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
             pass
 
     toy = Toy(ALONE, offloaded(DENSE), **BF16)
-    toy.engine.reducer.reduce = lambda bucket, step: Sums(bucket.grad)  # type: ignore
+    toy.engine.reducer.reduce = lambda bucket, step: PiecewiseSums(bucket.grad)  # type: ignore
     apply = toy.optimizer.rule.apply
 
     def watched(*args: Any) -> None:

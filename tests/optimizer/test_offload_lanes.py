@@ -21,7 +21,7 @@ from tests.contract.harness import DSR, RANDOM, PathCase, Toy, gradients
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
 
-class Stream:
+class LaneStream:
     """What is known, on a stream, to be done: a vector clock. The host is one, too."""
 
     def __init__(self, device: object = None) -> None:
@@ -36,25 +36,25 @@ class Stream:
         for stream, time in clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), time)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: LaneEvent) -> None:
         self.learn(event.clock)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: LaneStream) -> None:
         self.learn(other.clock)
 
     def synchronize(self) -> None:
         HOST.learn(self.clock)
 
 
-class Event:
+class LaneEvent:
     def __init__(self) -> None:
         self.clock = dict[int, int]()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: LaneStream) -> None:
         self.clock = dict(stream.clock)
 
 
-HOST = Stream()
+HOST = LaneStream()
 
 
 @dataclass
@@ -74,21 +74,21 @@ class Access:
         return self.clock.get(earlier.stream, 0) >= earlier.clock[earlier.stream]
 
 
-class Machine:
+class LaneMachine:
     """Streams of one device; notes who reads and writes which memory, and when."""
 
     def __init__(self) -> None:
-        self.current = Stream()
+        self.current = LaneStream()
         self.seen: list[Access] = []
         self.races = self.pairs = 0
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: LaneStream) -> Iterator[None]:
         before, self.current = self.current, stream
         yield
         self.current = before
 
-    def touch(self, tensors: Sequence[torch.Tensor], *, writes: bool, stream: Stream) -> None:
+    def touch(self, tensors: Sequence[torch.Tensor], *, writes: bool, stream: LaneStream) -> None:
         clock = stream.tick()
         for tensor in tensors:
             at = tensor.data_ptr()
@@ -105,34 +105,36 @@ class Machine:
             target.copy_(source)
 
 
-class Watched(AdamW):
+class WatchedLanes(AdamW):
     """Update rule whose reads and writes the machine notes."""
 
-    def watch(self, machine: Machine) -> Watched:
+    def watch(self, machine: LaneMachine) -> WatchedLanes:
         object.__setattr__(self, "machine", machine)
         return self
 
-    def apply(self, weight: Any, grad: Any, moments: Any, hyper: Any, gathered: Any = None) -> None:
-        machine: Machine = self.machine  # type: ignore[attr-defined]
+    def apply(
+        self, weight: Any, grad: Any, moments: Any, hyper: Any, steps_accumulated: Any = None
+    ) -> None:
+        machine: LaneMachine = self.machine  # type: ignore[attr-defined]
         machine.touch([weight, *moments], writes=True, stream=machine.current)
-        super().apply(weight, grad, moments, hyper, gathered)
+        super().apply(weight, grad, moments, hyper, steps_accumulated)
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def machine(monkeypatch: pytest.MonkeyPatch) -> LaneMachine:
+    made = LaneMachine()
+    monkeypatch.setattr(torch.cuda, "LaneStream", LaneStream)
+    monkeypatch.setattr(torch.cuda, "LaneEvent", LaneEvent)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(cpu_offload, "_copy", made.copy)
     return made
 
 
-def steps(machine: Machine, *, cap: int, size: int) -> None:
+def steps(machine: LaneMachine, *, cap: int, size: int) -> None:
     """Steps of a network that is rewired between them, and states that the host reads and loads."""
     case = PathCase("samo", RANDOM | DSR, offloaded=True)
-    rule = Watched(beta1=0.9, beta2=0.99, eps=1e-8).watch(machine)
+    rule = WatchedLanes(beta1=0.9, beta2=0.99, eps=1e-8).watch(machine)
     toy = Toy(ALONE, case, dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cap=cap, rule=rule)
     optimizer: Any = toy.optimizer
     optimizer._chunk = size
@@ -150,15 +152,17 @@ def steps(machine: Machine, *, cap: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(("cap", "size"), [(1024, 192), (1, 64), (1 << 20, 1 << 20)])
-def test_what_touches_the_same_memory_is_in_order(machine: Machine, cap: int, size: int) -> None:
+def test_what_touches_the_same_memory_is_in_order(
+    machine: LaneMachine, cap: int, size: int
+) -> None:
     steps(machine, cap=cap, size=size)
     assert machine.pairs > 50 and machine.races == 0
 
 
 @pytest.mark.parametrize("forgotten", ["wait_event", "synchronize"])
 def test_a_wait_that_is_left_out_is_a_race(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, forgotten: str
+    machine: LaneMachine, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    monkeypatch.setattr(Stream, forgotten, lambda *args: None)
+    monkeypatch.setattr(LaneStream, forgotten, lambda *args: None)
     steps(machine, cap=1024, size=192)
     assert machine.races

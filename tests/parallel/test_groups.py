@@ -26,7 +26,7 @@ TEXTS = ["", "a", "longer text: é, 漢字\n" * 50, "x" * 10_000]
 
 
 def on_rank_gather(groups: ProcessGroups) -> list[str]:
-    return groups.world.gather_text(TEXTS[groups.world.rank])
+    return groups.world.all_gather_str(TEXTS[groups.world.rank])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -41,7 +41,7 @@ def on_rank_agreed(groups: ProcessGroups, bad_rank: int) -> str:
         return groups.world.rank
 
     try:
-        return f"fine {groups.world.agreed(work)}"
+        return f"fine {groups.world.raise_on_all_ranks(work)}"
     except DataError as error:
         return f"{error.exit_code} {error}"
 
@@ -190,7 +190,7 @@ def on_rank_all_groups(groups: ProcessGroups, dims: ParallelDims) -> None:
     with as_on_gpus():
         mine = ProcessGroups.build(dims, rank=rank)
     assert mine.edges is not None
-    for group in (*(getattr(mine, name) for name in FAMILIES), mine.world.apart()):
+    for group in (*(getattr(mine, name) for name in FAMILIES), mine.world.new_gloo_group()):
         total = torch.tensor([rank])
         group.all_reduce(total, dist.ReduceOp.SUM)
         assert int(total) == sum(group.ranks) and group.ranks[group.rank] == rank

@@ -14,17 +14,17 @@ from megatron.launch import Launch, Runtime
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
 from tools import parity
-from tools.parity_cases import CASES, Case, Grid
+from tools.parity_cases import CASES, ParityCase, ParityGrid
 from tools.parity_compare import Differences, Gathered, compare, gather
 from tools.parity_rank import run_case
 
 GRIDS = [
-    Grid(tp=4, sequence_parallel=True),
-    Grid(pp=4),
-    Grid(tp=2, dp=2),
-    Grid(pp=2, dp=2),
-    Grid(pp=2, dp=2, virtual_layers=1),
-    Grid(tp=2, pp=2, sequence_parallel=True),
+    ParityGrid(tp=4, sequence_parallel=True),
+    ParityGrid(pp=4),
+    ParityGrid(tp=2, dp=2),
+    ParityGrid(pp=2, dp=2),
+    ParityGrid(pp=2, dp=2, virtual_layers=1),
+    ParityGrid(tp=2, pp=2, sequence_parallel=True),
 ]
 BY_NAME = {case.name: case for case in CASES}
 SHORT = [
@@ -38,7 +38,9 @@ ENDS = [SHORT[0], SHORT[-1]]
 """Nothing changed, and everything: layout and reducer. The grid that has it all runs all four."""
 
 
-def on_grid(world: ProcessGroups, sizes: Grid, cases: list[Case]) -> list[dict[str, Any]]:
+def on_grid(
+    world: ProcessGroups, sizes: ParityGrid, cases: list[ParityCase]
+) -> list[dict[str, Any]]:
     rank, size = world.world.rank, world.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size
@@ -51,12 +53,12 @@ def on_grid(world: ProcessGroups, sizes: Grid, cases: list[Case]) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks) -> list[dict[str, Any]]:
-    return ranks.run(1, on_grid, Grid(), SHORT)[0]
+    return ranks.run(1, on_grid, ParityGrid(), SHORT)[0]
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_a_grid_computes_what_one_rank_computes(
-    ranks: Ranks, alone: list[dict[str, Any]], sizes: Grid
+    ranks: Ranks, alone: list[dict[str, Any]], sizes: ParityGrid
 ) -> None:
     cases = SHORT if sizes.tp > 1 and sizes.pp > 1 else ENDS
     found = ranks.run(sizes.ranks, on_grid, sizes, cases)

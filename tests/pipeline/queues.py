@@ -30,14 +30,14 @@ COMPUTE = "compute"
 META = torch.device("meta")
 
 
-class Event(NamedTuple):
+class QueueEvent(NamedTuple):
     """The end of the `number`-th operation of a stream."""
 
     stream: str
     number: int
 
 
-class Launch(NamedTuple):
+class QueuedLaunch(NamedTuple):
     """A kernel, of torch's library or of Triton (`compiled`), or an allocation, which a device
     without free memory makes the host wait for alike. `first`: its first launch on this device;
     `waits`: the host waits for the device, whatever was loaded."""
@@ -62,16 +62,16 @@ class StreamWait(NamedTuple):
     """What follows in the stream begins after the event."""
 
     stream: str
-    event: Event
+    event: QueueEvent
 
 
 class HostWait(NamedTuple):
     """The host issues nothing until the event."""
 
-    event: Event
+    event: QueueEvent
 
 
-Entry = Launch | Meeting | StreamWait | HostWait
+Entry = QueuedLaunch | Meeting | StreamWait | HostWait
 
 
 class Recorder:
@@ -84,24 +84,24 @@ class Recorder:
 
     def launch(self, name: str, *, compiled: bool = False) -> None:
         self._issued[COMPUTE] += 1
-        self.entries.append(Launch(COMPUTE, name, name not in self._launched, compiled))
+        self.entries.append(QueuedLaunch(COMPUTE, name, name not in self._launched, compiled))
         self._launched.add(name)
 
-    def meet(self, stream: str, key: Hashable, ranks: Sequence[int]) -> Event:
+    def meet(self, stream: str, key: Hashable, ranks: Sequence[int]) -> QueueEvent:
         """As ProcessGroupNCCL does, after all that the compute stream holds by now."""
         self.entries.append(StreamWait(stream, self._last(COMPUTE)))
         self._issued[stream] += 1
         self.entries.append(Meeting(stream, key, tuple(ranks)))
         return self._last(stream)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: QueueEvent) -> None:
         self.entries.append(StreamWait(COMPUTE, event))
 
     def host_waits(self) -> None:
         self.entries.append(HostWait(self._last(COMPUTE)))
 
-    def _last(self, stream: str) -> Event:
-        return Event(stream, self._issued[stream])
+    def _last(self, stream: str) -> QueueEvent:
+        return QueueEvent(stream, self._issued[stream])
 
 
 @dataclass
@@ -209,7 +209,7 @@ def record(
 
 
 @dataclass
-class Device:
+class QueueDevice:
     """A device and its host, part way through the entries. `lazy`: CUDA loads torch's kernels at
     their first launch; Triton's are loaded so in any case. `drawn` draws the queue of each stream,
     which may be any after other streams were assigned."""
@@ -245,14 +245,14 @@ class Device:
             if isinstance(entry, HostWait):
                 if not self._passed(entry.event):
                     break
-            elif isinstance(entry, Launch) and self._waits(entry) and not self.is_idle:
+            elif isinstance(entry, QueuedLaunch) and self._waits(entry) and not self.is_idle:
                 break
             else:
                 self.queues[self._queue_of(entry.stream)].append(entry)
             self.at += 1
         return self.at > began
 
-    def _waits(self, launch: Launch) -> bool:
+    def _waits(self, launch: QueuedLaunch) -> bool:
         return launch.waits or (launch.first and (self.lazy or launch.compiled))
 
     def _queue_of(self, stream: str) -> int:
@@ -277,14 +277,14 @@ class Device:
             return False
         if isinstance(entry, StreamWait):
             return self._passed(entry.event)
-        if isinstance(entry, Launch):
+        if isinstance(entry, QueuedLaunch):
             self.over[entry.stream] += 1
         else:
             self.meetings[entry.key, self.begun[entry.key]] = entry
             self.begun[entry.key] += 1
         return True
 
-    def _passed(self, event: Event) -> bool:
+    def _passed(self, event: QueueEvent) -> bool:
         return self.over[event.stream] >= event.number
 
     def finish(self, meeting: tuple[Hashable, int]) -> None:
@@ -302,7 +302,9 @@ def play(
     """Where the ranks stand that never get through; none if all do. With a `seed` streams are
     assigned to queues at random."""
     devices = [
-        Device(rank, trace, connections, lazy, None if seed is None else Random(f"{seed} {rank}"))
+        QueueDevice(
+            rank, trace, connections, lazy, None if seed is None else Random(f"{seed} {rank}")
+        )
         for rank, trace in enumerate(traces)
     ]
     while any([device.issue() | device.run() for device in devices]) or _meet(devices):
@@ -310,7 +312,7 @@ def play(
     return [str(device) for device in devices if not device.is_through]
 
 
-def _meet(devices: Sequence[Device]) -> bool:
+def _meet(devices: Sequence[QueueDevice]) -> bool:
     """End the meetings to which all have come; whether there was one."""
     moved = False
     for device in devices:

@@ -17,7 +17,7 @@ import torch
 
 from megatron.pipeline.schedule import POSTED, Kind, Message, StagePosition
 from megatron.pipeline.transport import GroupTransport
-from tests.pipeline.queues import Entry, Launch, Meeting, Recorder, edges, play, record
+from tests.pipeline.queues import Entry, Meeting, QueuedLaunch, Recorder, edges, play, record
 
 PLAIN = [(2, 1, 1), (2, 1, 4), (3, 1, 5), (4, 1, 2), (4, 1, 8), (8, 1, 16)]
 INTERLEAVED = [(2, 2, 4), (2, 3, 4), (4, 2, 8), (4, 3, 4), (8, 2, 8)]
@@ -33,7 +33,7 @@ class Ahead(GroupTransport):
         self._ahead = POSTED
 
 
-class Late(GroupTransport):
+class LateTransport(GroupTransport):
     """Takes the memory of a receive when the receive is posted."""
 
     def _prepare(self) -> None:
@@ -54,7 +54,9 @@ def with_waits(ranks: Sequence[Sequence[Entry]], share: float, seed: int) -> lis
     drawn = Random(seed)
     return [
         [
-            entry._replace(waits=drawn.random() < share) if isinstance(entry, Launch) else entry
+            entry._replace(waits=drawn.random() < share)
+            if isinstance(entry, QueuedLaunch)
+            else entry
             for entry in entries
         ]
         for entries in ranks
@@ -96,7 +98,7 @@ def test_1f1b_gets_through_wherever_a_rank_waits_for_its_device(
 
 
 def test_memory_that_is_taken_after_a_send_would_stand_still() -> None:
-    late = with_waits(traces((2, 1, 4), Late), 1.0, 0)
+    late = with_waits(traces((2, 1, 4), LateTransport), 1.0, 0)
     stuck = play(late, connections=8, lazy=False)
     assert stuck and all("'allocation'" in line for line in stuck)
 

@@ -102,10 +102,10 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
         if chunk.embedding is None:
             dtype = next(chunk.parameters()).dtype
             hidden = torch.randn(batch, here, config.model.hidden_size).to(dtype)
-        saved = Saved([each for each in known if isinstance(each, torch.Tensor)])
+        saved = SavedActivations([each for each in known if isinstance(each, torch.Tensor)])
         with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             stage.forward(0, microbatch, hidden, chunk=number)
-        again = Saved([each for each in known if isinstance(each, torch.Tensor)])
+        again = SavedActivations([each for each in known if isinstance(each, torch.Tensor)])
         recomputed = [span for span in chunk.spans if span.recomputed]
         if recomputed:
             longest = max(recomputed, key=lambda span: span.stop - span.start)
@@ -118,7 +118,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
     return found
 
 
-class Saved:
+class SavedActivations:
     """Bytes of the storages that are saved for backward, each once, but those known before."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
@@ -176,7 +176,7 @@ def test_attention_without_a_fused_kernel_keeps_what_torch_saves(
         rotary = rotary_table(
             length, head_dim=model.head_dim, percent=1.0, base=1e4, device=hidden.device
         )
-    saved = Saved([hidden, mask, *attention.parameters(), *(rotary or ())])
+    saved = SavedActivations([hidden, mask, *attention.parameters(), *(rotary or ())])
     with sdpa_kernel(SDPBackend.MATH), saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         attention(hidden, rotary, mask)
     sizes = Activations(replace(grid, device="cuda"))

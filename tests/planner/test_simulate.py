@@ -18,7 +18,7 @@ from tools.planner import course
 from tools.planner.course import Links, Setting, course_of, jittered, with_links
 from tools.planner.replay import axonn, network, page, radius, samo
 from tools.planner.replay.machines import Machine
-from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.replay.rows import FITTED, PREDICTED, ReplayRow, ReplayTable
 from tools.planner.seconds import PassSeconds, step_seconds
 from tools.planner.simulation import SimulatedStep, mean_seconds, simulate
 from tools.planner.site import Link, read_site
@@ -257,7 +257,7 @@ def test_a_slow_stage_and_unsteady_passes_cost_what_they_should() -> None:
 
 
 @cache
-def found(source: str) -> list[Table]:
+def found(source: str) -> list[ReplayTable]:
     return page.tables(source)
 
 
@@ -269,12 +269,12 @@ def worst(errors: list[float]) -> float:
     return max(map(abs, errors))
 
 
-def the(source: str, words: str) -> Table:
+def the(source: str, words: str) -> ReplayTable:
     (table,) = [table for table in found(source) if words in table.name]
     return table
 
 
-def row(table: Table, words: str) -> Row:
+def row(table: ReplayTable, words: str) -> ReplayRow:
     return next(row for row in table.rows if words in row.what)
 
 

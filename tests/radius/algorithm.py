@@ -29,7 +29,7 @@ class Algorithm:
     clip: float = 1.0
     first: int = 0
     mask: Tensors = field(default_factory=dict)
-    gathered: Tensors = field(default_factory=dict)
+    steps_accumulated: Tensors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.m = {name: torch.zeros_like(w) for name, w in self.weights.items()}
@@ -57,14 +57,14 @@ class Algorithm:
         """Lines 3 to 19: the mean, and which entries were sent."""
         own = [gradient[name] for gradient in gradients]
         everything = torch.ones_like(self.weights[name], dtype=torch.bool)
-        self.gathered[name] = torch.ones_like(self.weights[name])
+        self.steps_accumulated[name] = torch.ones_like(self.weights[name])
         if self.weights[name].dim() == 1 or not (self.first or due):
             return torch.stack(own).mean(0), everything
         if self.rolling and self.first:
             part = self._part(name, t)
             sent = self.mask[name] | part
             steps = min(self.interval, t - self.first)
-            self.gathered[name][part & ~self.mask[name]] = steps
+            self.steps_accumulated[name][part & ~self.mask[name]] = steps
         else:
             part = sent = everything if due else self.mask[name]
         total = []
@@ -89,7 +89,7 @@ class Algorithm:
         moving = sent if self.rolling and self.first else torch.ones_like(sent)
         decay = self.weight_decay if weight.dim() > 1 else 0.0
         m = BETA1 * self.m[name] + (1 - BETA1) * gradient
-        c = self.gathered[name]
+        c = self.steps_accumulated[name]
         v = BETA2**c * self.v[name] + (1 - BETA2**c) * gradient.square() / c
         scale = (v / (1 - BETA2**t)).sqrt() + EPS
         direction = m / (1 - BETA1**t) / scale + decay * weight

@@ -89,7 +89,9 @@ def compare_adamw(device: torch.device) -> None:
             numel = bits_of.numel
             values = torch.randn(numel, device=device).to(dtype)
             counts = torch.randint(1, 9, (numel,), device=device).float() if counted else None
-            reduced = ReducedGrad(values=values, index=bits_of, rest=rest, gathered=counts)
+            reduced = ReducedGrad(
+                values=values, index=bits_of, unselected=rest, steps_accumulated=counts
+            )
             results = []
             for module, fused in ((reference, False), (kernels, True)):
                 bits_of._kernels, bits_of._fused = module, fused

@@ -213,17 +213,21 @@ def test_optimizer_sees_values_among_zeros_or_nothing_else(
 ) -> None:
     index, model = filled()
     values = torch.randn(index.numel).to(dtype)
-    gathered = torch.randint(1, 5, (index.numel,)).float() if rest == "frozen" else None
+    steps_accumulated = torch.randint(1, 5, (index.numel,)).float() if rest == "frozen" else None
     states = [torch.rand(LENGTH) for _ in range(1 + len(rule.moments))]
     dense = torch.zeros(LENGTH)
     dense[model] = values.float() * 0.5
     counts = torch.ones(LENGTH)
-    if gathered is not None:
-        counts[model] = gathered
+    if steps_accumulated is not None:
+        counts[model] = steps_accumulated
     expected = [state.clone() for state in states]
-    rule.apply(expected[0], dense, expected[1:], HYPER, counts if gathered is not None else None)
+    rule.apply(
+        expected[0], dense, expected[1:], HYPER, counts if steps_accumulated is not None else None
+    )
     found = [state.clone() for state in states]
-    reduced = ReducedGrad(values=values, index=index, rest=rest, gathered=gathered)
+    reduced = ReducedGrad(
+        values=values, index=index, unselected=rest, steps_accumulated=steps_accumulated
+    )
     index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
     for mine, wanted, before in zip(found, expected, states, strict=True):
         if rest == "frozen":
@@ -249,14 +253,16 @@ def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
         index = base.flushed([flush])
         model = model.clone()
         model[slice(*flush)] = True
-    gathered = torch.randint(1, 5, (index.numel,)).float()
-    gathered[: int(model[: CHUNK // 2].sum())] = 1.0
+    steps_accumulated = torch.randint(1, 5, (index.numel,)).float()
+    steps_accumulated[: int(model[: CHUNK // 2].sum())] = 1.0
     values = torch.randn(index.numel)
     states = [torch.rand(length) for _ in range(1 + len(rule.moments))]
     alone = [state[model] for state in states]
-    rule.apply(alone[0], values * 0.5, alone[1:], HYPER, gathered)
+    rule.apply(alone[0], values * 0.5, alone[1:], HYPER, steps_accumulated)
     found = [state.clone() for state in states]
-    reduced = ReducedGrad(values=values, index=index, rest="frozen", gathered=gathered)
+    reduced = ReducedGrad(
+        values=values, index=index, unselected="frozen", steps_accumulated=steps_accumulated
+    )
     index.apply(rule, reduced, found[0], found[1:], HYPER, factor=0.5)
     for mine, wanted, before in zip(found, alone, states, strict=True):
         # In one go and in pieces: equal but for the rounding of scalar tails.

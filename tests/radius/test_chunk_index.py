@@ -88,7 +88,7 @@ def test_an_index_in_which_nothing_is_chosen_sends_nothing() -> None:
     index.gather(flat, torch.empty(0))
     assert index.numel == index.nbytes == 0 and not index.runs
     weight = torch.ones(128)
-    reduced = ReducedGrad(values=torch.empty(0), index=index, rest="frozen")
+    reduced = ReducedGrad(values=torch.empty(0), index=index, unselected="frozen")
     index.apply(SGD(momentum=0.9), reduced, weight, [torch.zeros(128)], HYPER, factor=1.0)
     assert torch.equal(weight, torch.ones(128))
 
@@ -182,7 +182,7 @@ def test_zero_elsewhere_is_the_rule_on_zeros_with_the_values_among_them(
     (weight, *moments), (wanted, *wanted_moments) = (
         states(length, len(rule.moments)) for _ in range(2)
     )
-    reduced = ReducedGrad(values=values, index=index, rest="zero")
+    reduced = ReducedGrad(values=values, index=index, unselected="zero")
     index.apply(rule, reduced, weight, moments, HYPER, factor=factor)
     for start in range(0, length, CHUNK):
         cut = slice(start, start + CHUNK)
@@ -202,12 +202,14 @@ def test_frozen_elsewhere_is_the_rule_on_the_sent_entries_alone(
     index = base.flushed([(length // 3, length // 2)])
     chosen[length // 3 : length // 2] = True
     values = torch.randn(index.numel).to(dtype)
-    gathered = torch.randint(1, 9, (index.numel,)).float() if counted else None
+    steps_accumulated = torch.randint(1, 9, (index.numel,)).float() if counted else None
     (weight, *moments), (old, *old_moments) = (states(length, len(rule.moments)) for _ in range(2))
     # In one go and gathered: equal but for the rounding of scalar tails.
     alone, *alone_moments = (state[chosen] for state in (old, *old_moments))
-    rule.apply(alone, values.float() * 0.37, alone_moments, HYPER, gathered)
-    reduced = ReducedGrad(values=values, index=index, rest="frozen", gathered=gathered)
+    rule.apply(alone, values.float() * 0.37, alone_moments, HYPER, steps_accumulated)
+    reduced = ReducedGrad(
+        values=values, index=index, unselected="frozen", steps_accumulated=steps_accumulated
+    )
     index.apply(rule, reduced, weight, moments, HYPER, factor=0.37)
     pairs = zip([weight, *moments], [alone, *alone_moments], [old, *old_moments], strict=True)
     for found, expected, before in pairs:

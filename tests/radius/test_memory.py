@@ -32,7 +32,7 @@ SLACK = 64 * 1024
 """Bytes: a step's small tensors (a boolean, bounds of a search)."""
 
 
-class Bench:
+class BucketBench:
     """A reducer with one bucket, whose tensors are told from all others."""
 
     def __init__(self, density: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -101,7 +101,7 @@ def test_what_lasts_is_index_and_residual(
 ) -> None:
     if (residual, schedule) == ("in-place", "rolling"):
         pytest.skip("refused together")
-    bench = Bench(density, residual=residual, schedule=schedule)
+    bench = BucketBench(density, residual=residual, schedule=schedule)
     for t in range(1, 8):
         bench.step(t)
     state, values = bench.kept()
@@ -148,7 +148,7 @@ def test_the_peak_is_seen() -> None:
 def test_a_sparse_step_takes_a_compact_vector_and_a_mebibyte(
     density: str, dtype: torch.dtype, bits: bool
 ) -> None:
-    bench = Bench(density, dtype)
+    bench = BucketBench(density, dtype)
     for t in range(1, 5):
         bench.step(t)
     compact = dtype.itemsize * float(density) * ENTRIES
@@ -172,7 +172,7 @@ def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(
 ) -> None:
     """The old one, whose end the profiler does not see, goes chunk by chunk as the new one comes;
     both are compared as bits."""
-    bench = Bench("0.4", dtype, residual=residual)
+    bench = BucketBench("0.4", dtype, residual=residual)
     for t in range(1, 8):
         bench.step(t)
     index, compared = 0 if bits else 4 * 0.4 * ENTRIES, 2 * ENTRIES / 8
@@ -182,7 +182,7 @@ def test_a_resample_takes_bits_and_a_few_chunks_beside_the_new_index(
 class Whole:
     """An engine of one bucket, as far as the optimizer sees it."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: BucketBench) -> None:
         self.buckets = [bench.bucket]
         self.layout: Any = SimpleNamespace(bind=lambda *_: None, scatter=lambda *_: None)
         self.infos = {"w": SimpleNamespace(param=bench.weight, leaves=())}
@@ -201,7 +201,7 @@ def test_a_rolling_update_takes_the_old_weights_of_a_part_and_chunks(
     dtype: torch.dtype, weight_decay: float, bits: bool
 ) -> None:
     """One part in four; without weight decay they are not read."""
-    bench = Bench("0.1", dtype, schedule="rolling")
+    bench = BucketBench("0.1", dtype, schedule="rolling")
     for t in range(1, 6):
         bench.step(t)
     reduced = bench.reducer.reduce(bench.bucket, StepContext(6)).wait()

@@ -14,7 +14,7 @@ from megatron.config.validate import check_pairs
 from megatron.errors import ConfigError
 from megatron.sparse.shard import FlatShard
 from pretrain_gpt import GRADIENT_PATHS
-from radius.index import IndexPart, quota
+from radius.index import IndexPart, num_selected
 from radius.path import RadiusConfig, RadiusPath
 from tests.planner.shapes import rank_of
 from tests.radius.toys import alone
@@ -194,7 +194,7 @@ def test_parts_of_a_tensor_choose_together_what_the_whole_does(
     density: str, length: int, parts: int
 ) -> None:
     share = Fraction(density)
-    whole = IndexPart("w", 64, FlatShard(length, length), quota(share, length))
+    whole = IndexPart("w", 64, FlatShard(length, length), num_selected(share, length))
     assert whole.wanted == math.ceil(share * length) >= 1
     cuts = [whole.cut(number, parts, share) for number in range(parts)]
     assert sum(cut.wanted for cut in cuts) == whole.wanted

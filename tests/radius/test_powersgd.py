@@ -105,7 +105,7 @@ def test_what_is_not_sent_is_kept(dtype: torch.dtype) -> None:
 # ---- torch's hook -------------------------------------------------------------------------------
 
 
-class Weights(torch.nn.Module):
+class LowRankWeights(torch.nn.Module):
     """Parameters whose gradient is whatever is wanted."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -131,7 +131,7 @@ def on_rank_hook(groups: ProcessGroups, steps: int) -> list[tuple[dict, dict, di
         use_error_feedback=True,
         warm_start=True,
     )
-    wrapped = torch.nn.parallel.DistributedDataParallel(Weights(SHAPES), bucket_cap_mb=1)
+    wrapped = torch.nn.parallel.DistributedDataParallel(LowRankWeights(SHAPES), bucket_cap_mb=1)
     order: list[str] = []
 
     def hook(state, bucket):  # noqa: ANN001, ANN202  # torch refuses annotations kept as text

@@ -167,7 +167,7 @@ def test_density_1_keeps_nothing() -> None:
     stats = toy.engine.stats(full=True)
     assert stats.density == 1 and not stats.extra and not stats.notes
     reducer = reducer_of(toy)
-    assert not reducer.carries and not reducer.wants_update(StepContext(t=4))
+    assert not reducer.keeps_grad_between_steps and not reducer.wants_update(StepContext(t=4))
     assert [*reducer.state_tensors(), *reducer.shared_tensors()] == []
 
 

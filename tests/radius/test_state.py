@@ -159,7 +159,7 @@ def test_rolling_counts_whole_rounds_where_updates_are_counted_anew(saved_at: in
     for t in range(1, 10):
         toy.backward([gradients(50 + t)])
         step = toy.finish()
-        counted = [r.gathered for r in step.reduced if r.gathered is not None]
+        counted = [r.steps_accumulated for r in step.reduced if r.steps_accumulated is not None]
         assert {float(c.max()) for c in counted} == {4.0}, t
         toy.apply(step)
         if t == saved_at:

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from tests.rehearsal.findings import Findings  # noqa: E402
 from tests.rehearsal.memory import Memory  # noqa: E402
 from tests.rehearsal.operations import Operations  # noqa: E402
-from tests.rehearsal.streams import Event, Stream, Timeline  # noqa: E402
+from tests.rehearsal.streams import PlayedEvent, PlayedStream, StreamTimeline  # noqa: E402
 
 COUNT = 8
 """Devices, as FakeGuardImpl has them."""
@@ -25,7 +25,7 @@ NAME = "a CUDA device played by the CPU"
 _MEMORY = 80 << 30
 
 
-class Device:
+class PlayedDevice:
     """All devices of this process: what the program did to them, and what was noticed."""
 
     def __init__(self) -> None:
@@ -34,14 +34,14 @@ class Device:
         self.operations = Operations(self.memory, self.findings, _library.rehearsal_get_device)
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StreamTimeline:
         return self.memory.timeline
 
 
 @cache
-def install() -> Device:
+def install() -> PlayedDevice:
     """Make this process see CUDA devices, from now until it ends."""
-    device = Device()
+    device = PlayedDevice()
     device.operations.register()
     _patch_cuda(device)
     _patch_pinned_memory(device.memory)
@@ -51,18 +51,18 @@ def install() -> Device:
     return device
 
 
-def _patch_cuda(device: Device) -> None:
+def _patch_cuda(device: PlayedDevice) -> None:
     """Answer torch.cuda's questions, all of which go to a library that is not there."""
     cuda, memory, operations = torch.cuda, device.memory, device.operations
     timeline = memory.timeline
 
-    class CudaStream(Stream):
+    class CudaStream(PlayedStream):
         def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
             super().__init__(timeline, f"stream {len(timeline.names)}")
             self.device = torch.device("cuda", operations.index(device))
             self.priority, self.cuda_stream = priority, self.number
 
-    class CudaEvent(Event):
+    class CudaEvent(PlayedEvent):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(timeline)
 
@@ -95,8 +95,8 @@ def _patch_cuda(device: Device) -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "Stream": CudaStream,
-        "Event": CudaEvent,
+        "PlayedStream": CudaStream,
+        "PlayedEvent": CudaEvent,
         "current_stream": lambda device=None: timeline.current,
         "default_stream": lambda device=None: timeline.default,
         "stream": lambda stream: stream,
@@ -157,7 +157,7 @@ def _patch_pinned_memory(memory: Memory) -> None:
     torch.Tensor.record_stream = record_stream
 
 
-def _patch_triton(device: Device) -> None:
+def _patch_triton(device: PlayedDevice) -> None:
     """Let Triton's interpreter work on the device's memory itself, not on a copy. Which arguments
     a kernel writes is not known here: all count as read."""
     os.environ["TRITON_INTERPRET"] = "1"

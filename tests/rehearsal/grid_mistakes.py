@@ -32,7 +32,7 @@ def drop_each(groups: ProcessGroups, flags: str, tp: int, pp: int) -> dict[str, 
         lines: set[str] = set()
         with _waits(lambda line: lines.add(line) or True):
             found = {"": _findings(trainer.train_step)}
-        told_by_all = map(json.loads, groups.world.gather_text(json.dumps(sorted(lines))))
+        told_by_all = map(json.loads, groups.world.all_gather_str(json.dumps(sorted(lines))))
         for dropped in sorted(set().union(*told_by_all)):
             with _waits(dropped.__ne__):
                 found[dropped] = _findings(trainer.train_step)
@@ -68,7 +68,7 @@ def one_on_the_cpu(groups: ProcessGroups) -> list[Any]:
 def refused(groups: ProcessGroups) -> list[str]:
     """What NCCL does not carry; returns what it says."""
     where = current_device(groups)
-    on_device, apart = torch.zeros(4, device=where), groups.world.apart()
+    on_device, apart = torch.zeros(4, device=where), groups.world.new_gloo_group()
     attempts: list[Callable[[], Any]] = [
         lambda: apart.all_reduce(on_device, dist.ReduceOp.SUM),
         lambda: groups.world.all_gather(on_device, torch.zeros(2)),
@@ -110,15 +110,15 @@ def _logged(groups: ProcessGroups, scene: Callable[[Callable[..., None]], Any]) 
 
 def _waits(keeps: Callable[[str], bool]) -> Any:
     """Make only those waits for NCCL whose line `keeps` accepts, and the lines that call that."""
-    real = nccl.Work.wait
+    real = nccl.PlayedWork.wait
 
-    def wait(self: nccl.Work, timeout: Any = None) -> bool:
+    def wait(self: nccl.PlayedWork, timeout: Any = None) -> bool:
         if keeps(told(place(depth=2))):
             return real(self, timeout)
         self.arrive()
         return True
 
-    return mock.patch.object(nccl.Work, "wait", wait)
+    return mock.patch.object(nccl.PlayedWork, "wait", wait)
 
 
 def _findings(scene: Callable[[], Any]) -> dict[str, int]:

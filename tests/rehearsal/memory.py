@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.rehearsal.findings import Findings, Place, place, told
-from tests.rehearsal.streams import Stream, Timeline
+from tests.rehearsal.streams import PlayedStream, StreamTimeline
 
 _CPU = torch._C.DispatchKey.CPU
 _KDL_CUDA = 2
@@ -77,11 +77,11 @@ class Use(NamedTuple):
     where: Place
 
 
-class Block:
+class MemoryBlock:
     """Memory that one storage has. `stream`: whose operations may reuse the memory once it is
     freed; None for pinned memory."""
 
-    def __init__(self, address: int, nbytes: int, stream: Stream | None) -> None:
+    def __init__(self, address: int, nbytes: int, stream: PlayedStream | None) -> None:
         self.address, self.nbytes, self.stream = address, nbytes, stream
         self.uses: list[Use] = []
         self.recorded: set[int] = set()
@@ -100,9 +100,9 @@ class Memory:
 
     def __init__(self, findings: Findings, library: ctypes.CDLL) -> None:
         self._findings = findings
-        self.timeline = Timeline(findings, self.settle)
-        self.blocks: dict[int, Block] = {}
-        self.pinned: dict[int, Block] = {}
+        self.timeline = StreamTimeline(findings, self.settle)
+        self.blocks: dict[int, MemoryBlock] = {}
+        self.pinned: dict[int, MemoryBlock] = {}
         self.allocated = self.peak = 0
         self._lock = threading.RLock()
         self._alive: dict[int, tuple[object, ...]] = {}
@@ -135,7 +135,7 @@ class Memory:
         view = self.blocks[tensor.untyped_storage().data_ptr()].host_view(tensor.dtype)
         return torch.as_strided(view, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
+    def block_of(self, tensor: torch.Tensor) -> MemoryBlock | None:
         """The block of a device tensor or of a pinned one; None for pageable memory."""
         table = self.blocks if tensor.device.type == "cuda" else self.pinned
         return table.get(tensor.untyped_storage().data_ptr())
@@ -151,14 +151,14 @@ class Memory:
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory."""
-        self.pinned[address] = Block(address, nbytes, None)
+        self.pinned[address] = MemoryBlock(address, nbytes, None)
 
     def unregister(self, address: int) -> None:
         self.pinned.pop(address, None)
 
-    def _adopt(self, whole: torch.Tensor) -> Block:
+    def _adopt(self, whole: torch.Tensor) -> MemoryBlock:
         self.settle()
-        block = Block(whole.data_ptr(), whole.numel(), self.timeline.current)
+        block = MemoryBlock(whole.data_ptr(), whole.numel(), self.timeline.current)
         block.views[torch.uint8] = whole
         with self._lock:
             self.blocks[block.address] = block
@@ -166,7 +166,7 @@ class Memory:
             self.peak = max(self.peak, self.allocated)
         return block
 
-    def _native(self, block: Block, dtype: torch.dtype, index: int) -> torch.Tensor:
+    def _native(self, block: MemoryBlock, dtype: torch.dtype, index: int) -> torch.Tensor:
         shape = (ctypes.c_int64 * 1)(block.nbytes // dtype.itemsize)
         strides = (ctypes.c_int64 * 1)(1)
         device, kind = _Device(_KDL_CUDA, index), _DType(*_DLPACK_CODES[dtype], 1)
@@ -177,7 +177,7 @@ class Memory:
 
     # -- order
 
-    def touch(self, tensor: torch.Tensor, stream: Stream, *, writes: bool) -> None:
+    def touch(self, tensor: torch.Tensor, stream: PlayedStream, *, writes: bool) -> None:
         """Record that the stream's last operation reads or writes the tensor; note a race with
         every earlier use that nothing orders before it."""
         block = self.block_of(tensor) if tensor.numel() else None
@@ -206,10 +206,10 @@ class Memory:
         """Free what torch gave back since the last call."""
         while (key := self._next_freed()) is not None:
             block = self._alive.pop(key)[-1]
-            assert isinstance(block, Block)
+            assert isinstance(block, MemoryBlock)
             self._free(block)
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: MemoryBlock) -> None:
         with self._lock:
             if self.blocks.get(block.address) is block:
                 del self.blocks[block.address]
@@ -225,7 +225,7 @@ class Memory:
                 what = f"{block.nbytes} bytes of {owner.name} while {who} has them since"
                 self._findings.note("early free", f"{what} {told(use.where)}")
 
-    def _note_race(self, stream: Stream, mine: Use, other: Use) -> None:
+    def _note_race(self, stream: PlayedStream, mine: Use, other: Use) -> None:
         verb, did = ("writes" if mine.writes else "reads"), ("wrote" if other.writes else "read")
         who = self.timeline.names[other.stream]
         self._findings.note("race", f"{stream.name} {verb} what {who} {did} at {told(other.where)}")

@@ -15,18 +15,18 @@ from megatron.optimizer import cpu_offload
 from megatron.optimizer.update_rules import AdamW
 from megatron.pipeline.mpi_transport import CudaStreams, PinnedStaging
 from tests.gpu import test_offload_on_cuda
-from tests.gpu.test_offload_on_cuda import Net
+from tests.gpu.test_offload_on_cuda import OffloadNet
 from tests.rehearsal import gpu_tests
 from tests.rehearsal.device import install
 from tests.rehearsal.findings import place
-from tests.rehearsal.streams import Stream
+from tests.rehearsal.streams import PlayedStream
 
 CUDA = torch.device("cuda", 0)
 
 
 def offloaded_steps() -> None:
     """Update states that are in pinned memory, over streams for copies in and out."""
-    net = Net(CUDA, share=1.0, offloaded=True)
+    net = OffloadNet(CUDA, share=1.0, offloaded=True)
     for number in (1, 2):
         net.step(number, 0.0)
     net.state()
@@ -125,8 +125,10 @@ def _ordering_calls(keeps: Callable[[str], bool]) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(Stream, "wait_event", kept(Stream.wait_event, "wait_event")),
-        mock.patch.object(Stream, "wait_stream", kept(Stream.wait_stream, "wait_stream")),
+        mock.patch.object(PlayedStream, "wait_event", kept(PlayedStream.wait_event, "wait_event")),
+        mock.patch.object(
+            PlayedStream, "wait_stream", kept(PlayedStream.wait_stream, "wait_stream")
+        ),
         mock.patch.object(
             torch.Tensor, "record_stream", kept(torch.Tensor.record_stream, "record_stream")
         ),

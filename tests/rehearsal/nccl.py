@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.rehearsal.device import Device
+from tests.rehearsal.device import PlayedDevice
 from tests.rehearsal.device import install as install_device
 from tests.rehearsal.nccl_log import Call
-from tests.rehearsal.streams import Event, Stream
+from tests.rehearsal.streams import PlayedEvent, PlayedStream
 
 BACKENDS = "cpu:gloo,cuda:nccl"
 DTYPES = {
@@ -51,12 +51,12 @@ Start = Callable[[Tensors], Any]
 class Nccl:
     """The communicators of this rank."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: PlayedDevice) -> None:
         self.calls: list[Call] = []
         self.gloo_alone: set[str] = set()
         """Names of groups without NCCL."""
         self._device = device
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, PlayedStream] = {}
         self._sent: list[tuple[Any, Tensors]] = []
 
     def take(self) -> list[Call]:
@@ -77,7 +77,7 @@ class Nccl:
         async_op: bool,
         how: str = "",
         peer: int | None = None,
-    ) -> Work | None:
+    ) -> PlayedWork | None:
         """Check, log and order one operation, and run it on the tensors' memory; returns what to
         wait for with `async_op`."""
         group = group or dist.group.WORLD
@@ -101,14 +101,14 @@ class Nccl:
         if kind == "send":
             memory = [tensor.clone() for tensor in memory]
             self._sent.append((start(memory), memory))
-            return Work(self._device, None, done, tensors)
-        return Work(self._device, start(memory), done, tensors, holds_up=kind == "receive")
+            return PlayedWork(self._device, None, done, tensors)
+        return PlayedWork(self._device, start(memory), done, tensors, holds_up=kind == "receive")
 
-    def _stream(self, name: str) -> Stream:
+    def _stream(self, name: str) -> PlayedStream:
         """The communicator's stream, once all that was issued to the current stream is done."""
         timeline = self._device.timeline
         if name not in self._streams:
-            self._streams[name] = Stream(timeline, f"NCCL's stream of {name}")
+            self._streams[name] = PlayedStream(timeline, f"NCCL's stream of {name}")
         self._streams[name].wait_stream(timeline.current)
         return self._streams[name]
 
@@ -130,12 +130,18 @@ class Nccl:
         raise ValueError(what)
 
 
-class Work:
+class PlayedWork:
     """The handle of an operation, whose tensors it keeps. `real`: gloo's; `holds_up`: the device
     does nothing else before the operation is done."""
 
     def __init__(
-        self, device: Device, real: Any, done: Event, tensors: Tensors, *, holds_up: bool = False
+        self,
+        device: PlayedDevice,
+        real: Any,
+        done: PlayedEvent,
+        tensors: Tensors,
+        *,
+        holds_up: bool = False,
     ) -> None:
         self._device, self._real, self._done, self._tensors = device, real, done, tensors
         self._issued = self._count() if holds_up else None

@@ -17,7 +17,7 @@ from tests.rehearsal.findings import Findings
 Clock = dict[int, int]
 
 
-class Timeline:
+class StreamTimeline:
     """All streams of a process. `settle` is called before a clock learns something: memory that was
     freed is judged by what was known when it was freed."""
 
@@ -27,8 +27,8 @@ class Timeline:
         self.latest: Clock = {}
         self._numbers = itertools.count()
         self._thread = threading.local()
-        self.host = Stream(self, "the host")
-        self.default = Stream(self, "the default stream")
+        self.host = PlayedStream(self, "the host")
+        self.default = PlayedStream(self, "the default stream")
 
     def number(self, name: str) -> int:
         number = next(self._numbers)
@@ -36,12 +36,12 @@ class Timeline:
         return number
 
     @property
-    def current(self) -> Stream:
+    def current(self) -> PlayedStream:
         """The stream that this thread issues to."""
         return getattr(self._thread, "stream", self.default)
 
     @current.setter
-    def current(self, stream: Stream) -> None:
+    def current(self, stream: PlayedStream) -> None:
         self._thread.stream = stream
 
     def wait(self, what: str, clock: Clock) -> None:
@@ -50,14 +50,14 @@ class Timeline:
         self.host.learn(clock)
 
 
-class Stream:
+class PlayedStream:
     """A queue of the device; a context manager, as torch's."""
 
-    def __init__(self, timeline: Timeline, name: str) -> None:
+    def __init__(self, timeline: StreamTimeline, name: str) -> None:
         self.timeline, self.name = timeline, name
         self.number = timeline.number(name)
         self.clock: Clock = {}
-        self._outer: list[Stream] = []
+        self._outer: list[PlayedStream] = []
 
     def advance(self) -> int:
         """Issue one operation; returns its number."""
@@ -77,14 +77,14 @@ class Stream:
             if self.clock.get(stream, 0) < count:
                 self.clock[stream] = count
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: PlayedEvent) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: PlayedStream) -> None:
         self.learn(stream.clock)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.timeline)
+    def record_event(self, event: PlayedEvent | None = None) -> PlayedEvent:
+        event = event or PlayedEvent(self.timeline)
         event.record(self)
         return event
 
@@ -95,7 +95,7 @@ class Stream:
         self.timeline.host.learn(self.clock)
         return True
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> PlayedStream:
         self._outer.append(self.timeline.current)
         self.timeline.current = self
         return self
@@ -104,22 +104,22 @@ class Stream:
         self.timeline.current = self._outer.pop()
 
 
-class Event:
+class PlayedEvent:
     """A place in a stream. One that was never recorded counts as reached, as CUDA has it."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: StreamTimeline) -> None:
         self._timeline = timeline
         self._clock: Clock = {}
         self._recorded_at = 0.0
         self._was_asked = True
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: PlayedStream | None = None) -> None:
         stream = stream or self._timeline.current
         stream.advance()
         self._clock, self._recorded_at = dict(stream.clock), time.perf_counter()
         self._was_asked = False
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: PlayedStream | None = None) -> None:
         (stream or self._timeline.current).learn(self._clock)
 
     def query(self) -> bool:
@@ -135,5 +135,5 @@ class Event:
     def synchronize(self) -> None:
         self._timeline.wait("synchronize an event", self._clock)
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: PlayedEvent) -> float:
         return (later._recorded_at - self._recorded_at) * 1e3

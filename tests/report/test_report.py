@@ -56,7 +56,7 @@ def test_report_holds_all_series_and_figures(tmp_path: Path) -> None:
     (run / "sample.txt").write_text("Once upon a time")
     write_status(run, Status(state="done", exit_code=0))
     said: list[str] = []
-    page = write_report(run, say=said.append).read_text()
+    page = write_report(run, log=said.append).read_text()
     charts = _svgs(page)
     titles = [chart.attrib["aria-label"] for chart in charts]
     assert titles == [
@@ -141,7 +141,7 @@ def test_without_matplotlib_the_picture_is_left_out(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said: list[str] = []
-    assert write_report(make_run(tmp_path, [3.0, 2.0]), say=said.append).exists()
+    assert write_report(make_run(tmp_path, [3.0, 2.0]), log=said.append).exists()
     assert not (tmp_path / "loss.png").exists()
     assert len(said) == 1 and "matplotlib" in said[0] and "sparsetron[log]" in said[0]
 
@@ -162,7 +162,7 @@ def test_step_time_is_told_by_phase_where_timers_were_read(tmp_path: Path) -> No
     for i in range(1, 6):
         timers = {"forward-backward": [0.4, 0.6], "optimizer": [0.2, 0.1]} if i % 2 == 0 else {}
         metrics.step(record(i, train_iters=5, timers=timers, axis_bytes={"bytes_tp": 2048}))
-    metrics.say("loaded checkpoint a/b/step_00000003 of step 3")
+    metrics.log("loaded checkpoint a/b/step_00000003 of step 3")
     metrics.close()
     run = read_run(tmp_path / "run")
     # Two steps since they were read before; of the slower rank.

@@ -20,7 +20,7 @@ WORDS = "embedding.words"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ToyKind:
     """A parameter: its whole shape, its stage of two, and how tensor-parallel ranks cut it."""
 
     shape: tuple[int, ...]
@@ -31,13 +31,13 @@ class Kind:
 
 
 KINDS = {
-    WORDS: Kind((37, 16), (0, 1), axis=0, scale=0.5),
-    "embedding.places": Kind((10, 16), (0,), scale=0.1),
-    "b.gated": Kind((40, 16), (0,), axis=0, blocks=2),
-    "b.bias": Kind((40,), (0,), axis=0, blocks=2),
-    "a.down": Kind((16, 21), (1,), axis=1, scale=2.0),
-    "a.norm": Kind((16,), (1,)),
-    "c.small": Kind((4, 6), (1,), axis=1, scale=0.01),
+    WORDS: ToyKind((37, 16), (0, 1), axis=0, scale=0.5),
+    "embedding.places": ToyKind((10, 16), (0,), scale=0.1),
+    "b.gated": ToyKind((40, 16), (0,), axis=0, blocks=2),
+    "b.bias": ToyKind((40,), (0,), axis=0, blocks=2),
+    "a.down": ToyKind((16, 21), (1,), axis=1, scale=2.0),
+    "a.norm": ToyKind((16,), (1,)),
+    "c.small": ToyKind((4, 6), (1,), axis=1, scale=0.01),
 }
 PRUNED = [name for name, kind in KINDS.items() if len(kind.shape) > 1]
 GRIDS = [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1)]
@@ -69,7 +69,7 @@ def make_infos(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> lis
     ]
 
 
-def _info(name: str, kind: Kind, groups: ProcessGroups, dtype: torch.dtype) -> ParamInfo:
+def _info(name: str, kind: ToyKind, groups: ProcessGroups, dtype: torch.dtype) -> ParamInfo:
     tp, shard = groups.tp, None
     if tp.size > 1 and kind.axis is not None:
         shard = TensorShard.evenly(
@@ -95,7 +95,7 @@ def part(info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
     return torch.cat([mine, mine.new_zeros(info.param.numel() - mine.numel())])
 
 
-class Weights:
+class ToyWeights:
     """Master weights of a model that is trained by chance: the same numbers on every grid."""
 
     def __init__(self, infos: list[ParamInfo], masks: Mapping[str, torch.Tensor]) -> None:
@@ -122,11 +122,11 @@ class Weights:
             yield info, value if mask is None else value[mask]
 
 
-def state_of(rewirer: MaskUpdater) -> dict[str, torch.Tensor]:
+def state_of(mask_updater: MaskUpdater) -> dict[str, torch.Tensor]:
     """Its state as a checkpoint gives it back: copies."""
     return {
         name: (state if isinstance(state, torch.Tensor) else state.values()).clone()
-        for name, state in rewirer.state_tensors()
+        for name, state in mask_updater.state_tensors()
     }
 
 

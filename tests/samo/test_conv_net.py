@@ -45,7 +45,7 @@ def loss_of(params: dict[str, torch.nn.Parameter], seed: int) -> torch.Tensor:
     return cross_entropy(scores.float(), classes) / MICROBATCHES
 
 
-class Net:
+class ConvNet:
     """The network under an engine, its pruned tensors stored compressed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,7 +76,7 @@ class Net:
 
 
 def test_stores_and_sends_only_what_exists() -> None:
-    net = Net(torch.bfloat16)
+    net = ConvNet(torch.bfloat16)
     stored = sum(int(mask.sum()) for mask in net.masks.values()) + 22
     assert net.count == StoredCount(stored, 324 + 1080 + 50 + 22)
     sizes = {info.name: where.numel for info, _, where in net.engine.slices()}
@@ -87,7 +87,7 @@ def test_stores_and_sends_only_what_exists() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_training_with_weights_and_gradients_masked(dtype: torch.dtype) -> None:
-    net = Net(dtype)
+    net = ConvNet(dtype)
     whole = {
         n: net.masks[n].view(s).float() if n in PRUNED else torch.ones(s) for n, s in SHAPES.items()
     }

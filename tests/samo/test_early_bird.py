@@ -120,10 +120,10 @@ def test_the_ticket_is_drawn_when_the_last_masks_are_alike(
     for t in range(1, ticket + 1):
         due = t % INTERVAL == 0
         weights = shuffled(weights_at(t)) if due else untouchable()
-        assert not bird.settled and drawn is None
+        assert not bird.layout_is_final and drawn is None
         drawn = bird.after_update(t, DenseLayout(), weights)
         told += [bird.stats().get("mask_distance")] * due
-    assert drawn is not None and bird.settled and told == distances
+    assert drawn is not None and bird.layout_is_final and told == distances
     assert not drawn.reset_moments
     masks = magnitude(logical(weights_at(ticket)), P, scope=scope)
     wanted = {i.name: flat_mask(i, masks[i.name]) for i in INFOS if i.name in masks}
@@ -133,7 +133,7 @@ def test_the_ticket_is_drawn_when_the_last_masks_are_alike(
         assert found is None or torch.equal(found, wanted[info.name])
     for t in range(ticket + 1, ticket + 2 * INTERVAL):
         assert bird.after_update(t, drawn.layout, untouchable()) is None
-    assert bird.stats() == {} and bird.settled
+    assert bird.stats() == {} and bird.layout_is_final
 
 
 def test_a_distance_at_the_limit_is_not_below_it() -> None:
@@ -175,12 +175,14 @@ def test_each_draw_is_told() -> None:
 
 def test_updates_that_leave_time_for_no_ticket_are_told() -> None:
     bird = early_bird()
-    assert bird.why_idle(1, 5 * INTERVAL) == ""
-    assert "4 masks will be drawn, a ticket takes 5 more" in bird.why_idle(1, 5 * INTERVAL - 1)
-    assert "4 masks will be drawn" in bird.why_idle(2 * INTERVAL, 5 * INTERVAL)
+    assert bird.inactive_reason(1, 5 * INTERVAL) == ""
+    assert "4 masks will be drawn, a ticket takes 5 more" in bird.inactive_reason(
+        1, 5 * INTERVAL - 1
+    )
+    assert "4 masks will be drawn" in bird.inactive_reason(2 * INTERVAL, 5 * INTERVAL)
     notes_of(bird, 3 * INTERVAL)
-    assert bird.why_idle(3 * INTERVAL + 1, 5 * INTERVAL) == ""
-    assert "1 masks will be drawn, a ticket takes 2 more" in bird.why_idle(
+    assert bird.inactive_reason(3 * INTERVAL + 1, 5 * INTERVAL) == ""
+    assert "1 masks will be drawn, a ticket takes 2 more" in bird.inactive_reason(
         3 * INTERVAL + 1, 4 * INTERVAL
     )
 
@@ -188,11 +190,11 @@ def test_updates_that_leave_time_for_no_ticket_are_told() -> None:
 def test_a_ticket_too_late_for_what_waits_for_it_is_told() -> None:
     begins = partial(why_no_resample, start=0, interval=8)
     bird = early_bird(why_no_more=begins)
-    assert bird.why_idle(1, 16) == ""
-    assert "drawn after step 15, and from then to step 15 there" in bird.why_idle(1, 15)
+    assert bird.inactive_reason(1, 16) == ""
+    assert "drawn after step 15, and from then to step 15 there" in bird.inactive_reason(1, 15)
     notes_of(bird, 3 * INTERVAL)
-    assert bird.why_idle(3 * INTERVAL + 1, 16) == ""
-    assert "no multiple of radius_interval 8" in bird.why_idle(3 * INTERVAL + 1, 15)
+    assert bird.inactive_reason(3 * INTERVAL + 1, 16) == ""
+    assert "no multiple of radius_interval 8" in bird.inactive_reason(3 * INTERVAL + 1, 15)
 
 
 @pytest.mark.parametrize("last", [20, 21, 23])
@@ -229,7 +231,7 @@ def test_a_saved_queue_goes_on(stop: int | str) -> None:
     newest = stop // INTERVAL
     assert numbers == {str(n) for n in range(newest - kept + 1, newest + 1)}
     second.load_state_tensors(state | {"index/first": torch.zeros(1)})
-    assert second.settled == first.settled == (stop >= ticket)
+    assert second.layout_is_final == first.layout_is_final == (stop >= ticket)
     assert before + run(second, stop + 1, LAST) == run(whole, 1, LAST)
     assert first.notes() + second.notes() == whole.notes()
 
@@ -264,7 +266,7 @@ def test_a_run_is_dense_and_then_compressed(dtype: torch.dtype) -> None:
 
     def parts(bird: EarlyBird | None) -> PathParts:
         return PathParts(
-            layout=DenseLayout(), reducer=AllReduceReducer(Exchange(groups.dp)), rewirer=bird
+            layout=DenseLayout(), reducer=AllReduceReducer(Exchange(groups.dp)), mask_updater=bird
         )
 
     bird, ticket = early_bird(limit=0.1), first_ticket(INTERVAL)
@@ -272,7 +274,7 @@ def test_a_run_is_dense_and_then_compressed(dtype: torch.dtype) -> None:
     masks: dict[str, torch.Tensor] = {}
     for t, one, dense in steps_of(parts(None), dtype, until=ticket):
         _, two, optimizer = next(sparse)
-        assert bird.settled == (t == ticket)
+        assert bird.layout_is_final == (t == ticket)
         alike = all(torch.equal(a.param, b.param) for a, b in zip(one, two, strict=True))
         assert alike == (t < ticket)
         if t == ticket:

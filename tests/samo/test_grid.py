@@ -34,7 +34,7 @@ from tests.samo.grid_toy import (
     KINDS,
     PRUNED,
     WORDS,
-    Weights,
+    ToyWeights,
     alone,
     draw,
     entries,
@@ -80,7 +80,7 @@ def build(
     return SamoPath().build(config, infos, groups, saved), infos
 
 
-class Checkpoint:
+class FakeCheckpoint:
     """One of the model: weights that are not its first ones, and the masks given."""
 
     def __init__(self, masks: dict[str, torch.Tensor], *, same_path: bool) -> None:
@@ -112,9 +112,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "keep": ({"samo_keep_embeddings": True}, None),
     "random": ({"samo_pruning": "random", "samo_sparsity": 0.7}, None),
     "file": ({"samo_pruning": "file"}, None),
-    "loaded": ({}, Checkpoint(some_masks("0.2"), same_path=False)),
-    "loaded-global": ({"samo_scope": "global"}, Checkpoint(some_masks(), same_path=False)),
-    "resumed": ({}, Checkpoint(some_masks("0.2"), same_path=True)),
+    "loaded": ({}, FakeCheckpoint(some_masks("0.2"), same_path=False)),
+    "loaded-global": ({"samo_scope": "global"}, FakeCheckpoint(some_masks(), same_path=False)),
+    "resumed": ({}, FakeCheckpoint(some_masks("0.2"), same_path=True)),
     "nothing": ({"samo_sparsity": 0.0}, None),
 }
 
@@ -155,20 +155,20 @@ def test_every_ticket_is_that_of_one_rank(
 
 def on_rank_refused(groups: ProcessGroups, dims: tuple[int, int, int], file: Path) -> list[str]:
     mine, said = here(groups, dims), []
-    spoiled = Checkpoint({}, same_path=False)
+    spoiled = FakeCheckpoint({}, same_path=False)
     if mine.tp.rank == mine.tp.size - 1:  # as if one rank alone read something else
         spoiled.tensors["param/a.down"][3, 20] = torch.nan
     cases: list[tuple[dict[str, Any], CheckpointView | None, type[Exception]]] = [
         ({"samo_scope": "global"}, spoiled, NumericsError),
         ({}, spoiled, NumericsError),
-        ({"samo_sparsity": 0.5}, Checkpoint(some_masks("0.9"), same_path=False), ConfigError),
+        ({"samo_sparsity": 0.5}, FakeCheckpoint(some_masks("0.9"), same_path=False), ConfigError),
         ({"samo_pruning": "file", "samo_mask_file": str(file)}, None, DataError),
         ({"samo_pruning": "file", "samo_mask_file": "none"}, None, DataError),
         ({"samo_pruning": "random", "dsr_interval": 2, "dsr_fraction": 0.9}, None, ConfigError),
     ]
     for options, saved, error in cases:
         with pytest.raises(error) as caught:
-            mine.world.agreed(lambda o=options, s=saved: build(mine, o, s))
+            mine.world.raise_on_all_ranks(lambda o=options, s=saved: build(mine, o, s))
         said.append(str(caught.value))
     return said
 
@@ -201,12 +201,12 @@ def bird_of(groups: ProcessGroups, scope: Scope) -> tuple[EarlyBird, list[Any]]:
         limit=0.2,
         last=LAST,
         parts=ModelParts(infos, groups),
-        make_layout=lambda masks: MaskLayout(masks),
+        make_layout=lambda masks: GridMaskLayout(masks),
     )
     return bird, infos
 
 
-class MaskLayout(DenseLayout):
+class GridMaskLayout(DenseLayout):
     """Masks as a rewirer makes and reads them."""
 
     def __init__(self, masks: Masks) -> None:
@@ -217,12 +217,12 @@ class MaskLayout(DenseLayout):
 
 
 def masks_of(change: LayoutChange) -> dict[str, torch.Tensor]:
-    assert isinstance(change.layout, MaskLayout)
+    assert isinstance(change.layout, GridMaskLayout)
     return change.layout.masks
 
 
 def settling(infos: list[Any], t: int) -> list[tuple[Any, torch.Tensor]]:
-    """Weights that move less and less."""
+    """ToyWeights that move less and less."""
     return [(i, part(i, draw(i.name) + draw(i.name, 5) * 20 / t**1.5)) for i in infos]
 
 
@@ -284,7 +284,7 @@ class Sparse:
         kept = some_masks(density)
         masks = {i.name: flat_mask(i, kept[i.name]) for i in infos if i.name in kept}
         masks.pop(WORDS)  # stored whole at first, padding and all
-        self.weights = Weights(infos, masks)
+        self.weights = ToyWeights(infos, masks)
         settings = RewiringSettings(
             schedule=RewiringSchedule(interval=1, until=1000, widening=False),
             target=60,
@@ -292,11 +292,11 @@ class Sparse:
             reset_moments=False,
             seed=11,
         )
-        self.dsr = DsrMaskUpdater(PRUNED, settings, MaskLayout, parts=ModelParts(infos, groups))
+        self.dsr = DsrMaskUpdater(PRUNED, settings, GridMaskLayout, parts=ModelParts(infos, groups))
 
     def step(self, t: int, by: float) -> None:
         self.weights.train(t, by)
-        layout = MaskLayout(self.weights.masks)
+        layout = GridMaskLayout(self.weights.masks)
         change = self.dsr.after_update(t, layout, self.weights.stored())
         if change is not None:
             self.weights.masks = masks_of(change)

@@ -36,7 +36,7 @@ class MaskLayout(DenseLayout):
         return self.masks.get(name)
 
 
-class Network:
+class ToyNetwork:
     """Dense weights of which only the stored ones are shown, as a compressed optimizer does."""
 
     def __init__(self, *, density: float = 0.2, seed: int = 0) -> None:
@@ -89,11 +89,11 @@ def _info(name: str, shape: tuple[int, ...]) -> ParamInfo:
     return ParamInfo(name=name, leaves=(param,), logical_shape=shape)
 
 
-def rewirer(**changes: object) -> DsrMaskUpdater:
+def mask_updater(**changes: object) -> DsrMaskUpdater:
     return DsrMaskUpdater(SHAPES, dataclasses.replace(SETTINGS, **changes), MaskLayout)  # pyright: ignore[reportArgumentType]
 
 
-def run(network: Network, dsr: DsrMaskUpdater, updates: range) -> list[dict[str, torch.Tensor]]:
+def run(network: ToyNetwork, dsr: DsrMaskUpdater, updates: range) -> list[dict[str, torch.Tensor]]:
     """The masks after each update."""
     found = []
     for t in updates:
@@ -114,7 +114,7 @@ def same(a: Sequence[dict[str, torch.Tensor]], b: Sequence[dict[str, torch.Tenso
 
 
 def test_number_of_nonzeros_never_changes() -> None:
-    network, dsr = Network(), rewirer()
+    network, dsr = ToyNetwork(), mask_updater()
     begin = network.masks()
     total = sum(int(mask.sum()) for mask in begin.values())
     for masks in run(network, dsr, range(1, 301)):
@@ -126,7 +126,7 @@ def test_number_of_nonzeros_never_changes() -> None:
 
 
 def test_what_goes_is_below_the_threshold_and_what_stays_is_untouched() -> None:
-    network, dsr = Network(), rewirer()
+    network, dsr = ToyNetwork(), mask_updater()
     old = network.masks()
     before = {name: weight.clone() for name, weight in network.weights.items()}
     change = dsr.after_update(1, network.layout, network.stored())
@@ -150,14 +150,14 @@ def test_what_goes_is_below_the_threshold_and_what_stays_is_untouched() -> None:
 
 
 def test_ranks_agree_without_talking_and_whatever_the_order_of_parameters() -> None:
-    class Reversed(Network):
+    class Reversed(ToyNetwork):
         def stored(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
             return reversed(list(super().stored()))  # pyright: ignore[reportReturnType]
 
-    first = run(Network(), rewirer(), range(1, 40))
-    assert same(first, run(Network(), rewirer(), range(1, 40)))
-    assert same(first, run(Reversed(), rewirer(), range(1, 40)))
-    assert not same(first, run(Network(), rewirer(seed=1), range(1, 40)))
+    first = run(ToyNetwork(), mask_updater(), range(1, 40))
+    assert same(first, run(ToyNetwork(), mask_updater(), range(1, 40)))
+    assert same(first, run(Reversed(), mask_updater(), range(1, 40)))
+    assert not same(first, run(ToyNetwork(), mask_updater(seed=1), range(1, 40)))
 
 
 def test_resumed_run_goes_on_with_the_same_masks() -> None:
@@ -165,33 +165,33 @@ def test_resumed_run_goes_on_with_the_same_masks() -> None:
         "schedule": RewiringSchedule(interval=3, until=60, widening=False),
         "threshold": 0.001,
     }
-    whole = run(Network(), rewirer(**settings), range(1, 70))
-    network, dsr = Network(), rewirer(**settings)
+    whole = run(ToyNetwork(), mask_updater(**settings), range(1, 70))
+    network, dsr = ToyNetwork(), mask_updater(**settings)
     run(network, dsr, range(1, 35))
     saved = {name: tensor.clone() for name, tensor in dsr.state_tensors()}
     assert saved["dsr/threshold"] > 0.001
     assert saved["dsr/counts"].tolist() == [34, 11]
-    resumed = rewirer(**settings)
+    resumed = mask_updater(**settings)
     resumed.load_state_tensors(saved | {"mask/wide": torch.zeros(3)})
     assert same(whole[34:], run(network, resumed, range(35, 70)))
 
 
 def test_settles_after_the_last_rewiring() -> None:
     network, dsr = (
-        Network(),
-        rewirer(schedule=RewiringSchedule(interval=3, until=10, widening=False)),
+        ToyNetwork(),
+        mask_updater(schedule=RewiringSchedule(interval=3, until=10, widening=False)),
     )
     settled = []
     for t in range(1, 12):
         network.take(dsr.after_update(t, network.layout, network.stored()))
-        settled.append(dsr.settled)
+        settled.append(dsr.layout_is_final)
     assert settled == [False] * 8 + [True] * 3
     (note,) = dsr.notes()
     assert "update 9 was the last after which to rewire; there were 3 rewirings" in note
     assert dsr.notes() == ()
-    again = rewirer(schedule=RewiringSchedule(interval=3, until=10, widening=False))
+    again = mask_updater(schedule=RewiringSchedule(interval=3, until=10, widening=False))
     again.load_state_tensors(dict(dsr.state_tensors()))
-    assert again.settled
+    assert again.layout_is_final
 
 
 def test_weights_are_not_looked_at_between_rewirings() -> None:
@@ -199,27 +199,27 @@ def test_weights_are_not_looked_at_between_rewirings() -> None:
         raise AssertionError("the weights were asked for")
         yield
 
-    dsr = rewirer(schedule=RewiringSchedule(interval=10, until=20, widening=False))
+    dsr = mask_updater(schedule=RewiringSchedule(interval=10, until=20, widening=False))
     for t in [*range(1, 10), *range(11, 20), *range(21, 50)]:
         assert dsr.after_update(t, MaskLayout({}), nobody()) is None
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_moments_begin_anew_as_asked(reset: bool) -> None:
-    network = Network()
-    change = rewirer(reset_moments=reset).after_update(1, network.layout, network.stored())
+    network = ToyNetwork()
+    change = mask_updater(reset_moments=reset).after_update(1, network.layout, network.stored())
     assert change is not None and change.reset_moments is reset
 
 
 def test_other_masks_and_tensors_stored_whole_take_part_as_they_should() -> None:
     """A mask of a parameter that is not rewired goes on; one that is and has none is all there."""
-    network = Network()
+    network = ToyNetwork()
     whole = network.layout.masks.pop("embedding")
     other = torch.arange(50) % 2 == 0
     network.layout.masks["bias"] = other
     network.weights["embedding"] = torch.ones(whole.numel())
     network.weights["embedding"][5] = 0.0
-    change = rewirer().after_update(1, network.layout, network.stored())
+    change = mask_updater().after_update(1, network.layout, network.stored())
     assert change is not None and isinstance(change.layout, MaskLayout)
     logical = math.prod(SHAPES["embedding"])
     assert torch.equal(change.layout.masks["bias"], other)
@@ -237,14 +237,14 @@ def test_other_masks_and_tensors_stored_whole_take_part_as_they_should() -> None
 def test_threshold_doubles_and_halves_outside_a_tenth_of_the_target(
     pruned: int, factor: float
 ) -> None:
-    network = Network(density=0.5)
+    network = ToyNetwork(density=0.5)
     values = network.weights["wide"]
     stored = network.layout.masks["wide"].nonzero().view(-1)
     assert stored.numel() > 300
     for name in SHAPES:
         network.weights[name].fill_(1.0)
     values[stored[:pruned]] = -0.01
-    dsr = rewirer(target=100, threshold=0.02)
+    dsr = mask_updater(target=100, threshold=0.02)
     change = dsr.after_update(1, network.layout, network.stored())
     assert (change is None) is (pruned == 0)
     assert dsr.stats() == {"dsr_pruned": pruned, "dsr_threshold": 0.02}
@@ -255,7 +255,7 @@ def test_threshold_doubles_and_halves_outside_a_tenth_of_the_target(
 
 def test_threshold_finds_the_target_from_far_away() -> None:
     for threshold in (1e-7, 30.0):
-        network, dsr = Network(density=0.5), rewirer(threshold=threshold)
+        network, dsr = ToyNetwork(density=0.5), mask_updater(threshold=threshold)
         pruned = []
         for t in range(1, 61):
             network.train()
@@ -266,12 +266,12 @@ def test_threshold_finds_the_target_from_far_away() -> None:
 
 
 def test_a_pruned_network_is_not_wiped_out_by_the_doubling_that_reaches_it() -> None:
-    network = Network(density=0.5)
+    network = ToyNetwork(density=0.5)
     for name in SHAPES:  # magnitudes as pruning leaves them: none to 0.033, all within 0.066
         weight = network.weights[name]
         weight.copy_(torch.rand(weight.numel(), generator=network.random) * 0.03 + 0.033)
     stored = sum(int(mask.sum()) for mask in network.masks().values())
-    dsr = rewirer(threshold=0.001)
+    dsr = mask_updater(threshold=0.001)
     counts = []
     for t in range(1, 9):
         network.take(dsr.after_update(t, network.layout, network.stored()))
@@ -282,24 +282,24 @@ def test_a_pruned_network_is_not_wiped_out_by_the_doubling_that_reaches_it() -> 
 
 
 def test_zeros_go_whatever_their_number() -> None:
-    network = Network(density=0.5)
+    network = ToyNetwork(density=0.5)
     network.weights["wide"].zero_()
     zeros = int(network.layout.masks["wide"].sum()) - 1  # a tensor keeps one
-    dsr = rewirer(target=10, threshold=1e-5)
+    dsr = mask_updater(target=10, threshold=1e-5)
     assert zeros > 100
     dsr.after_update(1, network.layout, network.stored())
     assert dsr.stats()["dsr_pruned"] == zeros
 
 
 def test_no_tensor_loses_its_last_entry() -> None:
-    network = Network(density=0.5)
+    network = ToyNetwork(density=0.5)
     thin = network.weights["thin"]
     network.layout.masks["thin"].fill_(True)
     thin.fill_(1e-3)
     thin[[7, 11, 30]] = torch.tensor([0.002, -0.005, 0.005])
     for name in ("wide", "embedding"):
         network.weights[name].fill_(1.0)
-    dsr = rewirer()
+    dsr = mask_updater()
     change = dsr.after_update(1, network.layout, network.stored())
     assert change is not None and dsr.stats()["dsr_pruned"] == thin.numel() - 1
     network.take(change)
@@ -308,10 +308,10 @@ def test_no_tensor_loses_its_last_entry() -> None:
 
 
 def test_not_a_number_stays() -> None:
-    network = Network()
+    network = ToyNetwork()
     place = int(network.layout.masks["wide"].nonzero()[3])
     network.weights["wide"][place] = math.nan
-    network.take(rewirer().after_update(1, network.layout, network.stored()))
+    network.take(mask_updater().after_update(1, network.layout, network.stored()))
     assert network.layout.masks["wide"][place] and network.weights["wide"][place].isnan()
 
 
@@ -327,10 +327,10 @@ def deviation(found: np.ndarray, expected: np.ndarray, degrees: int) -> float:
 def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
     """Of tensors of all sizes, pruned just now or never there, and of no others."""
     times = 4000
-    network = Network()
+    network = ToyNetwork()
     hits = {name: np.zeros(math.prod(shape)) for name, shape in SHAPES.items()}
     for t in range(1, times + 1):
-        dsr = rewirer()  # each from the same network, with the draws of another update
+        dsr = mask_updater()  # each from the same network, with the draws of another update
         change = dsr.after_update(t, network.layout, network.stored())
         assert change is not None and isinstance(change.layout, MaskLayout)
         for name, mask in change.layout.masks.items():

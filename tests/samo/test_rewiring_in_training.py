@@ -29,7 +29,7 @@ PRUNED = [name for name, shape in SHAPES.items() if len(shape) > 1]
 SCHEDULE = RewiringSchedule(interval=2, until=12, widening=False)
 
 
-class Saved(NamedTuple):
+class SavedView(NamedTuple):
     """What a checkpoint holds."""
 
     applied: int
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     shared: dict[str, Any]
 
 
-class Net:
+class RewiredNet:
     """A network that is rewired as it trains towards random gradients."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Net:
         *,
         dtype: torch.dtype = torch.bfloat16,
         reset: bool = False,
-        saved: Saved | None = None,
+        saved: SavedView | None = None,
     ) -> None:
         random = torch.Generator().manual_seed(5)
         self.params = {
@@ -64,7 +64,7 @@ class Net:
         parts = PathParts(
             layout=CompressedLayout(saved.masks if saved else draws),
             reducer=AllReduceReducer(Exchange(groups.dp)),
-            rewirer=DsrMaskUpdater(PRUNED, settings, CompressedLayout),
+            mask_updater=DsrMaskUpdater(PRUNED, settings, CompressedLayout),
         )
         self.rank = groups.dp.rank
         self.engine = GradientEngine(infos, parts, groups, cap=800, grad_dtype=torch.float32)
@@ -101,9 +101,9 @@ class Net:
         found = {name: self.engine.layout.mask(name) for name in SHAPES}
         return {name: mask for name, mask in found.items() if mask is not None}
 
-    def save(self) -> Saved:
+    def save(self) -> SavedView:
         states = {(kind, name): t.clone() for kind, name, t in self.optimizer.tensors()}
-        return Saved(
+        return SavedView(
             self.optimizer.applied, self.masks(), states, dict(self.engine.shared_tensors())
         )
 
@@ -111,7 +111,7 @@ class Net:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reset", [True, False])
 def test_kept_weights_go_on_and_new_ones_begin_at_zero(reset: bool, dtype: torch.dtype) -> None:
-    net = Net(reset=reset, dtype=dtype)
+    net = RewiredNet(reset=reset, dtype=dtype)
     stored = sum(int(mask.sum()) for mask in net.masks().values())
     for t in range(1, 15):
         net.step()
@@ -136,18 +136,18 @@ def test_kept_weights_go_on_and_new_ones_begin_at_zero(reset: bool, dtype: torch
             assert not values[~kept].any()
         for name, param in net.params.items():
             assert torch.equal(param.detach().view(-1), after["param", name].to(dtype))
-    assert net.engine.rewirer is not None and net.engine.rewirer.settled
+    assert net.engine.mask_updater is not None and net.engine.mask_updater.layout_is_final
 
 
 def test_resumed_at_any_update_is_the_run_that_was_not_interrupted() -> None:
-    saved: dict[int, Saved] = {}
-    whole = Net()
+    saved: dict[int, SavedView] = {}
+    whole = RewiredNet()
     for _ in range(14):
         whole.step()
         whole.optimizer.rewire()
         saved[whole.optimizer.applied] = whole.save()
     for t in (1, 2, 5, 6, 12):
-        net = Net(saved=saved[t])
+        net = RewiredNet(saved=saved[t])
         while net.optimizer.applied < 14:
             net.step()
             net.optimizer.rewire()
@@ -163,7 +163,7 @@ def test_ranks_with_other_data_are_rewired_alike(ranks: Ranks) -> None:
 
 
 def _train(groups: ProcessGroups) -> list[str]:
-    net = Net(groups)
+    net = RewiredNet(groups)
     found = []
     for _ in range(14):
         net.step()

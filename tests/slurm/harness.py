@@ -27,14 +27,14 @@ CANARY = "canary-5e0c1b"
 
 
 @dataclass
-class Job:
+class SlurmJob:
     """A submitted job. Once its run has come to step `at`, `then` is called. The rest is Slurm's
     last word."""
 
     run_dir: Path
     number: str
     at: int = 0
-    then: Callable[[Job], None] | None = None
+    then: Callable[[SlurmJob], None] | None = None
     state: str = "PENDING"
     reason: str = ""
     restarts: int = 0
@@ -59,7 +59,7 @@ class Cluster:
     """Daemons in `folder`; `jobs` are those submitted so far."""
 
     folder: Path
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[SlurmJob] = field(default_factory=list)
     hurried: set[str] = field(default_factory=set)
 
     def start(self) -> None:
@@ -107,13 +107,13 @@ class Cluster:
         *,
         sbatch: Sequence[str] = (),
         at: int = 0,
-        then: Callable[[Job], None] | None = None,
+        then: Callable[[SlurmJob], None] | None = None,
         **more: str,
-    ) -> Job:
+    ) -> SlurmJob:
         """Submit a run; `more` are launch.sh's variables."""
         answer = self.launch(*sbatch, "--", *flags.split(), RUN_DIR=str(run_dir), **more)
         assert answer.returncode == 0, answer.stderr
-        job = Job(run_dir, answer.stdout.strip(), at=at, then=then)
+        job = SlurmJob(run_dir, answer.stdout.strip(), at=at, then=then)
         assert job.number.isdigit(), answer.stdout
         self.jobs.append(job)
         return job
@@ -137,7 +137,7 @@ class Cluster:
             job.restarts = int(row["Restarts"])
             job.exit_code = int(row["ExitCode"].partition(":")[0])
 
-    def _tend(self, job: Job) -> None:
+    def _tend(self, job: SlurmJob) -> None:
         if job.state == "PENDING" and job.restarts:
             # Slurm lets a job that comes back wait for two minutes. Two seconds will do: what it
             # takes for a start in the second in which the last one ended to be refused. The next
@@ -155,7 +155,7 @@ class Cluster:
             act(job)
 
 
-def is_ending(job: Job) -> bool:
+def is_ending(job: SlurmJob) -> bool:
     """Whether a step of it is still there, as on a node that was called lost and is not. If the job
     began anew in the moment in which that ends, Slurm would take the node for busy ever after."""
     title = f"slurmstepd: [{job.number}.".encode()

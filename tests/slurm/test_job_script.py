@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.harness import CANARY, OURS, REPO, Cluster, Job
+from tests.slurm.harness import CANARY, OURS, REPO, Cluster, SlurmJob
 
 LAUNCH = REPO / "scripts" / "launch.sh"
 FLAGS = ("--mock-data", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4")
@@ -89,7 +89,7 @@ def test_a_printed_script_can_be_submitted_from_any_folder(
     script.write_text(shown.stdout)
     answer = cluster.call("sbatch", "--parsable", "--chdir=/", str(script))
     assert answer.returncode == 0, answer.stderr
-    job = Job(run_dir, answer.stdout.strip())
+    job = SlurmJob(run_dir, answer.stdout.strip())
     cluster.jobs.append(job)
     cluster.follow(limit=120)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job

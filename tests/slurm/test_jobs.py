@@ -13,7 +13,7 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.verify import read_manifest
 from megatron.parallel.groups import ProcessGroups
 from tests.ranks import Ranks, grid
-from tests.slurm.harness import CANARY, HERE, REPO, Cluster, Job
+from tests.slurm.harness import CANARY, HERE, REPO, Cluster, SlurmJob
 from tests.training.harness import TINY, metrics_of, train
 
 RADIUS = "--radius-start-iter 2 --radius-interval 2"
@@ -48,7 +48,7 @@ def status_of(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SlurmJob]:
     """Every job of this file, all at once, after all have ended."""
     folder = tmp_path_factory.mktemp("runs $(touch canary); `touch canary`")
     common = {"PROGRAM": str(HERE / "program.py"), "RANKS_PER_NODE": "1", "NODES": "2"}
@@ -58,11 +58,11 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         done = cluster.call(*command)
         assert done.returncode == 0, done.stderr
 
-    def warn(job: Job) -> None:
+    def warn(job: SlurmJob) -> None:
         # To the job script alone, as Slurm's own warning comes.
         call("scancel", "--batch", "--signal=USR1", job.number)
 
-    def submit(name: str, flags: str, **more: Any) -> Job:
+    def submit(name: str, flags: str, **more: Any) -> SlurmJob:
         more = {**common, **more}
         return cluster.submit(folder / name.replace("+", "-"), flags, **more)
 
@@ -106,14 +106,14 @@ def train_pipeline(groups: ProcessGroups, flags: str, folder: Path) -> None:
     train(grid(groups, pp=2), flags, folder)
 
 
-def found_or_skip(name: str, jobs: dict[str, Job]) -> Job:
+def found_or_skip(name: str, jobs: dict[str, SlurmJob]) -> SlurmJob:
     """A job that needs MPI, which need not be there."""
     if name not in jobs:
         pytest.skip("needs the extra mpi")
     return jobs[name]
 
 
-def assert_resumed(job: Job, wanted: list[float]) -> None:
+def assert_resumed(job: SlurmJob, wanted: list[float]) -> None:
     """It came back once, where it had left, and computed what it would have without."""
     assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 1), job.log
     assert status_of(job.run_dir)["state"] == "done"
@@ -122,7 +122,7 @@ def assert_resumed(job: Job, wanted: list[float]) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_warned_job_ends_as_one_that_was_never_stopped(
-    path: str, jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
+    path: str, jobs: dict[str, SlurmJob], ranks: Ranks, tmp_path: Path
 ) -> None:
     job = jobs[path]
     assert_resumed(job, unbroken(ranks, FLAGS[path], tmp_path))
@@ -134,21 +134,23 @@ def test_a_warned_job_ends_as_one_that_was_never_stopped(
 
 
 def test_a_job_whose_node_went_down_is_taken_up_from_its_last_save(
-    jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
+    jobs: dict[str, SlurmJob], ranks: Ranks, tmp_path: Path
 ) -> None:
     assert_resumed(jobs["node"], unbroken(ranks, SAVING, tmp_path))
     assert "node2 does not resolve here" in jobs["node"].log
 
 
-def test_a_cancelled_job_keeps_what_it_saved_and_does_not_come_back(jobs: dict[str, Job]) -> None:
+def test_a_cancelled_job_keeps_what_it_saved_and_does_not_come_back(
+    jobs: dict[str, SlurmJob],
+) -> None:
     job = jobs["cancelled"]
     assert (job.state, job.restarts) == ("CANCELLED", 0), job.log
-    newest = find_checkpoint(job.run_dir / "checkpoints", say=print)
+    newest = find_checkpoint(job.run_dir / "checkpoints", log=print)
     assert newest is not None and read_manifest(newest).step >= 4
     assert status_of(job.run_dir)["state"] in ("left", "failed")
 
 
-def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, Job]) -> None:
+def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, SlurmJob]) -> None:
     job = jobs["failing"]
     status = status_of(job.run_dir)
     assert (status["state"], status["rank"], status["job_id"]) == ("failed", 1, job.number)
@@ -160,7 +162,7 @@ def test_a_failing_rank_fails_the_job_with_its_own_code(jobs: dict[str, Job]) ->
 
 @pytest.mark.parametrize("name", BY_MPI)
 def test_a_message_driven_pipeline_of_two_nodes_computes_what_1f1b_does(
-    name: str, jobs: dict[str, Job], ranks: Ranks, tmp_path: Path
+    name: str, jobs: dict[str, SlurmJob], ranks: Ranks, tmp_path: Path
 ) -> None:
     job = found_or_skip(name, jobs)
     assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 0), job.log
@@ -173,7 +175,7 @@ def test_a_message_driven_pipeline_of_two_nodes_computes_what_1f1b_does(
     assert metrics_of(job.run_dir) == metrics_of(tmp_path)
 
 
-def test_an_mpi_plugin_that_is_not_there_is_one_line(jobs: dict[str, Job]) -> None:
+def test_an_mpi_plugin_that_is_not_there_is_one_line(jobs: dict[str, SlurmJob]) -> None:
     job = found_or_skip("no-plugin", jobs)
     assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.log
     (line,) = [line for line in job.log.splitlines() if "absent" in line]
@@ -183,14 +185,14 @@ def test_an_mpi_plugin_that_is_not_there_is_one_line(jobs: dict[str, Job]) -> No
     assert " none " in line and " pmi2" in line and "SLURM_MPI_TYPE" in line
 
 
-def test_ranks_that_mpi_takes_for_one_each_are_refused(jobs: dict[str, Job]) -> None:
+def test_ranks_that_mpi_takes_for_one_each_are_refused(jobs: dict[str, SlurmJob]) -> None:
     job = found_or_skip("no-mpi", jobs)
     assert (job.state, job.exit_code, job.restarts) == ("FAILED", 2, 0), job.log
     assert "MPI sees rank 0 of 1, srun's variables say" in job.log
     assert "srun --mpi=pmi2" in job.log
 
 
-def test_each_rank_has_a_log_and_none_tells_a_secret(jobs: dict[str, Job]) -> None:
+def test_each_rank_has_a_log_and_none_tells_a_secret(jobs: dict[str, SlurmJob]) -> None:
     for name, job in jobs.items():
         for rank in range(0 if name in ("by-mpiexec", "no-plugin") else 2):
             assert (job.run_dir / "logs" / f"{job.run_dir.name}-{job.number}-{rank}.log").is_file()
@@ -199,7 +201,7 @@ def test_each_rank_has_a_log_and_none_tells_a_secret(jobs: dict[str, Job]) -> No
         assert not [path for path in files if CANARY.encode() in path.read_bytes()]
 
 
-def test_names_were_never_run(jobs: dict[str, Job], cluster: Cluster) -> None:
+def test_names_were_never_run(jobs: dict[str, SlurmJob], cluster: Cluster) -> None:
     folder = jobs["dense"].run_dir.parent
     assert not [*folder.rglob("canary"), *folder.parent.glob("canary")]
     assert not [*cluster.folder.glob("canary"), *REPO.glob("canary")]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.harness import HERE, Cluster, Job
+from tests.slurm.harness import HERE, Cluster, SlurmJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class RequeueCase:
     """What each start does (see stub.py), and how the job must end: its code, after so many
     restarts, with these words in its log."""
 
@@ -23,29 +23,29 @@ class Case:
 
 
 CASES = {
-    "advances": Case(
+    "advances": RequeueCase(
         plan="75+:SIGUSR1,6+,75+:exit-duration,0",
         code=0,
         restarts=3,
         words="exit code 6 at step 20, from step 10: requeued",
     ),
-    "stuck": Case(
+    "stuck": RequeueCase(
         plan="75+,6,6", code=6, restarts=2, words="2 start(s) in a row brought nothing newer"
     ),
-    "never-began": Case(plan="6", code=6, restarts=1, words="the checkpoint of step 0"),
-    "limited": Case(
+    "never-began": RequeueCase(plan="6", code=6, restarts=1, words="the checkpoint of step 0"),
+    "limited": RequeueCase(
         plan="75+", code=75, restarts=1, words="MAX_RESTARTS", more=(("MAX_RESTARTS", "1"),)
     ),
-    "told-to-stop": Case(plan="75+:STOP", code=75, restarts=0, words="told to stop (STOP)"),
+    "told-to-stop": RequeueCase(plan="75+:STOP", code=75, restarts=0, words="told to stop (STOP)"),
     **{
-        f"code-{code}": Case(plan=f"{code}+", code=code, restarts=0, words="no reason")
+        f"code-{code}": RequeueCase(plan=f"{code}+", code=code, restarts=0, words="no reason")
         for code in (1, 2, 3, 4, 5)
     },
 }
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SlurmJob]:
     """A job for each case, after all have ended."""
     folder = tmp_path_factory.mktemp("stubs")
     found = {}
@@ -58,7 +58,9 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_job_is_requeued_while_it_advances_and_only_then(name: str, jobs: dict[str, Job]) -> None:
+def test_a_job_is_requeued_while_it_advances_and_only_then(
+    name: str, jobs: dict[str, SlurmJob]
+) -> None:
     case, job = CASES[name], jobs[name]
     state = "FAILED" if case.code else "COMPLETED"
     assert (job.state, job.exit_code, job.restarts) == (state, case.code, case.restarts), job.log

@@ -29,7 +29,7 @@ LINE_LENGTH = 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SweepCase:
     """One wrong input. `kind`: its row in the table of counts; `codes`: exit codes that are right,
     0 among them where the input may turn out to be harmless; `names`: what a refusal mentions.
     `notes`: lines that may precede the refusal."""
@@ -66,7 +66,7 @@ class Worker:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, case: Case, cwd: Path | None = None) -> Answer:
+    def ask(self, case: SweepCase, cwd: Path | None = None) -> Answer:
         """The answer to a case, asked in `cwd`."""
         if self._process is None:
             self._start()
@@ -152,7 +152,7 @@ class Worker:
         return why
 
 
-def wrong(case: Case, answer: Answer) -> str:
+def wrong(case: SweepCase, answer: Answer) -> str:
     """How an answer breaks the law, or nothing: the right exit code; of a refusal one line, which
     is printable, has an end, and names what is wrong; never a traceback, a hang or a death."""
     if answer.code is None:
@@ -199,7 +199,7 @@ class Tally:
     problems: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
 
-    def ask(self, worker: Worker, case: Case, cwd: Path | None = None) -> Answer:
+    def ask(self, worker: Worker, case: SweepCase, cwd: Path | None = None) -> Answer:
         """Ask, hold the answer to the law, and count it."""
         start = time.monotonic()
         answer = worker.ask(case, cwd)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.config.fields import FieldSpec, specs_of
 from megatron.config.sections import SECTIONS, SPECS
 from pretrain_gpt import GRADIENT_PATHS
-from tests.sweep.asking import Case
+from tests.sweep.asking import SweepCase
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 FIELDS = {
@@ -81,7 +81,7 @@ def _out_of_range(spec: FieldSpec) -> Iterator[str]:
         yield str(2**63 - 1 if whole else 1e300)
 
 
-def flag_cases() -> Iterator[Case]:
+def flag_cases() -> Iterator[SweepCase]:
     """Each flag with each value that it cannot have, and misspelt."""
     every = fields()
     known = {field.spec.flag for field in every}
@@ -100,11 +100,11 @@ def _misspelt(flag: str) -> str:
     return flag[:middle] + flag[middle + 1 :]
 
 
-def _refused(kind: str, argv: Sequence[str], names: str) -> Case:
-    return Case(kind=kind, command="pretrain_gpt", argv=tuple(argv), codes=(2,), names=names)
+def _refused(kind: str, argv: Sequence[str], names: str) -> SweepCase:
+    return SweepCase(kind=kind, command="pretrain_gpt", argv=tuple(argv), codes=(2,), names=names)
 
 
-def largest_cases() -> Iterator[Case]:
+def largest_cases() -> Iterator[SweepCase]:
     """Each integer and number at the largest value that it can have. Whether it is refused depends
     on the field; but planning with it takes neither long nor much memory, and ends in a line."""
     for field in fields():
@@ -120,10 +120,10 @@ def largest_cases() -> Iterator[Case]:
         for command in commands:
             # A step that nobody saved is an error of the checkpoint.
             codes = (0, 2) if spec.name != "ckpt_step" else (0, 4)
-            yield Case(kind="flag: largest", command=command, argv=flags, codes=codes)
+            yield SweepCase(kind="flag: largest", command=command, argv=flags, codes=codes)
 
 
-def yaml_cases(folder: Path) -> Iterator[Case]:
+def yaml_cases(folder: Path) -> Iterator[SweepCase]:
     """Each key of a file with what it cannot have: another kind of value, itself again, quotes."""
     good = "".join(f"{name}: {value}\n" for name, value in FIELDS.items())
     every = fields()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from tests.sweep.asking import Case
+from tests.sweep.asking import SweepCase
 from tests.sweep.samples import Samples
 
 OUT = "out"
@@ -43,9 +43,9 @@ class Target:
     structure: str = ""
     notes: int = 0
 
-    def case(self, samples: Samples, *, about: str) -> Case:
+    def case(self, samples: Samples, *, about: str) -> SweepCase:
         """What is asked once the file is mutated."""
-        return Case(
+        return SweepCase(
             kind=self.name,
             command=self.command,
             argv=self.argv(samples),
@@ -279,7 +279,7 @@ STRUCTURES = {"json": _json, "jsonl": _jsonl, "yaml": _yaml}
 # ---- cases -------------------------------------------------------------------------------------
 
 
-def mutations(samples: Samples, *, seed: int) -> Iterator[Case]:
+def mutations(samples: Samples, *, seed: int) -> Iterator[SweepCase]:
     """Yield `EACH` mutations of every target; each lies on the disk until the next is asked for.
 
     Half of the mutations are of structure where the target has one. The others take the kinds of

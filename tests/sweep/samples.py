@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sweep.asking import LAUNCHERS, REPO, Case, Worker
+from tests.sweep.asking import LAUNCHERS, REPO, SweepCase, Worker
 
 WORDS = "the cat sat on a mat and one dog saw how it ran over there with all its might".split()
 FLAGS = (
@@ -84,7 +84,7 @@ def make_samples(folder: Path, worker: Worker) -> Samples:
 
 
 def _make(worker: Worker, command: str, *argv: object) -> None:
-    case = Case(kind="sample", command=command, argv=tuple(map(str, argv)), codes=(0,))
+    case = SweepCase(kind="sample", command=command, argv=tuple(map(str, argv)), codes=(0,))
     answer = worker.ask(case)
     assert answer.code == 0, f"{case}: {answer.why}{answer.err}"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.asking import Answer, Case, Worker, wrong
+from tests.sweep.asking import Answer, SweepCase, Worker, wrong
 
-CASE = Case(kind="x", command="status", argv=("x",), codes=(2,), names="--lr")
+CASE = SweepCase(kind="x", command="status", argv=("x",), codes=(2,), names="--lr")
 
 
 def found(err: str, code: int | None = 2, out: str = "") -> str:
@@ -44,7 +44,7 @@ def test_everything_else_is_wrong(err: str, code: int | None, what: str) -> None
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     try:
-        case = Case(kind="x", command="status", argv=(str(tmp_path),), codes=(2,))
+        case = SweepCase(kind="x", command="status", argv=(str(tmp_path),), codes=(2,))
         assert wrong(case, worker.ask(case)) == ""
         assert worker._process is not None
         worker._process.kill()

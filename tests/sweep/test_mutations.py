@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.asking import Case, Tally, Worker
+from tests.sweep.asking import SweepCase, Tally, Worker
 from tests.sweep.mutations import TARGETS, mutations, remove_outputs
 from tests.sweep.samples import Samples
 
@@ -24,7 +24,7 @@ def test_no_damaged_file_is_answered_wrongly(
     tally = Tally()
     for target in TARGETS:
         argv = target.argv(samples)
-        good = Case(kind="all good", command=target.command, argv=argv, codes=(0,))
+        good = SweepCase(kind="all good", command=target.command, argv=argv, codes=(0,))
         tally.ask(worker, good)
         remove_outputs(samples)
     for case in mutations(samples, seed=SEED):

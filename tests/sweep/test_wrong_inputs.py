@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.asking import Case, Tally, Worker
+from tests.sweep.asking import SweepCase, Tally, Worker
 from tests.sweep.field_cases import BASE, flag_cases, largest_cases, yaml_cases
 from tests.sweep.samples import Samples
 from tests.sweep.tool_cases import tool_cases
@@ -19,7 +19,9 @@ pytestmark = [
 Record = Callable[[str, object], None]
 
 
-def ask_all(what: str, cases: Iterable[Case], worker: Worker, record: Record, least: int) -> None:
+def ask_all(
+    what: str, cases: Iterable[SweepCase], worker: Worker, record: Record, least: int
+) -> None:
     tally = Tally()
     for case in cases:
         tally.ask(worker, case)
@@ -28,7 +30,7 @@ def ask_all(what: str, cases: Iterable[Case], worker: Worker, record: Record, le
 
 
 def test_flags_of_every_field(worker: Worker, record_property: Record) -> None:
-    good = Case(kind="all good", command="pretrain_gpt", argv=BASE, codes=(0,))
+    good = SweepCase(kind="all good", command="pretrain_gpt", argv=BASE, codes=(0,))
     cases = [good, *flag_cases(), *largest_cases()]
     ask_all("flags", cases, worker, record_property, least=1500)
 

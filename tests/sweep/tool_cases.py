@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.sweep.asking import Case
+from tests.sweep.asking import SweepCase
 from tests.sweep.field_cases import BASE
 from tests.sweep.samples import Samples
 
@@ -49,34 +49,34 @@ def odd_paths(folder: Path) -> dict[str, str]:
 
 def _each(
     kind: str, command: str, base: Sequence[object], codes: tuple[int, ...], *wrong: Sequence[str]
-) -> Iterator[Case]:
+) -> Iterator[SweepCase]:
     """A case for each of the wrong flags, which stand behind the good ones."""
     start = tuple(map(str, base))
     for more in wrong:
-        yield Case(kind=kind, command=command, argv=(*start, *more), codes=codes)
+        yield SweepCase(kind=kind, command=command, argv=(*start, *more), codes=codes)
 
 
 def _values(
     command: str, base: Sequence[object], flag: str, *values: str, codes: tuple[int, ...] = (2,)
-) -> Iterator[Case]:
+) -> Iterator[SweepCase]:
     """A case for each value that a flag does not take."""
     for value in values:
         argv = (*map(str, base), f"{flag}={value}")
-        yield Case(kind=f"{command}: flags", command=command, argv=argv, codes=codes)
+        yield SweepCase(kind=f"{command}: flags", command=command, argv=argv, codes=codes)
 
 
 def _paths(
     command: str, before: Sequence[object], after: Sequence[object], paths: dict[str, str],
     codes: tuple[int, ...], *, without: Sequence[str] = (),
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[SweepCase]:  # fmt: skip
     """A case for each odd path at one place of a command line."""
     for what, path in paths.items():
         if what not in without:
             argv = (*map(str, before), path, *map(str, after))
-            yield Case(kind=f"{command}: paths", command=command, argv=argv, codes=codes)
+            yield SweepCase(kind=f"{command}: paths", command=command, argv=argv, codes=codes)
 
 
-def tool_cases(folder: Path, samples: Samples) -> Iterator[Case]:
+def tool_cases(folder: Path, samples: Samples) -> Iterator[SweepCase]:
     """All of them. What commands write goes below `folder`."""
     paths = odd_paths(folder / "odd")
     for make in (
@@ -86,9 +86,9 @@ def tool_cases(folder: Path, samples: Samples) -> Iterator[Case]:
         yield from make(folder, samples, paths)
 
 
-def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     """Dry runs of pretrain_gpt.py."""
-    yield Case(kind="pretrain_gpt: flags", command="pretrain_gpt", argv=(), codes=(2,))
+    yield SweepCase(kind="pretrain_gpt: flags", command="pretrain_gpt", argv=(), codes=(2,))
     for bare in (
         "configs/gpt_tiny.yaml",
         "train",
@@ -101,10 +101,10 @@ def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Ca
         "－－lr",
     ):
         argv = (*BASE, bare)
-        yield Case(kind="pretrain_gpt: flags", command="pretrain_gpt", argv=argv, codes=(2,))
+        yield SweepCase(kind="pretrain_gpt: flags", command="pretrain_gpt", argv=argv, codes=(2,))
     for pair in PAIRS:
         argv = (*BASE, *pair.split())
-        yield Case(
+        yield SweepCase(
             kind="pretrain_gpt: refused pairs", command="pretrain_gpt", argv=argv, codes=(2,)
         )
     config = [a for a in BASE if not a.startswith("--config")]
@@ -125,18 +125,20 @@ def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Ca
             if what == "empty folder" and code == 4:
                 codes = (0, 4)
             argv = (*data, *flags, path)
-            yield Case(kind="pretrain_gpt: paths", command="pretrain_gpt", argv=argv, codes=codes)
+            yield SweepCase(
+                kind="pretrain_gpt: paths", command="pretrain_gpt", argv=argv, codes=codes
+            )
     text = "".join(f"{a[2:].replace('-', '_').replace('=', ': ')}\n" for a in BASE)
     for number, content in enumerate(ODD_YAML):
         path = folder / f"odd_{number}.yaml"
         path.write_bytes(content if isinstance(content, bytes) else f"{text}{content}".encode())
-        yield Case(
+        yield SweepCase(
             kind="pretrain_gpt: yaml", command="pretrain_gpt", argv=("--config", str(path)),
             codes=(2,),
         )  # fmt: skip
 
 
-def _launch(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _launch(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     """Environment variables of launchers."""
     odd = ("x", "-1", "1.5", "٣", "²", "nan", " ", "9" * 5000, "0x1", "\x1b[31m")
     good = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -151,13 +153,13 @@ def _launch(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[C
         environments += [{names[0]: text, names[1]: "2"} for text in (*odd, "2")]
         environments += [{names[0]: "0", names[1]: text} for text in odd]
     for environment in environments:
-        yield Case(
+        yield SweepCase(
             kind="pretrain_gpt: environment", command="pretrain_gpt", argv=BASE, codes=(2,),
             env=environment,
         )  # fmt: skip
 
 
-def _check_data(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _check_data(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     yield from _each("check_data: flags", "check_data", (), (2,), (), ("a", "b"), ("--full",))
     yield from _each(
         "check_data: flags", "check_data", [samples.prefix], (2,), ["--vocabsize", "3"]
@@ -172,7 +174,7 @@ def _check_data(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterat
         yield from _each("check_data: paths", "check_data", [folder / name], (3,), ())
 
 
-def _verify(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _verify(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     kind, command = "verify_checkpoint: paths", "verify_checkpoint"
     yield from _each("verify_checkpoint: flags", command, (), (2,), (), ("a", "b"), ("--loud", "x"))
     yield from _paths(command, [], [], paths, CHECKPOINT, without=["empty"])
@@ -180,14 +182,14 @@ def _verify(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[C
         yield from _each(kind, command, [samples.folder / place], (4,), ())
 
 
-def _status(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _status(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     yield from _each("status: flags", "status", (), (2,), (), ("a", "b"), ("--jso", "x"))
     yield from _paths("status", [], [], paths, CONFIGURATION, without=["empty"])
     for place in ("data", "exported", "corpus.jsonl"):
         yield from _each("status: paths", "status", [samples.folder / place], (2,), ())
 
 
-def _report(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _report(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     kind = "report: flags"
     yield from _each(kind, "report", (), (2,), (), ("--outptu", "x"))
     yield from _each(kind, "report", [samples.run], (2,), ["--assert-equal"])
@@ -211,7 +213,7 @@ NO_TOKENIZER = (
 
 def _of_runs(
     command: str, samples: Samples, paths: dict[str, str], after: Sequence[object], step: str
-) -> Iterator[Case]:
+) -> Iterator[SweepCase]:
     """What generate, evaluate and export have in common: the run, its step, its tokenizer."""
     good = [samples.run, *after]
     codes = (2, 4)
@@ -238,7 +240,7 @@ def _of_runs(
                 yield from _each(f"{command}: tokenizer", command, good, (2, 3), flags)
 
 
-def _generate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _generate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     good = [samples.run, "--max-new-tokens=3"]
     yield from _each("generate: flags", "generate", (), (2,), (), ("a", "b"), ("--promt", "x"))
     yield from _of_runs("generate", samples, paths, ["--max-new-tokens=3"], "--checkpoint-step")
@@ -255,7 +257,7 @@ def _generate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator
     )
 
 
-def _evaluate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _evaluate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     good = [samples.run, samples.task, "--task=lambada"]
     kind = "evaluate: flags"
     yield from _each(kind, "evaluate", (), (2,), (), ("a",), ("a", "b"), ("a", "b", "--task=x"))
@@ -273,7 +275,7 @@ def _evaluate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator
         )
 
 
-def _export(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _export(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     yield from _each("export_hf: flags", "export_hf", (), (2,), (), ("a",), ("a", "b", "--dtyp=x"))
     yield from _of_runs("export_hf", samples, paths, [folder / "out"], "--step")
     good = [samples.run, folder / "out2"]
@@ -283,7 +285,7 @@ def _export(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[C
     yield from _each("export_hf: paths", "export_hf", [samples.run, samples.run], (2,), ())
 
 
-def _import(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _import(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     out = folder / "imported"
     yield from _each("import_hf: flags", "import_hf", (), (2,), (), ("a",), ("a", "b", "--x"))
     yield from _paths("import_hf", [], [out], paths, CONFIGURATION, without=["empty"])
@@ -307,7 +309,7 @@ def _import(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[C
         yield from _each("import_hf: data", "import_hf", [source, out], (3, 4), ())
 
 
-def _prune(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _prune(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     command, out = "prune_checkpoint", folder / "new.npz"
     good = [samples.run, "--sparsity=0.5", f"--output={out}"]
     yield from _each(
@@ -331,7 +333,7 @@ def _prune(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Ca
     )
 
 
-def _train_tokenizer(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _train_tokenizer(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     command, out = "train_tokenizer", f"--output={folder / 'new.json'}"
     good = [f"--input={samples.text}", "--vocab-size=280", out, "--overwrite"]
     yield from _each("train_tokenizer: flags", command, (), (2,), (), ("--input=a",), (out,))
@@ -351,7 +353,7 @@ def _train_tokenizer(folder: Path, samples: Samples, paths: dict[str, str]) -> I
         yield from _each("train_tokenizer: data", command, argv, (3,), ())
 
 
-def _preprocess(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _preprocess(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     command, out = "preprocess_data", f"--output-prefix={folder / 'new'}"
     good = [
         f"--input={samples.text}",
@@ -391,11 +393,11 @@ def _preprocess(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterat
         yield from _each("preprocess_data: data", command, [f"--input={path}", *good[1:]], (3,), ())
 
 
-def _plan(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _plan(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     yield from _planned("plan", samples, paths)
 
 
-def _simulate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _simulate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     yield from _planned("simulate", samples, paths)
     jitter = [*BASE, "--jitter=0.1"]
     for flag in ("--copies", "--width"):
@@ -413,7 +415,7 @@ def _simulate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator
     )  # fmt: skip
 
 
-def _planned(command: str, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _planned(command: str, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     """What plan and simulate have in common."""
     yield from _each(f"{command}: flags", command, (), (2,), (), ("--hiden-size=3",))
     yield from _each(f"{command}: flags", command, BASE, (2,), ["--lr=nan"], ["--num-layer=2"])
@@ -428,7 +430,7 @@ def _planned(command: str, samples: Samples, paths: dict[str, str]) -> Iterator[
         yield from _each(f"{command}: paths", command, [samples.folder / place], (2,), ())
 
 
-def _others(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Case]:
+def _others(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
     for axis in ("--tp", "--pp", "--dp"):
         yield from _values("parity", (), axis, *NO_COUNTS, HUGE, str(2**63 - 1))
     yield from _values("parity", (), "--num-layers-per-virtual-pipeline-stage", *NO_COUNTS)

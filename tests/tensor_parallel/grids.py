@@ -32,7 +32,7 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class GridCase:
     """What to run: `changes` to the small configuration, and how it is cut."""
 
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -44,14 +44,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class GridResult:
     """Of one rank: the loss, and each gradient with its cut (None: whole)."""
 
     loss: torch.Tensor
     grads: dict[str, tuple[TensorShard | None, torch.Tensor]]
 
 
-def build(case: Case, tp: Group = ALONE, **stage: Any) -> GPT:
+def build(case: GridCase, tp: Group = ALONE, **stage: Any) -> GPT:
     """The model of a case, with values that leave every linear range, whatever the cut."""
     torch.set_num_threads(1)
     config = small_config(**{"make_vocab_size_divisible_by": 8, **case.changes})
@@ -70,7 +70,7 @@ def build(case: Case, tp: Group = ALONE, **stage: Any) -> GPT:
     return model
 
 
-def batch(case: Case, *, seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(case: GridCase, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Arguments of `GPT.loss`: packed documents, and a mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.batch, LENGTH)
@@ -85,7 +85,7 @@ def batch(case: Case, *, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def found(model: GPT, loss: torch.Tensor) -> Found:
+def found(model: GPT, loss: torch.Tensor) -> GridResult:
     """Gradients as the engine would have them: leaves and, where partial, ranks summed."""
     grads: dict[str, tuple[TensorShard | None, torch.Tensor]] = {}
     for info in model.parameter_infos():
@@ -96,10 +96,10 @@ def found(model: GPT, loss: torch.Tensor) -> Found:
         assert not total[rows:].any(), "padding takes no gradient"
         assert not info.param[rows:].any(), "padding is zero"
         grads[info.name] = (info.tp_shard, total[:rows])
-    return Found(loss.detach(), grads)
+    return GridResult(loss.detach(), grads)
 
 
-def loss_and_gradients(groups: ProcessGroups, case: Case) -> Found:
+def loss_and_gradients(groups: ProcessGroups, case: GridCase) -> GridResult:
     """On each of the ranks that share the layers."""
     model = build(case, groups.world)
     # As in a pipeline, another microbatch's forward runs before this one's backward.
@@ -111,7 +111,7 @@ def loss_and_gradients(groups: ProcessGroups, case: Case) -> Found:
     return found(model, loss)
 
 
-def whole_gradients(parts: list[Found]) -> dict[str, torch.Tensor]:
+def whole_gradients(parts: list[GridResult]) -> dict[str, torch.Tensor]:
     """Gradients of logical tensors, from those of all ranks; asserts that ranks which hold the
     same have it bit for bit."""
     result: dict[str, torch.Tensor] = {}

@@ -16,7 +16,7 @@ from tests.tensor_parallel.grids import (
     DROPOUT,
     LENGTH,
     LLAMA,
-    Case,
+    GridCase,
     batch,
     build,
     found,
@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 BOTH = pytest.mark.parametrize("cut", [False, True], ids=["whole-sequence", "sequence-parallel"])
 
 
-def alone(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def alone(case: GridCase) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = build(case)
     loss = model.loss(**batch(case))
     loss.backward()
@@ -53,7 +53,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor, bound: float, what: st
 def test_loss_and_gradients_are_those_of_one_rank(
     ranks: Ranks, name: str, ranks_per_layer: int, cut: bool
 ) -> None:
-    case = Case(changes=MODELS[name], sequence_parallel=cut)
+    case = GridCase(changes=MODELS[name], sequence_parallel=cut)
     loss, wanted = alone(case)
     parts = ranks.run(ranks_per_layer, loss_and_gradients, case)
     for part in parts:
@@ -65,7 +65,7 @@ def test_loss_and_gradients_are_those_of_one_rank(
         assert_close(grad, wanted[what], 1e-5, what)
 
 
-def with_one_dnn(groups: ProcessGroups, case: Case) -> Any:
+def with_one_dnn(groups: ProcessGroups, case: GridCase) -> Any:
     """As `loss_and_gradients`, by the products that larger layers take on a CPU."""
     usual, products._WORTHWHILE = products._WORTHWHILE, 0
     try:
@@ -76,7 +76,7 @@ def with_one_dnn(groups: ProcessGroups, case: Case) -> Any:
 
 @BOTH
 def test_products_of_large_layers_give_the_same(ranks: Ranks, cut: bool) -> None:
-    case = Case(sequence_parallel=cut)
+    case = GridCase(sequence_parallel=cut)
     loss, wanted = alone(case)
     parts = ranks.run(2, with_one_dnn, case)
     assert_close(parts[0].loss, loss, 1e-6, "loss")
@@ -86,15 +86,15 @@ def test_products_of_large_layers_give_the_same(ranks: Ranks, cut: bool) -> None
 
 @BOTH
 def test_bf16_follows(ranks: Ranks, cut: bool) -> None:
-    case = Case(sequence_parallel=cut, dtype=torch.bfloat16, batch=1)
-    loss, wanted = alone(Case(batch=1))
+    case = GridCase(sequence_parallel=cut, dtype=torch.bfloat16, batch=1)
+    loss, wanted = alone(GridCase(batch=1))
     parts = ranks.run(2, loss_and_gradients, case)
     assert_close(parts[0].loss, loss, 0.02, "loss")
     for what, grad in whole_gradients(parts).items():
         assert_close(grad, wanted[what], 0.12, what)
 
 
-def on_stages(groups: ProcessGroups, case: Case) -> tuple[Any, Any, tuple[int, ...]]:
+def on_stages(groups: ProcessGroups, case: GridCase) -> tuple[Any, Any, tuple[int, ...]]:
     """Both stages of a pipeline on the same ranks, one after the other."""
     first = build(case, groups.world, layers=range(0, 2), has_head=False)
     last = build(case, groups.world, layers=range(2, 3), has_embedding=False)
@@ -115,7 +115,7 @@ def on_stages(groups: ProcessGroups, case: Case) -> tuple[Any, Any, tuple[int, .
 
 @BOTH
 def test_stages_hold_a_copy_each_of_their_share_of_a_tied_table(ranks: Ranks, cut: bool) -> None:
-    case = Case(sequence_parallel=cut)
+    case = GridCase(sequence_parallel=cut)
     loss, wanted = alone(case)
     results = ranks.run(2, on_stages, case)
     assert results[0][2] == (2, LENGTH // 2 if cut else LENGTH, 48)
@@ -136,17 +136,17 @@ RECOMPUTE = [
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_draws_and_finds_the_same(ranks: Ranks, name: str, cut: bool) -> None:
-    kept = Case(changes=MODELS[name] | DROPOUT, sequence_parallel=cut)
+    kept = GridCase(changes=MODELS[name] | DROPOUT, sequence_parallel=cut)
     # This also asserts that ranks agree on what they all hold, dropout or not.
     wanted = whole_gradients(ranks.run(2, loss_and_gradients, kept))
     for recompute in RECOMPUTE:
-        case = Case(changes=kept.changes, sequence_parallel=cut, recompute=recompute)
+        case = GridCase(changes=kept.changes, sequence_parallel=cut, recompute=recompute)
         for what, grad in whole_gradients(ranks.run(2, loss_and_gradients, case)).items():
             assert torch.equal(grad, wanted[what]), (recompute, what)
 
 
 def draws(groups: ProcessGroups, cut: bool) -> list[torch.Tensor]:
-    streams = build(Case(sequence_parallel=cut), groups.world).streams
+    streams = build(GridCase(sequence_parallel=cut), groups.world).streams
     stream, drawn = LayerStream(streams, 1, streams.position), []
     stream.heads()
     drawn.append(torch.rand(8))
@@ -164,7 +164,7 @@ def test_ranks_draw_apart_what_they_hold_apart(ranks: Ranks, cut: bool) -> None:
 
 
 def refusals(groups: ProcessGroups, field: str, value: int) -> str:
-    case = Case(sequence_parallel=groups.world.size > 2)
+    case = GridCase(sequence_parallel=groups.world.size > 2)
     model, data = build(case, groups.world), batch(case)
     data[field][1, 3] = value
     with pytest.raises(IndexError) as caught:
@@ -181,7 +181,7 @@ def test_every_rank_refuses_an_id_outside_the_vocabulary(
     assert texts == [f"token id {value} is outside the vocabulary of 97 entries"] * 2
 
 
-def widths(groups: ProcessGroups, case: Case) -> tuple[int, int]:
+def widths(groups: ProcessGroups, case: GridCase) -> tuple[int, int]:
     """Columns of the logits here, and the most entries of a tensor kept for backward."""
     model, most = build(case, groups.world), 0
     weights = {parameter.data_ptr() for parameter in model.parameters()}
@@ -200,13 +200,13 @@ def widths(groups: ProcessGroups, case: Case) -> tuple[int, int]:
 
 @BOTH
 def test_no_rank_sees_the_whole_vocabulary(ranks: Ranks, cut: bool) -> None:
-    case = Case(vocab_size=1001, sequence_parallel=cut)
+    case = GridCase(vocab_size=1001, sequence_parallel=cut)
     for columns, most in ranks.run(2, widths, case):
         assert columns == 504
         assert most <= 2 * LENGTH * 504
 
 
-def traffic(groups: ProcessGroups, case: Case) -> tuple[list[str], list[str]]:
+def traffic(groups: ProcessGroups, case: GridCase) -> tuple[list[str], list[str]]:
     """Collectives forward and backward."""
     model, data = build(case, groups.world), batch(case)
     with noted(groups.world) as forward:
@@ -220,20 +220,20 @@ def test_collectives_of_a_layer(ranks: Ranks) -> None:
     hidden = 2 * LENGTH * 48
     total, statistics = f"sum of {hidden} float32", 2 * LENGTH
     losses = [f"max of {statistics} float32", f"sum of {2 * statistics} float32"]
-    for forward, backward in ranks.run(2, traffic, Case()):
+    for forward, backward in ranks.run(2, traffic, GridCase()):
         # The embedding's sum, then two for each of three layers; backward the output layer's.
         assert forward == [total] * (1 + 2 * 3) + losses
         assert backward == [total] * (1 + 2 * 3)
 
     gather, scatter = f"gather of {hidden // 2} float32", f"reduce-scatter of {hidden} float32"
-    for forward, backward in ranks.run(2, traffic, Case(sequence_parallel=True)):
+    for forward, backward in ranks.run(2, traffic, GridCase(sequence_parallel=True)):
         assert forward == [scatter, *[gather, scatter] * (2 * 3), gather, *losses]
         # Of each column-parallel layer its input again and its gradient's sum; of each
         # row-parallel one the gradient, of the embedding too.
         assert backward == [gather, scatter, *[gather, gather, scatter] * (2 * 3), gather]
 
 
-def order_of_backward(groups: ProcessGroups, case: Case) -> list[str]:
+def order_of_backward(groups: ProcessGroups, case: GridCase) -> list[str]:
     """What the output layer's backward does, in which order."""
     model = build(case, groups.world, layers=range(0), has_embedding=False)
     length = LENGTH // 2 if case.sequence_parallel else LENGTH
@@ -252,7 +252,7 @@ def order_of_backward(groups: ProcessGroups, case: Case) -> list[str]:
 
 
 def test_the_weight_gradient_hides_the_sum(ranks: Ranks) -> None:
-    for events in ranks.run(2, order_of_backward, Case()):
+    for events in ranks.run(2, order_of_backward, GridCase()):
         assert events == ["product", "sum", "product"]
-    for events in ranks.run(2, order_of_backward, Case(sequence_parallel=True)):
+    for events in ranks.run(2, order_of_backward, GridCase(sequence_parallel=True)):
         assert events == ["gather", "product", "reduce-scatter", "product"]

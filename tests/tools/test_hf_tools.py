@@ -244,7 +244,7 @@ def test_a_pruned_checkpoint_of_a_grid_is_exported_with_zeros(ranks: Ranks, tmp_
         "--tensor-model-parallel-size 2"
     )
     ranks.run(2, train_cut, flags, tmp_path / "run")
-    step = find_checkpoint(tmp_path / "run", say=print)
+    step = find_checkpoint(tmp_path / "run", log=print)
     assert step is not None
     assert export_hf.main([str(step), str(tmp_path / "there"), "--dtype", "bfloat16"]) == 0
     assert export_hf.main([str(step), str(tmp_path / "fp32")]) == 0

@@ -46,7 +46,7 @@ def same_command(run: Path) -> str:
 
 def test_a_run_that_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(run, Status(state="running", attempt="a"))
-    lock = RunLock.take(run, job={}, say=print)
+    lock = RunLock.take(run, job={}, log=print)
     assert lock is not None
     beat = Heartbeat(run / FOLDER, rank=1, attempt="a")
     beat.at("forward", 7)

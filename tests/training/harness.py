@@ -39,10 +39,10 @@ def make_trainer(
 
     def locate() -> str:
         # One rank for all: it renames what is damaged.
-        found = None if rank else locate_checkpoint(config, run_dir, say=lambda text: None)
+        found = None if rank else locate_checkpoint(config, run_dir, log=lambda text: None)
         return json.dumps([str(found.path), found.own] if found else None)
 
-    found = json.loads(groups.world.gather_text(groups.world.agreed(locate))[0])
+    found = json.loads(groups.world.all_gather_str(groups.world.raise_on_all_ranks(locate))[0])
     origin = CheckpointSource(Path(found[0]), own=found[1]) if found else None
     metrics = open_metrics(GPT_TASK, config, runtime, run_dir, origin)
     trainer = build_trainer(

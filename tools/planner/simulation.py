@@ -23,8 +23,8 @@ from megatron.memory_estimate import microbatches_of
 from tools.planner.course import Course, Setting, course_of
 from tools.planner.seconds import collective_seconds
 from tools.planner.updates import (
-    Job,
-    Sums,
+    BucketSums,
+    UpdateJob,
     embedding_seconds,
     in_turns,
     jobs_of,
@@ -35,7 +35,7 @@ from tools.planner.updates import (
 )
 
 
-class Event(NamedTuple):
+class SimulatedEvent(NamedTuple):
     """What a stage's network ("reduce", "gather") or device ("norm", "optimizer") does beside
     passes, in seconds from the start of the step."""
 
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phases:
+class SimulatedPhases:
     """Of a step, seconds that add up to it: `compute` of the busiest stage, `tensor` of it waiting
     for sums, `messages` that kept it from computing, `bubble` while it waited for others, `exposed`
     what of `reduce` is left when backward is over everywhere, and what norm and `optimizer` take
@@ -76,8 +76,8 @@ class SimulatedStep:
     name: str
     count: int
     courses: Sequence[Course]
-    phases: Phases
-    events: Sequence[Event] = field(default_factory=list[Event])
+    phases: SimulatedPhases
+    events: Sequence[SimulatedEvent] = field(default_factory=list[SimulatedEvent])
 
     @property
     def length(self) -> float:
@@ -124,10 +124,10 @@ class _Reduction:
                 ]
             )
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[SimulatedEvent]:
         """All of them."""
         setting, stages = self._setting, range(self._stages)
-        found: list[Event] = []
+        found: list[SimulatedEvent] = []
         sums = [self._reduce(stage, found) for stage in stages]
         # All ranks vote on a step once their backwards are over.
         voted = max(self._over(stage) for stage in stages)
@@ -147,17 +147,21 @@ class _Reduction:
             free = max(event.stop for event in updates if event.stage == stage)
             for sent in sums[stage].late:
                 start, free = free, free + self._takes(sent)
-                yield Event(stage, "gather", f"{sent.kind} {sent.bucket}", start, free)
+                yield SimulatedEvent(stage, "gather", f"{sent.kind} {sent.bucket}", start, free)
 
     def _run(
-        self, lane: str, jobs: Sequence[list[Job]], since: float, takes: Callable[[float], float]
-    ) -> Iterator[Event]:
+        self,
+        lane: str,
+        jobs: Sequence[list[UpdateJob]],
+        since: float,
+        takes: Callable[[float], float],
+    ) -> Iterator[SimulatedEvent]:
         """On every stage."""
         for stage, its in enumerate(jobs):
             for job, start, stop in in_turns(its, since, takes):
-                yield Event(stage, lane, f"{lane} {job.name}", start, stop)
+                yield SimulatedEvent(stage, lane, f"{lane} {job.name}", start, stop)
 
-    def _reduce(self, stage: int, found: list[Event]) -> Sums:
+    def _reduce(self, stage: int, found: list[SimulatedEvent]) -> BucketSums:
         """Of one stage until its optimizer may run."""
         rank, overlaps = self._setting.ranks[stage], self._grid.config.parallel.overlap_grad_reduce
 
@@ -167,7 +171,7 @@ class _Reduction:
                 start = max(free, self._over(0), self._over(self._stages - 1))
                 link = self._setting.links.message
                 stop = start + embedding_seconds(self._grid, link, bucket.numel)
-                found.append(Event(stage, "reduce", "embedding sum", start, stop))
+                found.append(SimulatedEvent(stage, "reduce", "embedding sum", start, stop))
                 return stop
             if bucket.kind.partial or bucket.kind.tied or not overlaps:
                 return self._over(stage)
@@ -176,7 +180,7 @@ class _Reduction:
         sent = self._grid.path.plan_traffic(self._grid.config, rank)[self._kind].sent
         sums = play_sums(rank, sent, ready=ready, takes=self._takes)
         for each, start, stop in sums.done:
-            found.append(Event(stage, "reduce", f"{each.kind} {each.bucket}", start, stop))
+            found.append(SimulatedEvent(stage, "reduce", f"{each.kind} {each.bucket}", start, stop))
         return sums
 
     def _takes(self, sent: PlannedCollective) -> float:
@@ -199,7 +203,9 @@ class _Reduction:
         return start + (at - number) * (stop - start)
 
 
-def _phases(setting: Setting, courses: Sequence[Course], events: Sequence[Event]) -> Phases:
+def _phases(
+    setting: Setting, courses: Sequence[Course], events: Sequence[SimulatedEvent]
+) -> SimulatedPhases:
     grid = setting.grid
     count = microbatches_of(grid)
     over = max(float(course.timeline.length) + course.skipped for course in courses)
@@ -221,7 +227,7 @@ def _phases(setting: Setting, courses: Sequence[Course], events: Sequence[Event]
     crossing = count * (4 * len(grid.split[0]) - 2 * ends) if grid.dims.pp > 1 else 0
     messages = setting.message * crossing if setting.links.blocking else 0.0
     tensor = count * setting.passes[stage].tensor
-    return Phases(
+    return SimulatedPhases(
         compute=busy - tensor - messages,
         tensor=tensor,
         messages=messages,

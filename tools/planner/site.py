@@ -70,7 +70,8 @@ class Site:
             return within
         senders = [rank for line in dims.lines("pp") for rank in line[:-1]]
         crossing = sum(rank // here != (rank + apart) // here for rank in senders)
-        # Of a node's ranks the last `apart` have their next stage elsewhere: these share its NICs.
+        # Of a node's ranks the last `apart` have their next stage elsewhere: these share
+        # its NICs.
         rate = self.nics_per_node * self.nic_rate / min(apart, here)
         between = Link(self.nic_latency, min(rate, self.link_rate))
         return within.mixed_with(between, crossing / max(len(senders), 1))

@@ -30,7 +30,7 @@ class Summed(NamedTuple):
     stop: float
 
 
-class Sums(NamedTuple):
+class BucketSums(NamedTuple):
     """Of one rank in a step: in the order in which they go on, and what comes after updates."""
 
     done: list[Summed]
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
         return max([since, *(each.stop for each in self.done)])
 
 
-class Job(NamedTuple):
+class UpdateJob(NamedTuple):
     """What of a bucket is taken up at once: so many entries of this rank's, which are there at
     `arrives`."""
 
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 class Ran(NamedTuple):
     """A job, and when it ran."""
 
-    job: Job
+    job: UpdateJob
     start: float
     stop: float
 
@@ -69,7 +69,7 @@ def play_sums(
     *,
     ready: Callable[[int, float, float], float],
     takes: Callable[[PlannedCollective], float],
-) -> Sums:
+) -> BucketSums:
     """One after the other, first in first out. `ready`: when a bucket may leave, of its number, the
     share of all gradients that are there then, and when the network is free."""
     entries = sum(bucket.numel for bucket in rank.buckets)
@@ -90,10 +90,10 @@ def play_sums(
     for each in rest:
         done.append(Summed(each, free, free + takes(each)))
         free = done[-1].stop
-    return Sums(done, late)
+    return BucketSums(done, late)
 
 
-def jobs_of(grid: RankGrid, rank: RankShapes, sums: Sums) -> list[Job]:
+def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJob]:
     """What a rank updates, in order: pieces where they are taken up one by one, else buckets."""
     shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
     whole = not streams(grid.config)
@@ -105,15 +105,17 @@ def jobs_of(grid: RankGrid, rank: RankShapes, sums: Sums) -> list[Job]:
     together = dict[int, int]()
     for (number, _), size in sizes.items():
         together[number] = together.get(number, 0) + size
-    found: list[Job] = []
+    found: list[UpdateJob] = []
     for (number, piece), stop in sorted(arrives.items()):
         share = 1.0 if whole else sizes[number, piece] / together[number]
         name = f"{number}.{piece}" if share < 1 else f"{number}"
-        found.append(Job(name, share * rank.buckets[number].numel / shared, stop))
+        found.append(UpdateJob(name, share * rank.buckets[number].numel / shared, stop))
     return found
 
 
-def in_turns(jobs: Sequence[Job], since: float, takes: Callable[[float], float]) -> Iterator[Ran]:
+def in_turns(
+    jobs: Sequence[UpdateJob], since: float, takes: Callable[[float], float]
+) -> Iterator[Ran]:
     """One after the other from `since` on, each when it is there; `takes`: seconds of entries."""
     now = since
     for job in jobs:

@@ -40,7 +40,7 @@ _OF_THE_MODEL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LossCurve:
     """Mean token losses: of each step, and of the validation samples after the last one."""
 
     losses: list[float]
@@ -53,7 +53,7 @@ def train(
     micro_batch: int,
     fp32_norm: bool = False,
     after_step: Callable[[int, float], None] | None = None,
-) -> Curve:
+) -> LossCurve:
     """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
     gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
     `after_step` is told each step and its loss."""
@@ -82,7 +82,7 @@ def train(
             sum(loss.item() for loss in _losses(model, valid_reader, number * batch, batch))
             for number in range(config.evaluation.eval_iters)
         ]
-    return Curve(losses=losses, valid_loss=sum(parts) / len(parts))
+    return LossCurve(losses=losses, valid_loss=sum(parts) / len(parts))
 
 
 def plain_gpt(config: Config, vocabulary: int) -> PlainGPT:
@@ -137,7 +137,7 @@ def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchRead
     config = replace(config, training=replace(config.training, micro_batch_size=micro_batch))
     groups = build_groups(config, _ALONE)
     opened = GPT_TASK.open(config)
-    readers = opened.readers(groups, torch.device("cpu"), say=lambda line: None)
+    readers = opened.readers(groups, torch.device("cpu"), log=lambda line: None)
     assert readers.train is not None and readers.valid is not None
     return readers.train, readers.valid, opened.vocabulary.size
 

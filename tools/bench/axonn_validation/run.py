@@ -31,7 +31,7 @@ import torch
 from megatron.errors import PeerError, SparsetronError
 from megatron.metrics.logger import JSONL
 from tools.bench.axonn_validation.page import OURS, PLAIN, SEEDS, STOCK, as_markdown
-from tools.bench.axonn_validation.plain_training import Curve, train
+from tools.bench.axonn_validation.plain_training import LossCurve, train
 from tools.bench.axonn_validation.plot import write_plot
 from tools.bench.common.netlab import Network, find_mpiexec
 from tools.bench.common.page_files import read_results, write_page
@@ -47,7 +47,7 @@ EXTRA_SEEDS = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class ValidationStudy:
     """The run that all of them are. `data`: None for numbers made up."""
 
     layers: int = 6
@@ -93,7 +93,7 @@ class Study:
         return flags if self.data is not None else [*flags, "--mock-data"]
 
 
-SMALL = Study(layers=2, hidden=32, heads=2, sequence=16, steps=8, warm_up=2, evaluated=2)
+SMALL = ValidationStudy(layers=2, hidden=32, heads=2, sequence=16, steps=8, warm_up=2, evaluated=2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,16 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             find_mpiexec()  # before hours of anything else
             data = prepare(options.text_folder, options.work / "data")
-            _write(measured(Study(data=data), options.work), options.out)
+            _write(measured(ValidationStudy(data=data), options.work), options.out)
     except SparsetronError as error:
         print(f"axonn_validation: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def measured(study: Study, work: Path) -> dict[str, Any]:
+def measured(study: ValidationStudy, work: Path) -> dict[str, Any]:
     """Losses of all runs, and what they are of."""
-    curves: dict[str, Curve] = {PLAIN: _plain(study, work, "plain")}
+    curves: dict[str, LossCurve] = {PLAIN: _plain(study, work, "plain")}
     curves[OURS] = _ours(study, work / "axonn")
     curves[STOCK] = _plain(study, work, "stock", fp32_norm=True)
     for seed in EXTRA_SEEDS:
@@ -134,8 +134,13 @@ def measured(study: Study, work: Path) -> dict[str, Any]:
 
 
 def _plain(
-    study: Study, work: Path, name: str, *, fp32_norm: bool = False, seed: int | None = None
-) -> Curve:
+    study: ValidationStudy,
+    work: Path,
+    name: str,
+    *,
+    fp32_norm: bool = False,
+    seed: int | None = None,
+) -> LossCurve:
     """A run of plain PyTorch, taken from `work` where it was finished before."""
     flags = study.flags(seed=seed)
     asked = {"flags": flags, "fp32_norm": fp32_norm}
@@ -143,7 +148,7 @@ def _plain(
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["asked"] == asked:
-            return Curve(**kept["curve"])
+            return LossCurve(**kept["curve"])
 
     def tell(step: int, loss: float) -> None:
         if step % 50 == 0 or step == study.steps:
@@ -157,7 +162,7 @@ def _plain(
     return curve
 
 
-def _ours(study: Study, folder: Path) -> Curve:
+def _ours(study: ValidationStudy, folder: Path) -> LossCurve:
     """Our run, which goes on where it was interrupted."""
     flags = study.flags()
     flags += ["--pipeline-model-parallel-size", str(STAGES), "--pipeline-schedule"]
@@ -178,7 +183,7 @@ def _ours(study: Study, folder: Path) -> Curve:
     return curve_of(folder, study.steps)
 
 
-def curve_of(folder: Path, steps: int) -> Curve:
+def curve_of(folder: Path, steps: int) -> LossCurve:
     """Losses of a finished run of ours, from its folder."""
     losses: dict[int, float] = {}
     valid: dict[int, float] = {}
@@ -188,7 +193,7 @@ def curve_of(folder: Path, steps: int) -> Curve:
         elif "valid_loss" in values:
             valid[values["iteration"]] = float(values["valid_loss"])
     assert sorted(losses) == list(range(1, steps + 1)), "it is finished"
-    return Curve(losses=[losses[step] for step in sorted(losses)], valid_loss=valid[steps])
+    return LossCurve(losses=[losses[step] for step in sorted(losses)], valid_loss=valid[steps])
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> None:

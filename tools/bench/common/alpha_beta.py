@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class AlphaBetaLink:
     """Seconds of latency and seconds for each byte, between any two of `ranks`."""
 
     alpha: float
@@ -30,18 +30,18 @@ class Link:
         return self.alpha * n + n * payload * self.beta * (n - 1) / n
 
 
-def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Link:
+def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> AlphaBetaLink:
     """The link on which all-reduces of two sizes, each (bytes, seconds), took what they did. A
     latency below zero, which only noise can give, is zero."""
     slope = (large[1] - small[1]) / (large[0] - small[0])
     constant = max(0.0, small[1] - slope * small[0])
-    return Link(
+    return AlphaBetaLink(
         alpha=constant / (2 * (ranks - 1)), beta=slope * ranks / (2 * (ranks - 1)), ranks=ranks
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class AlphaBetaTimeline:
     """A step that sends nothing: seconds from its start until each parameter's gradient is there,
     until backward is over, and until the step is."""
 
@@ -51,7 +51,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class AlphaBetaMessage:
     """A collective that takes `seconds` and may start when the gradients of `names` are there;
     without names, when backward is over."""
 
@@ -59,7 +59,9 @@ class Message:
     names: Sequence[str] = ()
 
 
-def predict(timeline: Timeline, messages: Iterable[Message], *, overlap: bool = True) -> float:
+def predict(
+    timeline: AlphaBetaTimeline, messages: Iterable[AlphaBetaMessage], *, overlap: bool = True
+) -> float:
     """Seconds of a step that sends these messages one after another, in this order: the step
     without communication, longer by what is still to be sent when backward is over."""
     end = 0.0

@@ -13,7 +13,7 @@ from torch import nn
 from tools.bench.common.contenders import CLIP, Batches, Shape, adamw
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Pre-norm attention and MLP."""
 
     def __init__(self, shape: Shape) -> None:
@@ -40,7 +40,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.positions = nn.Embedding(shape.sequence, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         for parameter in self.parameters():
             if parameter.ndim >= 2:

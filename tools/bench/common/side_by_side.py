@@ -113,7 +113,7 @@ def ratio_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TimedComparison:
     """One table of a report: what was compared, what to know when reading it, what came out."""
 
     title: str
@@ -159,7 +159,11 @@ class Comparison:
 
 
 def write_report(
-    folder: Path, comparisons: Sequence[Comparison], facts: Mapping[str, Any], *, part: str = ""
+    folder: Path,
+    comparisons: Sequence[TimedComparison],
+    facts: Mapping[str, Any],
+    *,
+    part: str = "",
 ) -> None:
     """Write a page of the machine's facts and every comparison, see `write_page`."""
     values = {"facts": dict(facts), "comparisons": [c.as_json() for c in comparisons]}

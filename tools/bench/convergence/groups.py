@@ -12,7 +12,7 @@ from tools.bench.convergence.study import DENSE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RunGroup:
     """Runs that differ in their seed only. `gap`: mean over seeds of validation loss less that of
     the dense run of the same seed, beta2 and optimizer; `error` is its standard error, with one
     seed from the scatter of the groups that have more (`error_is_own` False). None where a run did
@@ -46,7 +46,7 @@ def title_of(name: str) -> str:
     return name.replace("-", ", ").replace("_", " ")
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
+def groups_of(rows: Sequence[Row]) -> list[RunGroup]:
     """The rows by group, with their gaps to the dense runs there are."""
     members: dict[str, list[Row]] = {}
     for row in rows:
@@ -83,11 +83,11 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _group(
     name: str, rows: Sequence[Row], gaps: Mapping[int, float], scatter: float | None
-) -> Group:
+) -> RunGroup:
     first, values = rows[0], list(gaps.values())
     own = len(values) > 1
     error = standard_error(values) if own else scatter
-    return Group(
+    return RunGroup(
         name=name,
         variant=first["variant"],
         beta2=first["beta2"],

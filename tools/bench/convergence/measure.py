@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.errors import ConfigError
 from megatron.metrics.logger import JSONL
 from tools.bench.convergence.rows import records
-from tools.bench.convergence.study import REFERENCE_STEPS, Plan, Run, flags_of
+from tools.bench.convergence.study import REFERENCE_STEPS, StudyPlan, StudyRun, flags_of
 
 STEPS = 40
 WARM_UP = 5
@@ -21,8 +21,8 @@ SEVERAL_RANKS = 2.5
 
 
 def measure(
-    runs: Sequence[Run],
-    plan: Plan,
+    runs: Sequence[StudyRun],
+    plan: StudyPlan,
     *,
     data: Path,
     work: Path,
@@ -35,7 +35,7 @@ def measure(
     attempt = time.time_ns()
 
     def one(number: int) -> tuple[float, float]:
-        run = Run(variant=f"{attempt}-{number}", seed=1)
+        run = StudyRun(variant=f"{attempt}-{number}", seed=1)
         flags = flags_of(run, plan, data=data, runs_dir=folder)
         flags += ["--train-iters", str(STEPS), "--lr-warmup-iters", "1"]
         began = time.perf_counter()
@@ -60,7 +60,7 @@ def measure(
         print(f"{size.steps:5d}  {dense / 60:18.1f}  {total / 3600:8.2f}")
 
 
-def study_seconds(runs: Sequence[Run], plan: Plan, *, step: float, rest: float) -> float:
+def study_seconds(runs: Sequence[StudyRun], plan: StudyPlan, *, step: float, rest: float) -> float:
     """Seconds that all runs take one after the other; forks leave out what they share."""
     total = 0.0
     for run in runs:

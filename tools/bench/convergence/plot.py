@@ -15,7 +15,7 @@ from tools.bench.convergence.rows import Row, setting
 from tools.bench.convergence.study import DENSE
 
 if TYPE_CHECKING:
-    from tools.bench.convergence.groups import Group
+    from tools.bench.convergence.groups import RunGroup
 
 SMOOTHED = 5
 """Points of a curve that are averaged."""
@@ -32,7 +32,7 @@ class Panel:
 def write_plot(
     path: Path,
     rows: Sequence[Row],
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     *,
     panels: Sequence[Panel],
     colors: Mapping[str, str],
@@ -87,7 +87,7 @@ def _curves(axes: Any, panel: Panel, rows: Sequence[Row]) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _gaps(axes: Any, groups: Sequence[Group], colors: Mapping[str, str]) -> None:
+def _gaps(axes: Any, groups: Sequence[RunGroup], colors: Mapping[str, str]) -> None:
     for place, group in enumerate(groups):
         axes.errorbar(
             group.gap,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, Run, checked
+from tools.bench.convergence.study import DENSE, EARLY, SEEDS, START, Flag, StudyRun, checked
 
 MOST_RUNS = 40
 INTERVAL = 50
 
 
-def study() -> tuple[Run, ...]:
+def study() -> tuple[StudyRun, ...]:
     """All runs, those first that matter most: a study may be stopped at any of them."""
-    runs = [Run(variant=DENSE, seed=seed) for seed in SEEDS]
-    runs += [Run(variant=DENSE, seed=SEEDS[0], beta2=0.95)]
+    runs = [StudyRun(variant=DENSE, seed=seed) for seed in SEEDS]
+    runs += [StudyRun(variant=DENSE, seed=SEEDS[0], beta2=0.95)]
     for seed in SEEDS:
         runs += [radius(0.1, seed=seed), radius(0.4, seed=seed)]
         runs += [rolling(d, select, seed=seed) for d in (0.1, 0.4) for select in SELECTIONS]
@@ -44,11 +44,11 @@ def radius(
     interval: int = INTERVAL,
     label: str = "",
     more: Sequence[Flag] = (),
-) -> Run:
+) -> StudyRun:
     """Radius as published, or with one thing changed that `label` names."""
     changed = f"-{label}" if label else ""
     period = "" if interval == INTERVAL else f"-interval_{interval}"
-    return Run(
+    return StudyRun(
         variant=f"radius_{density:g}{period}{changed}",
         seed=seed,
         beta2=beta2,
@@ -66,9 +66,9 @@ def rolling(
     seed: int = SEEDS[0],
     beta2: float = 0.999,
     start: float = START,
-) -> Run:
+) -> StudyRun:
     """Radius whose tensors are flushed part by part."""
-    return Run(
+    return StudyRun(
         variant=f"rolling_{density:g}-{select}",
         seed=seed,
         beta2=beta2,
@@ -83,6 +83,8 @@ def rolling(
     )
 
 
-def baseline(path: str, variant: str, flags: Sequence[Flag]) -> Run:
+def baseline(path: str, variant: str, flags: Sequence[Flag]) -> StudyRun:
     """A method whose result depends on the number of ranks."""
-    return Run(variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4)
+    return StudyRun(
+        variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4
+    )

@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import PALETTE
-from tools.bench.convergence.groups import Group, standard_error, title_of
+from tools.bench.convergence.groups import RunGroup, standard_error, title_of
 from tools.bench.convergence.plot import Panel
 from tools.bench.convergence.radius import study
-from tools.bench.convergence.report import Study, Told, gap_and_error, loss_cells, size_of, table
+from tools.bench.convergence.report import (
+    ReportedFinding,
+    Study,
+    gap_and_error,
+    loss_cells,
+    size_of,
+    table,
+)
 from tools.bench.convergence.rows import Row
 from tools.bench.convergence.study import REFERENCE_STEPS
 
@@ -36,7 +43,7 @@ class Goal:
         return self.margin > 2 * self.error
 
 
-def goals_of(groups: Sequence[Group]) -> list[Goal]:
+def goals_of(groups: Sequence[RunGroup]) -> list[Goal]:
     """Each rolling group beside plain Radius of its density, start and beta2, over the seeds both
     have; needs two of them."""
     found = []
@@ -63,7 +70,7 @@ def goals_of(groups: Sequence[Group]) -> list[Goal]:
     return found
 
 
-def tell(rows: Sequence[Row], groups: Sequence[Group]) -> Told:
+def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
     """The table, and the goal."""
     goals = goals_of(groups)
     lines = table(COLUMNS, map(_cells, groups))
@@ -77,7 +84,7 @@ def tell(rows: Sequence[Row], groups: Sequence[Group]) -> Told:
             f"± {goal.error:.4f} | {verdict} |"
         )
     values = {"goals": [{**asdict(goal), "met": goal.met} for goal in goals]}
-    return Told(lines=lines, values=values)
+    return ReportedFinding(lines=lines, values=values)
 
 
 def _preface(plan: Mapping[str, Any]) -> str:
@@ -91,7 +98,7 @@ def _preface(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(group: Group) -> list[str]:
+def _cells(group: RunGroup) -> list[str]:
     cells = [group.title, ", ".join(map(str, group.seeds)), str(group.interval or "")]
     cells += [f"{group.payload:.3f}", f"{group.largest_payload:.3f}", f"{group.clipped:.0%}"]
     return [*cells, *loss_cells(group)]

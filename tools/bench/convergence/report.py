@@ -11,15 +11,15 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from tools.bench.common.page_files import FIGURE, PAGE, write_page
-from tools.bench.convergence.groups import Group, groups_of
+from tools.bench.convergence.groups import RunGroup, groups_of
 from tools.bench.convergence.model import HEADS, HIDDEN, LAYERS, VOCABULARY
 from tools.bench.convergence.plot import Panel, write_plot
 from tools.bench.convergence.rows import Row, read_rows
-from tools.bench.convergence.study import Run
+from tools.bench.convergence.study import StudyRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ReportedFinding:
     """What a study says of its rows: lines of the page, and values beside `groups` in its file."""
 
     lines: list[str]
@@ -34,14 +34,14 @@ class Study:
     by the first word of a variant."""
 
     folder: str
-    runs: tuple[Run, ...]
+    runs: tuple[StudyRun, ...]
     preface: Callable[[Mapping[str, Any]], str]
-    tell: Callable[[Sequence[Row], Sequence[Group]], Told]
+    tell: Callable[[Sequence[Row], Sequence[RunGroup]], ReportedFinding]
     panels: tuple[Panel, ...]
     colors: Mapping[str, str]
 
 
-def write_report(results: Path, out: Path, study: Study, *, say: Callable[[str], None]) -> None:
+def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str], None]) -> None:
     """Write the study's page, its values as JSON and, with matplotlib, its plot into `out`.
 
     Raises `ConfigError` where there are no results.
@@ -56,13 +56,13 @@ def write_report(results: Path, out: Path, study: Study, *, say: Callable[[str],
     values = {"plan": rows[0]["plan"], "groups": groups_as_json, **told.values}
     draw = partial(write_plot, rows=rows, groups=groups, panels=study.panels, colors=study.colors)
     write_page(out, text=as_markdown(rows, study, told), values=values, draw=draw)
-    say(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
+    log(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
 
 
 # ---- the page ------------------------------------------------------------------------------
 
 
-def as_markdown(rows: Sequence[Row], study: Study, told: Told) -> str:
+def as_markdown(rows: Sequence[Row], study: Study, told: ReportedFinding) -> str:
     """Return the page: how it was made, and what the study tells."""
     plan = rows[0]["plan"]
     lines = [study.preface(plan), ""]
@@ -99,7 +99,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     return [named, rule, *rest]
 
 
-def loss_cells(group: Group) -> list[str]:
+def loss_cells(group: RunGroup) -> list[str]:
     """Validation loss, gap and error."""
     loss = f"{statistics.fmean(group.losses):.4f}" if group.losses else "diverged"
     gap = "" if group.gap is None else f"{group.gap:+.4f}"

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.metrics.logger import JSONL, lines_of, parse_line
 from tools.bench.convergence.model import parameters
-from tools.bench.convergence.study import CLIP, EARLY_BIRD_DISTANCE, Plan, Run
+from tools.bench.convergence.study import CLIP, EARLY_BIRD_DISTANCE, StudyPlan, StudyRun
 
 WINDOWS = 100
 """Points of a loss curve; each is the mean of that share of the run's steps."""
@@ -23,7 +23,7 @@ MOST_KEPT = 50
 Row = dict[str, Any]
 
 
-def row_of(run: Run, plan: Plan, folder: Path, *, exit_code: int) -> Row:
+def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> Row:
     """The row of a run that has ended, from its metrics.jsonl.
 
     `valid_loss` is None where it ended for its numbers. `payload`: bytes sent over those of a
@@ -74,7 +74,7 @@ def setting(row: Row) -> tuple[int, float, str]:
     return row["seed"], row["beta2"], row.get("optimizer", "adam")
 
 
-def curve(losses: Mapping[int, float], plan: Plan) -> list[tuple[int, float]]:
+def curve(losses: Mapping[int, float], plan: StudyPlan) -> list[tuple[int, float]]:
     """Mean loss of each window of the run that `losses` has every step of."""
     width = plan.steps // WINDOWS
     points: list[tuple[int, float]] = []
@@ -95,7 +95,7 @@ def append_row(path: Path, row: Row) -> None:
         stream.write("\n" * torn + json.dumps(row) + "\n")
 
 
-def read_rows(path: Path, plan: Plan | None = None) -> list[Row]:
+def read_rows(path: Path, plan: StudyPlan | None = None) -> list[Row]:
     """The results so far; none where there is no file. With `plan`: `ConfigError` for rows of a
     study of another size, which must not be mixed. A torn last line is left out."""
     if not path.is_file():
@@ -134,7 +134,7 @@ def _read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
     return steps, valid
 
 
-def _of_pruning(run: Run, plan: Plan, ticket: int | None) -> Row:
+def _of_pruning(run: StudyRun, plan: StudyPlan, ticket: int | None) -> Row:
     """What rows of the runs have that a study of pruning is for, and of no others."""
     row: Row = {} if run.optimizer == "adam" else {"optimizer": run.optimizer}
     if run.sparsity is not None:
@@ -144,12 +144,12 @@ def _of_pruning(run: Run, plan: Plan, ticket: int | None) -> Row:
     return row
 
 
-def _stored(run: Run, plan: Plan) -> float:
+def _stored(run: StudyRun, plan: StudyPlan) -> float:
     """Parameters that are trained, over those of the model that all runs share."""
     return run.entries(plan) / parameters(plan.sequence)
 
 
-def _ticket(run: Run, plan: Plan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
+def _ticket(run: StudyRun, plan: StudyPlan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
     """The step after which there is what the run trains, None where that never came. An early bird
     tells a distance for each mask it draws and draws none after its ticket."""
     if run.ticket == "early-bird":
@@ -160,7 +160,9 @@ def _ticket(run: Run, plan: Plan, steps: Mapping[int, Mapping[str, Any]]) -> int
     return 0 if run.start is None else plan.start_step(run.start) - 1
 
 
-def _payload(record: Mapping[str, Any], run: Run, plan: Plan, *, ticket: int | None) -> float:
+def _payload(
+    record: Mapping[str, Any], run: StudyRun, plan: StudyPlan, *, ticket: int | None
+) -> float:
     """Of a step, as a share of the dense path's in fp32 (an all-reduce by the ring model). A path
     tells which share of what is stored it sent."""
     if run.ranks > 1:
@@ -170,7 +172,7 @@ def _payload(record: Mapping[str, Any], run: Run, plan: Plan, *, ticket: int | N
     return float(record["density"]) * (_stored(run, plan) if pruned else 1.0)
 
 
-def _tail(losses: Mapping[int, float], plan: Plan) -> float | None:
+def _tail(losses: Mapping[int, float], plan: StudyPlan) -> float | None:
     first = plan.steps - plan.steps // 20 + 1
     last = [losses[i] for i in range(first, plan.steps + 1) if i in losses]
     return round(statistics.fmean(last), 5) if last else None

@@ -32,7 +32,7 @@ from tools.bench.convergence.model import VOCABULARY
 from tools.bench.convergence.radius_page import RADIUS
 from tools.bench.convergence.report import Study, write_report
 from tools.bench.convergence.rows import append_row, read_rows, row_of
-from tools.bench.convergence.study import Plan, Run, dense_of, flags_of, stages
+from tools.bench.convergence.study import StudyPlan, StudyRun, dense_of, flags_of, stages
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -81,7 +81,7 @@ class Processes:
 
 
 def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
-    """Run `study`; returns the exit code."""
+    """StudyRun `study`; returns the exit code."""
     options = _arguments(arguments, study)
     try:
         return _main(options, study)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
 
 
 def _main(options: argparse.Namespace, study: Study) -> int:
-    plan = Plan(
+    plan = StudyPlan(
         steps=options.steps,
         tokens=options.tokens,
         sequence=options.sequence,
@@ -108,7 +108,7 @@ def _main(options: argparse.Namespace, study: Study) -> int:
             print(f"{run.name:42} {'done' if run.name in done else ''}".rstrip())
         return 0
     if options.report:
-        write_report(results, options.out or BENCH / study.folder, study, say=_say)
+        write_report(results, options.out or BENCH / study.folder, study, log=_log)
         return 0
     processes = Processes(threads=options.threads)
     signal.signal(signal.SIGTERM, lambda *_: processes.stop())
@@ -162,8 +162,8 @@ def _tool(command: Sequence[str]) -> None:
 
 
 def run_all(
-    wanted: Sequence[Run],
-    plan: Plan,
+    wanted: Sequence[StudyRun],
+    plan: StudyPlan,
     *,
     data: Path,
     work: Path,
@@ -171,7 +171,7 @@ def run_all(
     jobs: int,
     runner: Runner,
 ) -> list[str]:
-    """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
+    """StudyRun what has no row yet, at most `jobs` at once, in order, each after its dense run.
 
     A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
     gets a row that says so. Returns the names of runs that failed or had to be left out, which are
@@ -180,47 +180,49 @@ def run_all(
     done = {row["name"] for row in read_rows(results, plan)}
     waiting = [run for run in wanted if run.name not in done]
     failed: list[str] = []
-    running: dict[Future[int], Run] = {}
+    running: dict[Future[int], StudyRun] = {}
     (work / "console").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
             if getattr(runner, "stopping", False) and waiting:
-                _say(f"stopped: {len(waiting)} runs are left for another start")
+                _log(f"stopped: {len(waiting)} runs are left for another start")
                 failed += [run.name for run in waiting]
                 waiting = []
                 continue
             for run in _ready(waiting, done, running.values(), jobs):
                 waiting.remove(run)
-                _say(f"{run.name}: starts")
+                _log(f"{run.name}: starts")
                 future = pool.submit(run_one, run, plan, data=data, work=work, runner=runner)
                 running[future] = run
             if not running:
                 names = [run.name for run in waiting]
-                _say(f"left out, since their dense run is missing: {', '.join(names)}")
+                _log(f"left out, since their dense run is missing: {', '.join(names)}")
                 return failed + names
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run = running.pop(future)
                 try:
                     code = future.result()
                 except ConfigError as error:
-                    _say(f"{run.name}: {error}")
+                    _log(f"{run.name}: {error}")
                     failed.append(run.name)
                     continue
                 if code not in (0, NumericsError.exit_code):
-                    _say(f"{run.name}: exit code {code}; see {work / 'console' / run.name}.txt")
+                    _log(f"{run.name}: exit code {code}; see {work / 'console' / run.name}.txt")
                     failed.append(run.name)
                     continue
                 row = row_of(run, plan, work / "runs" / run.name, exit_code=code)
                 append_row(results, row)
                 done.add(run.name)
-                _say(f"{run.name}: {_told(row)}")
+                _log(f"{run.name}: {_told(row)}")
     return failed
 
 
-def _ready(waiting: Sequence[Run], done: set[str], running: Iterable[Run], jobs: int) -> list[Run]:
+def _ready(
+    waiting: Sequence[StudyRun], done: set[str], running: Iterable[StudyRun], jobs: int
+) -> list[StudyRun]:
     """The next runs to start. One of several ranks fills the machine by itself."""
     busy = sum(min(run.ranks, jobs) for run in running)
-    found: list[Run] = []
+    found: list[StudyRun] = []
     for run in waiting:
         if run.start is None or dense_of(run).name in done:
             busy += min(run.ranks, jobs)
@@ -230,12 +232,12 @@ def _ready(waiting: Sequence[Run], done: set[str], running: Iterable[Run], jobs:
     return found
 
 
-def run_one(run: Run, plan: Plan, *, data: Path, work: Path, runner: Runner) -> int:
+def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: Runner) -> int:
     """All starts that a run still takes; the exit code of the last, 0 where it takes none."""
     folder = work / "runs"
     flags = flags_of(run, plan, data=data, runs_dir=folder)
     if is_finished(folder / run.name, flags, run.ranks):
-        _say(f"{run.name}: was finished before")
+        _log(f"{run.name}: was finished before")
         return 0
     for flags in stages(run, plan, data=data, runs_dir=folder):
         code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
@@ -252,7 +254,7 @@ def _told(row: dict) -> str:
     return f"validation loss {row['valid_loss']:.4f}, {row['seconds']:.0f} s"
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 
@@ -271,11 +273,11 @@ def _arguments(arguments: Sequence[str] | None, study: Study) -> argparse.Namesp
     add("--only", nargs="+", metavar="RUN", help="some runs, by name")
     add("--jobs", type=int, default=1, help="runs at once")
     add("--threads", type=int, default=1, help="threads of each rank")
-    add("--steps", type=int, default=Plan.steps, help="intervals and starts shrink with it")
-    add("--tokens", type=int, default=Plan.tokens, help="tokens of a step")
-    add("--sequence", type=int, default=Plan.sequence, help="tokens of a sequence")
-    add("--valid-tokens", type=int, default=Plan.valid_tokens, help="tokens of the evaluation")
-    add("--dtype", choices=["bf16", "fp32"], default=Plan.dtype, help="fp32 sums in both")
+    add("--steps", type=int, default=StudyPlan.steps, help="intervals and starts shrink with it")
+    add("--tokens", type=int, default=StudyPlan.tokens, help="tokens of a step")
+    add("--sequence", type=int, default=StudyPlan.sequence, help="tokens of a sequence")
+    add("--valid-tokens", type=int, default=StudyPlan.valid_tokens, help="tokens of the evaluation")
+    add("--dtype", choices=["bf16", "fp32"], default=StudyPlan.dtype, help="fp32 sums in both")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--list", action="store_true", help="name the runs and those done")
     mode.add_argument("--measure", action="store_true", help="time a dense run, tell the total")

@@ -46,7 +46,7 @@ Ticket = Literal["magnitude", "random", "early-bird"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StudyPlan:
     """The size that all runs of a study share. `tokens` is those of a step, `valid_tokens` those
     of the one evaluation at the end."""
 
@@ -83,7 +83,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StudyRun:
     """One run. `variant` names what is compared, without seed, beta2 and optimizer; `start` is the
     share of the run after which the path takes over from a dense run, None for a run from the
     beginning. `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`.
@@ -121,31 +121,31 @@ class Run:
         """Whether others leave from it, and are compared with it."""
         return self.variant == DENSE
 
-    def entries(self, plan: Plan) -> int:
+    def entries(self, plan: StudyPlan) -> int:
         """Parameters that are trained, once those to prune are pruned."""
         if self.sparsity is None:
             return parameters(plan.sequence, self.shape)
         return stored(plan.sequence, self.sparsity, self.shape)
 
 
-def dense_of(run: Run) -> Run:
+def dense_of(run: StudyRun) -> StudyRun:
     """The dense run that another leaves from, or is compared with."""
-    return Run(variant=DENSE, seed=run.seed, beta2=run.beta2, optimizer=run.optimizer)
+    return StudyRun(variant=DENSE, seed=run.seed, beta2=run.beta2, optimizer=run.optimizer)
 
 
-def checked(runs: Sequence[Run], *, most: int) -> tuple[Run, ...]:
+def checked(runs: Sequence[StudyRun], *, most: int) -> tuple[StudyRun, ...]:
     """The runs of a study, as long as they are not too many and have names of their own."""
     assert len(runs) <= most and len({run.name for run in runs}) == len(runs)
     return tuple(runs)
 
 
-def fork_steps(plan: Plan) -> list[int]:
+def fork_steps(plan: StudyPlan) -> list[int]:
     """Checkpoints of a dense run that others leave from: the step before each one's start, where
     the path selects for the first time. Every dense run has all, so that runs can be added."""
     return sorted(plan.start_step(share) - 1 for share in (EARLY, START))
 
 
-def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
+def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> list[str]:
     """What `pretrain_gpt.py` is given for a run; `data` holds what `prepare` made."""
     values: dict[str, object] = {
         "num-layers": run.shape[0],
@@ -193,7 +193,7 @@ def flags_of(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> list[str]:
     return [*flags, *(["--bf16"] if plan.dtype == "bf16" else [])]
 
 
-def stages(run: Run, plan: Plan, *, data: Path, runs_dir: Path) -> Iterator[list[str]]:
+def stages(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> Iterator[list[str]]:
     """The starts a run still takes: a dense run leaves, saved, at each fork, and goes on.
 
     Taken lazily: what is there already is looked at when the start's turn comes.

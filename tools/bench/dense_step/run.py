@@ -37,7 +37,7 @@ from tools.bench.common.contenders import (
 )
 from tools.bench.common.phases import LOGGING, Phases
 from tools.bench.common.side_by_side import (
-    Comparison,
+    TimedComparison,
     interleave,
     ratio_of,
     write_report,
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     shape = SMOKE if options.smoke else Shape(batch=options.batch)
     shape = dataclasses.replace(shape, more_flags=tuple(options.flags.split()))
-    comparisons: list[Comparison] = []
+    comparisons: list[TimedComparison] = []
     for part in [options.only] if options.only else ["one", "ddp"]:
         for dtype in options.dtype:
             with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if missed and not options.smoke else 0
 
 
-def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Comparison:
+def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> TimedComparison:
     """Ours against Hugging Face GPT-2, two threads, and where the time of our step goes."""
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -85,7 +85,7 @@ def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Compa
         ours.metrics.close()
     logging = phases[LOGGING] / sum(phases.values())
     verdict = "met" if logging < LOGGING_TARGET else "MISSED"
-    return Comparison(
+    return TimedComparison(
         title=f"One process, {dtype}, {torch.get_num_threads()} threads",
         note=_note(dtype)
         + f" Logging every step takes {logging:.2%} of a step (target below 1 %: {verdict}).",
@@ -98,7 +98,7 @@ def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Compa
     )
 
 
-def two_ranks(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Comparison:
+def two_ranks(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> TimedComparison:
     """Ours against DDP on two gloo ranks; the slower rank counts."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
@@ -113,7 +113,7 @@ def two_ranks(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Compari
     if any(process.exitcode for process in ranks):
         raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in ranks]}")
     timings, seconds, phases = answers.get()
-    return Comparison(
+    return TimedComparison(
         title=f"Two gloo ranks, {dtype}, one thread each",
         note=_note(dtype)
         + (" Gradients are summed in bf16 on both sides." if dtype == "bf16" else ""),

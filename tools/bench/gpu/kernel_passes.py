@@ -29,7 +29,7 @@ BITS = 1 / 8
 
 
 @dataclass(frozen=True)
-class Pass:
+class KernelPass:
     """Something done to every bucket. `bytes_for_entry(density)`: what must be read and written for
     each entry of the bucket, in whole sectors where only some entries are needed. `theirs` does the
     same as `peer` describes it."""
@@ -42,14 +42,14 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class KernelBench:
     """Passes, and what they work on: `states(length, device)` of a bucket whatever the density,
     `bucket(states, density, peers=...)` on top of them. `copy(states)` copies one tensor as long as
     the bucket, of `copied_bytes` an entry, read and written. Results go to files of its `name`."""
 
     name: str
     what: str
-    passes: Sequence[Pass]
+    passes: Sequence[KernelPass]
     densities: Sequence[float]
     states: Callable[[int, torch.device], Any]
     bucket: Callable[..., Any]

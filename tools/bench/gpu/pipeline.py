@@ -49,7 +49,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 
 
 @dataclass(frozen=True)
-class Case:
+class QueueCase:
     """A run of `ranks` GPUs."""
 
     name: str
@@ -59,10 +59,10 @@ class Case:
 
 
 CASES = (
-    Case("one GPU", 1),
-    Case("1F1B", 2, PIPELINE),
-    Case("interleaved", 2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
-    Case("1F1B, one queue", 2, PIPELINE, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    QueueCase("one GPU", 1),
+    QueueCase("1F1B", 2, PIPELINE),
+    QueueCase("interleaved", 2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
+    QueueCase("1F1B, one queue", 2, PIPELINE, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 )
 
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(text != "as on one GPU" for text in results.values()) else 0
 
 
-def problem(case: Case, folder: Path, first: RunData | None, *, smoke: bool) -> str:
+def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool) -> str:
     """RunData a case; what is wrong with it beside the `first` run, or nothing."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
     log = folder.with_suffix(".log")
@@ -131,7 +131,7 @@ def problem(case: Case, folder: Path, first: RunData | None, *, smoke: bool) -> 
     return "" if compared.equal else compared.describe()
 
 
-def _env(case: Case, rank: int, port: int) -> list[str]:
+def _env(case: QueueCase, rank: int, port: int) -> list[str]:
     """The command `env` with what torchrun sets, whose ranks would outlive it if it were killed."""
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
     sizes |= {"LOCAL_WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -18,12 +18,12 @@ from megatron.data_parallel.reducer import ReducedGrad
 from megatron.optimizer.update_rules import AdamW, Hyper
 from megatron.sparse.selection import select_largest
 from radius.bitmap_index import BitmapIndex
-from tools.bench.gpu.kernel_passes import BITS, Bench, Pass, met
+from tools.bench.gpu.kernel_passes import BITS, KernelBench, KernelPass, met
 
 RULE, HYPER = AdamW(beta1=0.9, beta2=0.95, eps=1e-8), Hyper(t=10, lr=1e-4, weight_decay=0.1)
 
 
-class _States:
+class _RadiusStates:
     """What an optimizer and an engine keep for a bucket."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -33,10 +33,10 @@ class _States:
         self.scratch = torch.empty(length, device=device)
 
 
-class _Bucket:
+class _RadiusBucket:
     """A bucket with its sent entries in our form and, for `peers`, in torch's."""
 
-    def __init__(self, states: _States, density: float, *, peers: bool) -> None:
+    def __init__(self, states: _RadiusStates, density: float, *, peers: bool) -> None:
         self.states = states
         length, device = states.grad.numel(), states.grad.device
         self.k = int(density * length)
@@ -81,7 +81,7 @@ class _Bucket:
 
     def adamw_frozen(self) -> None:
         rest = ReducedGrad(
-            values=self.values, index=self.index, rest="frozen", gathered=self.counts
+            values=self.values, index=self.index, unselected="frozen", steps_accumulated=self.counts
         )
         self._apply(rest)
 
@@ -105,62 +105,62 @@ class _Bucket:
 
 
 PASSES = [
-    Pass(
+    KernelPass(
         "gather",
         lambda d: 4 * met(d, 4) + 4 * d + BITS,
-        _Bucket.gather,
+        _RadiusBucket.gather,
         "g[mask]",
-        _Bucket.gather_by_mask,
+        _RadiusBucket.gather_by_mask,
     ),
-    Pass(
+    KernelPass(
         "gather, scale, clear",
         lambda d: 8 * met(d, 4) + 4 * d + BITS,
-        _Bucket.take,
+        _RadiusBucket.take,
         "g[mask] * s, masked_fill_",
-        _Bucket.take_by_mask,
+        _RadiusBucket.take_by_mask,
     ),
-    Pass(
+    KernelPass(
         "expand",
         lambda d: 4 + 4 * d + BITS,
-        _Bucket.expand,
+        _RadiusBucket.expand,
         "zero_, index_copy_",
-        _Bucket.expand_by_positions,
+        _RadiusBucket.expand_by_positions,
     ),
-    Pass(
+    KernelPass(
         "AdamW from compact values",
         lambda d: 24 + 4 * d + BITS,
-        _Bucket.adamw,
+        _RadiusBucket.adamw,
         "zero_, index_copy_, fused AdamW",
-        _Bucket.adamw_by_positions,
+        _RadiusBucket.adamw_by_positions,
     ),
-    Pass(
+    KernelPass(
         "AdamW, rest frozen, counted",
         lambda d: 24 * met(d, 4) + 8 * d + BITS,
-        _Bucket.adamw_frozen,
+        _RadiusBucket.adamw_frozen,
         "index_select, fused AdamW, index_copy_",
-        _Bucket.adamw_frozen_by_positions,
+        _RadiusBucket.adamw_frozen_by_positions,
     ),
-    Pass(
+    KernelPass(
         "selection (3 readings)",
         lambda d: 12 + BITS,
-        _Bucket.select,
+        _RadiusBucket.select,
         "abs, topk, index_fill_",
-        _Bucket.select_by_topk,
+        _RadiusBucket.select_by_topk,
     ),
 ]
 
 
-def _copy(states: _States) -> None:
+def _copy(states: _RadiusStates) -> None:
     states.scratch.copy_(states.weight)
 
 
-BENCH = Bench(
+BENCH = KernelBench(
     name="radius",
     what="Radius' kernels",
     passes=PASSES,
     densities=[0.4, 0.1],
-    states=_States,
-    bucket=_Bucket,
+    states=_RadiusStates,
+    bucket=_RadiusBucket,
     copy=_copy,
     copied_bytes=8,
 )

@@ -16,10 +16,10 @@ import sys
 import torch
 
 from samo.layout import BitmapStore
-from tools.bench.gpu.kernel_passes import BITS, Bench, Pass, met
+from tools.bench.gpu.kernel_passes import BITS, KernelBench, KernelPass, met
 
 
-class _States:
+class _SamoStates:
     """What a model has of a bucket's parameters whatever is pruned."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -27,10 +27,10 @@ class _States:
         self.weight = torch.zeros_like(self.grad)
 
 
-class _Bucket:
+class _SamoBucket:
     """A bucket of which some entries exist, in our form and, for `peers`, in the paper's."""
 
-    def __init__(self, states: _States, density: float, *, peers: bool) -> None:
+    def __init__(self, states: _SamoStates, density: float, *, peers: bool) -> None:
         self.states = states
         length, device = states.grad.numel(), states.grad.device
         mask = torch.rand(length, device=device) < density
@@ -71,48 +71,48 @@ class _Bucket:
 
 
 PASSES = [
-    Pass(
+    KernelPass(
         "compress to fp32",
         lambda f: 2 * met(f, 2) + 4 * f + BITS,
-        _Bucket.compress,
+        _SamoBucket.compress,
         "index_select, copy_",
-        _Bucket.select,
+        _SamoBucket.select,
     ),
-    Pass(
+    KernelPass(
         "compress, add to fp32",
         lambda f: 2 * met(f, 2) + 8 * f + BITS,
-        _Bucket.accumulate,
+        _SamoBucket.accumulate,
         "index_select, add_",
-        _Bucket.select_and_add,
+        _SamoBucket.select_and_add,
     ),
-    Pass(
+    KernelPass(
         "compress to bf16",
         lambda f: 2 * met(f, 2) + 2 * f + BITS,
-        _Bucket.compress_16_bit,
+        _SamoBucket.compress_16_bit,
         "index_select",
-        _Bucket.select_16_bit,
+        _SamoBucket.select_16_bit,
     ),
-    Pass(
+    KernelPass(
         "expand from fp32",
         lambda f: 2 * met(f, 2) + 4 * f + BITS,
-        _Bucket.expand,
+        _SamoBucket.expand,
         "long, bfloat16, index_copy_",
-        _Bucket.copy_by_positions,
+        _SamoBucket.copy_by_positions,
     ),
 ]
 
 
-def _copy(states: _States) -> None:
+def _copy(states: _SamoStates) -> None:
     states.weight.copy_(states.grad)
 
 
-BENCH = Bench(
+BENCH = KernelBench(
     name="samo",
     what="SAMO's kernels",
     passes=PASSES,
     densities=[0.2, 0.1],
-    states=_States,
-    bucket=_Bucket,
+    states=_SamoStates,
+    bucket=_SamoBucket,
     copy=_copy,
     copied_bytes=4,
 )

@@ -35,7 +35,7 @@ class Facts:
     blocked: float
 
 
-class Measured(Protocol):
+class MeasuredContender(Protocol):
     """A contender of this benchmark. `pace` 0 leaves out what steps only pretend to do."""
 
     name: str
@@ -200,10 +200,10 @@ def emulated_contenders(
     emulation: Emulation,
     gradients: Mapping[str, Gradients],
     groups: ProcessGroups,
-) -> list[Measured]:
+) -> list[MeasuredContender]:
     """Contenders around sleeping models, which share the gradients, given by dtype, that they
     pretend to make."""
-    contenders: list[Measured] = []
+    contenders: list[MeasuredContender] = []
     for method in methods:
         model = EmulatedModel(emulation, gradients[method.dtype])
         if method.kind == "ddp":
@@ -216,9 +216,9 @@ def emulated_contenders(
 
 def real_contenders(
     methods: Sequence[Method], shape: Shape, groups: ProcessGroups, folder: Path, *, dtype: str
-) -> list[Measured]:
+) -> list[MeasuredContender]:
     """Contenders that train the same GPT on the same batches; `folder` is this rank's own."""
-    contenders: list[Measured] = []
+    contenders: list[MeasuredContender] = []
     flags = shape.flags(dtype=dtype, ranks=groups.world.size)
     batches: Batches | None = None
     for method in methods:

@@ -22,7 +22,7 @@ from tools.bench.common.page_files import write_page
 from tools.bench.common.phases import CPU_TIME, GATHER, KEEP, PATH_PHASES, PLACE, REDUCE, SCATTER
 from tools.bench.gradient_path.cost_rank import RESAMPLE, STEP
 from tools.bench.gradient_path.rows import SPREAD
-from tools.bench.gradient_path.targets import Target, at_most
+from tools.bench.gradient_path.targets import SpeedTarget, at_most
 
 RANK = ("-m", "tools.bench.gradient_path.cost_rank")
 DENSE, SPARSE = "dense", "radius-0.4"
@@ -40,18 +40,18 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class CostStudy:
     """Methods to compare, by dtype, on how many ranks; what is their own work, and what is asked
     of it."""
 
     ranks: int
     methods: Mapping[str, Sequence[str]]
     own: str
-    judge: Callable[[Seconds, str], list[Target]]
+    judge: Callable[[Seconds, str], list[SpeedTarget]]
 
 
 def measure_cost(
-    study: Study, dtypes: Sequence[str], *, rounds: int, out: Path | None, smoke: bool
+    study: CostStudy, dtypes: Sequence[str], *, rounds: int, out: Path | None, smoke: bool
 ) -> int:
     """Measure, print and write cost.md and cost.json to `out`; returns the exit code."""
     parts: list[str] = []
@@ -79,7 +79,7 @@ def measure_cost(
     return 1 if missed and not smoke else 0
 
 
-def radius_targets(found: Seconds, dtype: str) -> list[Target]:
+def radius_targets(found: Seconds, dtype: str) -> list[SpeedTarget]:
     """Of `DENSE`, `SPARSE` and `RESAMPLE` steps. A dense step launches its buckets and scales what
     it receives in the same phases, so a sparse one's own work is what it takes beyond that. Told
     beside it: what it takes in all, and the CPU time on everything but computing and waiting,
@@ -101,11 +101,11 @@ def radius_targets(found: Seconds, dtype: str) -> list[Target]:
     ]
 
 
-def samo_targets(found: Seconds, dtype: str) -> list[Target]:
+def samo_targets(found: Seconds, dtype: str) -> list[SpeedTarget]:
     """Of `SAMO_PAIRS`. Compressing and expanding replace copies of the dense path's: what they cost
     is what they take beyond these, as the 8 to 12 % of the SAMO paper are the difference of compute
     times between it and the dense path (VI-B). What they take in all is told beside it."""
-    targets: list[Target] = []
+    targets: list[SpeedTarget] = []
     for name, base in SAMO_PAIRS[dtype]:
         samo, dense, over = found[name], found[base], f"a step of {base}"
         own, copies = (kind[GATHER] + kind[SCATTER] for kind in (samo, dense))
@@ -122,11 +122,13 @@ def samo_targets(found: Seconds, dtype: str) -> list[Target]:
     return targets
 
 
-def _share(text: str, value: float, limit: float) -> Target:
+def _share(text: str, value: float, limit: float) -> SpeedTarget:
     return at_most(text, value, limit, digits=4)
 
 
-def as_markdown(study: Study, found: Seconds, targets: Sequence[Target], dtype: str) -> str:
+def as_markdown(
+    study: CostStudy, found: Seconds, targets: Sequence[SpeedTarget], dtype: str
+) -> str:
     """Milliseconds by phase and kind of step, and the targets."""
     network = "one process" if study.ranks == 1 else f"{study.ranks} ranks, no limit"
     lines = [f"### A step at 124M parameters, {dtype}, {network}", ""]
@@ -139,13 +141,13 @@ def as_markdown(study: Study, found: Seconds, targets: Sequence[Target], dtype: 
 
 
 STUDIES = {
-    "radius": Study(
+    "radius": CostStudy(
         ranks=2,
         methods=dict.fromkeys(OWN_SHARE, (DENSE, SPARSE)),
         own=f"Own work of a sparse step: {REDUCE}; {PLACE}; {KEEP}; beyond a dense one's.",
         judge=radius_targets,
     ),
-    "samo": Study(
+    "samo": CostStudy(
         ranks=1,
         methods={dtype: [n for pair in pairs for n in pair] for dtype, pairs in SAMO_PAIRS.items()},
         own=f"Own work of samo: {GATHER}, which compresses; {SCATTER}, which expands. "

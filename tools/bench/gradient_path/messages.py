@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.data_parallel.bucket import ALIGNMENT
-from tools.bench.common.alpha_beta import Link, Message, greedy_buckets
+from tools.bench.common.alpha_beta import AlphaBetaLink, AlphaBetaMessage, greedy_buckets
 from tools.bench.common.methods import COMPUTE, Method
 
 FP32, POSITION = 4, 4
@@ -56,7 +56,9 @@ class Sizes:
         return self.entry_bytes * sum(map(self.numel, names))
 
 
-def messages(method: Method, sizes: Sizes, link: Link, *, interval: int) -> list[Message]:
+def messages(
+    method: Method, sizes: Sizes, link: AlphaBetaLink, *, interval: int
+) -> list[AlphaBetaMessage]:
     """Collectives of a step of `method`, in the order in which they are sent; a Radius step is one
     between two resamples of `interval` steps."""
     if method.kind == COMPUTE:
@@ -64,15 +66,17 @@ def messages(method: Method, sizes: Sizes, link: Link, *, interval: int) -> list
     if method.kind == "ddp":
         return _ddp(method, sizes, link)
     sent = [_bucket(method, sizes, names, link, interval) for names in sizes.buckets]
-    late: list[Message] = []
+    late: list[AlphaBetaMessage] = []
     if method.kind == "powersgd":
         late = [
-            Message(seconds=link.all_reduce(FP32 * method.rank * _columns(method, sizes, names)))
+            AlphaBetaMessage(
+                seconds=link.all_reduce(FP32 * method.rank * _columns(method, sizes, names))
+            )
             for names in sizes.buckets
             if sizes.is_matrix(names[0])
         ]
     # The vote goes out when backward is over; PowerSGD's second factors wait for it.
-    return [*sent, Message(seconds=link.all_reduce(VOTE)), *late]
+    return [*sent, AlphaBetaMessage(seconds=link.all_reduce(VOTE)), *late]
 
 
 def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
@@ -92,8 +96,8 @@ def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
 
 
 def _bucket(
-    method: Method, sizes: Sizes, names: Sequence[str], link: Link, interval: int
-) -> Message:
+    method: Method, sizes: Sizes, names: Sequence[str], link: AlphaBetaLink, interval: int
+) -> AlphaBetaMessage:
     if method.kind in ("dense", "samo") or not sizes.is_matrix(names[0]):
         seconds = link.all_reduce(sizes.bytes_of(names))
     elif method.resamples:
@@ -106,7 +110,7 @@ def _bucket(
         rows = sum(sizes.shapes[n][0] for n in names if _is_smaller(method, sizes.shapes[n]))
         whole = [n for n in names if not _is_smaller(method, sizes.shapes[n])]
         seconds = link.all_reduce(FP32 * method.rank * rows + sizes.bytes_of(whole))
-    return Message(seconds=seconds, names=tuple(names))
+    return AlphaBetaMessage(seconds=seconds, names=tuple(names))
 
 
 def _selected(method: Method, numel: int, interval: int) -> float:
@@ -127,7 +131,7 @@ def _columns(method: Method, sizes: Sizes, names: Sequence[str]) -> int:
     return sum(math.prod(shape[1:]) for shape in shapes if _is_smaller(method, shape))
 
 
-def _ddp(method: Method, sizes: Sizes, link: Link) -> list[Message]:
+def _ddp(method: Method, sizes: Sizes, link: AlphaBetaLink) -> list[AlphaBetaMessage]:
     names = list(sizes.shapes)[::-1]
     if method.hook == "powersgd":
         small = [n for n in names if _is_smaller(method, sizes.shapes[n], HOOK_GAIN)]
@@ -138,11 +142,11 @@ def _ddp(method: Method, sizes: Sizes, link: Link) -> list[Message]:
             FP32 * method.rank * rows,
             FP32 * method.rank * _columns(method, sizes, small),
         )
-        return [Message(seconds=link.all_reduce(payload)) for payload in payloads]
+        return [AlphaBetaMessage(seconds=link.all_reduce(payload)) for payload in payloads]
     bytes_each = [(name, sizes.bytes_of([name])) for name in names]
     caps = [method.bucket_mb * MIB] if method.bucket_mb else [DDP_FIRST_BUCKET, 25 * MIB]
     share = 0.5 if method.hook == "fp16" else 1.0
     return [
-        Message(seconds=link.all_reduce(share * sizes.bytes_of(bucket)), names=bucket)
+        AlphaBetaMessage(seconds=link.all_reduce(share * sizes.bytes_of(bucket)), names=bucket)
         for bucket in greedy_buckets(bytes_each, caps=caps)
     ]

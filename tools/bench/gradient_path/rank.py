@@ -33,7 +33,7 @@ from tools.bench.gradient_path.contenders import (
     SMOKE_EMULATION,
     SMOKE_SHAPE,
     Arrivals,
-    Measured,
+    MeasuredContender,
     OursPath,
     emulated_contenders,
     real_contenders,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=ranks, pp=1), rank=rank)
     with tempfile.TemporaryDirectory() as own, quiet(Path(own) / "console"):
-        bench = Bench(settings, groups, Path(own))
+        bench = RankBench(settings, groups, Path(own))
         bench.run()
         result = bench.result()
     if rank == 0:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class Bench:
+class RankBench:
     """Contenders that take turns, and what each of their steps took."""
 
     def __init__(self, settings: Settings, groups: ProcessGroups, own: Path) -> None:
@@ -150,7 +150,7 @@ class Bench:
                 contender.step()
             contender.pace(1.0)
 
-    def _measure(self, contender: Measured) -> list[float]:
+    def _measure(self, contender: MeasuredContender) -> list[float]:
         interface = self.settings.interface
         self.groups.world.barrier()
         before = Wire.read(interface) if interface else None

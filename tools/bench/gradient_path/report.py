@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, missing_extra
-from tools.bench.common.alpha_beta import Link
+from tools.bench.common.alpha_beta import AlphaBetaLink
 from tools.bench.common.netlab import Network
 from tools.bench.common.page_files import RESULTS, read_results, write_page
-from tools.bench.gradient_path.rows import SPREAD, Row, Table
+from tools.bench.gradient_path.rows import SPREAD, GradientPathRow, GradientPathTable
 from tools.bench.gradient_path.targets import targets
 
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 )
 
 
-def as_markdown(table: Table) -> str:
+def as_markdown(table: GradientPathTable) -> str:
     """A heading, the link that was found, the rows."""
     alpha, bandwidth = 1e3 * table.link.alpha, 1e-6 / table.link.beta
     stored = ", ".join(f"{name} {share:.4f}" for name, share in table.stored.items())
@@ -69,7 +69,7 @@ MEMORY_NOTE = (
 
 def write(
     folder: Path,
-    tables: Sequence[Table],
+    tables: Sequence[GradientPathTable],
     memory: Mapping[str, float] | None,
     facts: Mapping[str, Any],
 ) -> None:
@@ -89,7 +89,7 @@ def write(
     write_page(folder, text="\n".join(parts), values=values, draw=draw)
 
 
-def read(folder: Path) -> tuple[list[Table], dict[str, float] | None, dict[str, Any]]:
+def read(folder: Path) -> tuple[list[GradientPathTable], dict[str, float] | None, dict[str, Any]]:
     """Tables, memory and facts of what `write` wrote. Raises `ConfigError` where there is none."""
     if not (folder / RESULTS).is_file():
         raise ConfigError(
@@ -97,12 +97,12 @@ def read(folder: Path) -> tuple[list[Table], dict[str, float] | None, dict[str, 
         )
     values = read_results(folder)
     tables = [
-        Table(
+        GradientPathTable(
             **each
             | {
                 "network": Network(**each["network"]),
-                "link": Link(**each["link"]),
-                "rows": [Row(**row) for row in each["rows"]],
+                "link": AlphaBetaLink(**each["link"]),
+                "rows": [GradientPathRow(**row) for row in each["rows"]],
             }
         )
         for each in values["tables"]
@@ -110,7 +110,7 @@ def read(folder: Path) -> tuple[list[Table], dict[str, float] | None, dict[str, 
     return tables, values["memory"] or None, values["facts"]
 
 
-def plot(file: Path, tables: Sequence[Table]) -> None:
+def plot(file: Path, tables: Sequence[GradientPathTable]) -> None:
     """Bars of step time, what is blocked of it dark, predictions as ticks; a panel for each
     table, a row of panels for each protocol."""
     try:
@@ -135,7 +135,7 @@ def plot(file: Path, tables: Sequence[Table]) -> None:
     FigureCanvasAgg(figure).print_png(file)
 
 
-def _panel(axis: Any, table: Table, *, named: bool) -> None:
+def _panel(axis: Any, table: GradientPathTable, *, named: bool) -> None:
     places = list(range(len(table.rows)))
     steps = [1e3 * row.median for row in table.rows]
     blocked = [1e3 * row.blocked for row in table.rows]
@@ -151,7 +151,7 @@ def _panel(axis: Any, table: Table, *, named: bool) -> None:
     axis.tick_params(labelsize=7)
 
 
-def _cells(row: Row, over_dense: float | None) -> list[str]:
+def _cells(row: GradientPathRow, over_dense: float | None) -> list[str]:
     def ms(seconds: float | None) -> str:
         return "" if seconds is None else f"{1e3 * seconds:.1f}"
 

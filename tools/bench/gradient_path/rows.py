@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench.common.alpha_beta import Link, Timeline, fit, predict
+from tools.bench.common.alpha_beta import AlphaBetaLink, AlphaBetaTimeline, fit, predict
 from tools.bench.common.methods import Method, method
 from tools.bench.common.netlab import Network
 from tools.bench.gradient_path.messages import Sizes, counted_share, messages, sent_share
@@ -19,7 +19,7 @@ TARGET_RATE = "800mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class GradientPathRow:
     """A method on one network, seconds and bytes of one step: median and least time of the slowest
     rank, alpha-beta prediction, mean time blocked, bytes that a rank says it sent and that its
     interface counted (None: not told, not counted). `resample`: median step of a resample, None
@@ -37,13 +37,13 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class GradientPathTable:
     """All methods on one network under one protocol (`EMULATED` or `REAL` computing)."""
 
     protocol: str
     network: Network
-    link: Link
-    rows: Sequence[Row]
+    link: AlphaBetaLink
+    rows: Sequence[GradientPathRow]
     shares: Mapping[str, tuple[float, float]]
     """Of each Radius method: entries of matrices sent over all, as counted and as demanded."""
     stored: Mapping[str, float]
@@ -51,7 +51,7 @@ class Table:
     turns: Mapping[str, Sequence[float | None]]
     """Seconds of each method's step in every round, None where that was a resample."""
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> GradientPathRow:
         return next(row for row in self.rows if row.method == name)
 
     @property
@@ -70,13 +70,13 @@ class Table:
         return set(names) <= {row.method for row in self.rows}
 
 
-def table(result: Mapping[str, Any], network: Network) -> Table:
+def table(result: Mapping[str, Any], network: Network) -> GradientPathTable:
     """Make a table of what rank 0 wrote, with the predictions of its own run."""
     settings, steps = result["settings"], result["steps"]
     interval = settings["interval"]
     link = fit(network.ranks, small=_timed(result, 0), large=_timed(result, -1))
     shapes = dict(result["parameters"])
-    rows: list[Row] = []
+    rows: list[GradientPathRow] = []
     shares: dict[str, tuple[float, float]] = {}
     stored: dict[str, float] = {}
     for name in steps:
@@ -85,7 +85,7 @@ def table(result: Mapping[str, Any], network: Network) -> Table:
             shapes=shapes, entry_bytes=kind.entry_bytes, **result["coordinates"].get(name, {})
         )
         base = kind.compute
-        timeline = Timeline(
+        timeline = AlphaBetaTimeline(
             **result["arrivals"][base],
             step=statistics.median(step["seconds"] for step in steps[base]),
         )
@@ -97,7 +97,7 @@ def table(result: Mapping[str, Any], network: Network) -> Table:
             shares[name] = (counted, sent_share(kind, sizes, interval=interval))
         if kind.kind.startswith("samo"):
             stored[name] = sizes.stored_share
-    return Table(
+    return GradientPathTable(
         protocol=settings["protocol"],
         network=network,
         link=link,
@@ -121,7 +121,7 @@ def _is_resample(name: str, step: Mapping[str, Any]) -> bool:
     return method(name).resamples and step["density"] >= 1.0
 
 
-def _row(kind: Method, steps: Sequence[Mapping[str, Any]], predicted: float) -> Row:
+def _row(kind: Method, steps: Sequence[Mapping[str, Any]], predicted: float) -> GradientPathRow:
     resamples = [step for step in steps if _is_resample(kind.name, step)]
     plain = [step for step in steps if step not in resamples]
 
@@ -132,7 +132,7 @@ def _row(kind: Method, steps: Sequence[Mapping[str, Any]], predicted: float) -> 
     usual, blocked = median("seconds"), median("blocked")
     assert usual is not None and blocked is not None, "every step is timed"
     resample = statistics.median(s["seconds"] for s in resamples) if resamples else None
-    return Row(
+    return GradientPathRow(
         method=kind.name,
         median=usual,
         least=min(step["seconds"] for step in plain),

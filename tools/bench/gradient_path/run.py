@@ -37,7 +37,7 @@ from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.methods import DEFAULT, SAMO, method, with_computing
 from tools.bench.common.netlab import NO_LIMIT, Network, run, why_not
 from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, read, write
-from tools.bench.gradient_path.rows import EMULATED, REAL, TARGET_RATE, Table, table
+from tools.bench.gradient_path.rows import EMULATED, REAL, TARGET_RATE, GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
 
 RANK = ("-m", "tools.bench.gradient_path.rank")
@@ -80,7 +80,7 @@ def compare(options: argparse.Namespace) -> int:
     names = with_computing(options.methods or default)
     _check_methods(names)
     networks = _networks(options)
-    tables: list[Table] = []
+    tables: list[GradientPathTable] = []
     memory, facts = None, _facts()
     if options.again is not None:
         tables, memory, facts = read(options.again)
@@ -148,7 +148,7 @@ def measure(
     rounds: int,
     interval: int,
     smoke: bool = False,
-) -> Table:
+) -> GradientPathTable:
     """These methods, computing alone among them, on one network: a process a rank."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.bench.common.methods import method
 from tools.bench.common.netlab import NO_LIMIT
-from tools.bench.gradient_path.rows import EMULATED, TARGET_RATE, Row, Table
+from tools.bench.gradient_path.rows import EMULATED, TARGET_RATE, GradientPathRow, GradientPathTable
 
 BEST_DDP = ("ddp-4mb", "ddp-25mb")
 FASTEST_TOPK = ("topk-0.01", "topk-0.1")
@@ -21,7 +21,7 @@ PREDICTED_WITHIN, BYTES_WITHIN, COUNTED_WITHIN = 0.10, 0.01, 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class SpeedTarget:
     """What was to be reached, and whether it was."""
 
     text: str
@@ -31,26 +31,26 @@ class Target:
         return f"{self.text}: {'met' if self.met else 'MISSED'}"
 
 
-def at_most(text: str, value: float, limit: float, *, digits: int = 3) -> Target:
+def at_most(text: str, value: float, limit: float, *, digits: int = 3) -> SpeedTarget:
     """A target that `value`, told behind `text`, reaches up to `limit`."""
     told = f"{text} {value:.{digits}f} (at most {limit:g})"
-    return Target(text=told, met=value <= limit)
+    return SpeedTarget(text=told, met=value <= limit)
 
 
-def targets(tables: Sequence[Table]) -> list[Target]:
+def targets(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
     """What of issue and paper is to be reached on these networks, and whether it was."""
-    found: list[Target] = []
+    found: list[SpeedTarget] = []
     for each in tables:
         found += [*_speed(each), *_bytes(each), *_stored(each), *_predictions(each)]
     return [*found, *_against_topk(tables)]
 
 
-def _speed(each: Table) -> list[Target]:
+def _speed(each: GradientPathTable) -> list[SpeedTarget]:
     emulated = each.protocol == EMULATED
     if each.network.rate != TARGET_RATE or (each.network.ranks > 2 and not emulated):
         return []  # four ranks that really compute share two cores: they measure those
     limits = [(("dense",), OVER_DENSE)] if emulated else [(BEST_DDP, OVER_DDP)]
-    found: list[Target] = []
+    found: list[SpeedTarget] = []
     for base, over_base in [*limits, (BEST_DDP, SAMO_OVER_DDP)]:
         if each.has(*base):
             best = min((each[name] for name in base), key=lambda row: row.median).method
@@ -62,7 +62,7 @@ def _speed(each: Table) -> list[Target]:
     return found
 
 
-def _bytes(each: Table) -> list[Target]:
+def _bytes(each: GradientPathTable) -> list[SpeedTarget]:
     found = [
         at_most(
             f"{each.title}: {name} sends {counted:.4f} of dense matrices, off {wanted:.4f} by",
@@ -79,9 +79,9 @@ def _bytes(each: Table) -> list[Target]:
     return found
 
 
-def _stored(each: Table) -> list[Target]:
+def _stored(each: GradientPathTable) -> list[SpeedTarget]:
     """SAMO's bytes over those that dense sends of as many bits are f, by both counters."""
-    found: list[Target] = []
+    found: list[SpeedTarget] = []
     for name, share in each.stored.items():
         kind = method(name)
         if kind.resamples or not each.has("dense"):
@@ -99,12 +99,12 @@ def _stored(each: Table) -> list[Target]:
     return found
 
 
-def _miscount(row: Row) -> float:
+def _miscount(row: GradientPathRow) -> float:
     assert row.bytes_sent and row.counted
     return abs(row.bytes_sent / row.counted - 1)
 
 
-def _predictions(each: Table) -> list[Target]:
+def _predictions(each: GradientPathTable) -> list[SpeedTarget]:
     radius = [row for row in each.rows if row.method.startswith("radius-")]
     if each.protocol != EMULATED or each.network.rate == NO_LIMIT or not radius:
         return []
@@ -113,10 +113,10 @@ def _predictions(each: Table) -> list[Target]:
     return [at_most(what, abs(worst.median / worst.predicted - 1), PREDICTED_WITHIN)]
 
 
-def _against_topk(tables: Sequence[Table]) -> list[Target]:
+def _against_topk(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
     """Radius over topk on all networks: at d = 0.4 and 0.1 over the fastest, and at equal d."""
     pairs = [(name, *FASTEST_TOPK) for name in OVER_DENSE] + list(AT_EQUAL_DENSITY)
-    found: list[Target] = []
+    found: list[SpeedTarget] = []
     for name, *others in pairs:
         ratios: dict[str, float] = {}
         for each in tables:

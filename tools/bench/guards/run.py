@@ -54,7 +54,7 @@ def main() -> int:
     runtime = start(launch, config)
     groups = build_groups(config, launch)
     with tempfile.TemporaryDirectory() as own:
-        run_dir = Path(groups.world.gather_text(own)[0])
+        run_dir = Path(groups.world.all_gather_str(own)[0])
         trainer = build_trainer(
             GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), None
         )

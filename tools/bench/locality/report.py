@@ -19,7 +19,7 @@ POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LocalityCurve:
     """How often the entries of one kind of layer were among the `top` share of |`what`|.
 
     `percent` of the entries, most frequent first, had at least the frequency at the same place of
@@ -53,7 +53,7 @@ class Curve:
         steps: int,
         shared: float,
         from_first: float,
-    ) -> Curve:
+    ) -> LocalityCurve:
         """The curve of how often each entry was marked in `steps` steps."""
         rates = np.sort(np.asarray(counts, dtype=np.float64))[::-1] / steps
         places = np.unique(np.geomspace(1, len(rates), POINTS).astype(np.int64)) - 1
@@ -74,7 +74,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptShare:
     """Share of the index that each selection of a Radius run kept: (step, share)."""
 
     name: str
@@ -83,11 +83,11 @@ class Kept:
 
 def write_report(
     out: Path,
-    curves: Sequence[Curve],
-    kept: Sequence[Kept],
+    curves: Sequence[LocalityCurve],
+    kept: Sequence[KeptShare],
     facts: Mapping[str, Any],
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Write README.md, results.json and, with matplotlib, figure.png into `out`."""
     values = {
@@ -98,10 +98,12 @@ def write_report(
     draw = partial(write_plot, curves=curves, kept=kept)
     text = as_markdown(curves, kept, facts)
     write_page(out, text=text, values=values, draw=draw, indent=None)
-    say(f"{out / PAGE}")
+    log(f"{out / PAGE}")
 
 
-def as_markdown(curves: Sequence[Curve], kept: Sequence[Kept], facts: Mapping[str, Any]) -> str:
+def as_markdown(
+    curves: Sequence[LocalityCurve], kept: Sequence[KeptShare], facts: Mapping[str, Any]
+) -> str:
     """The page."""
     lines: list[str] = []
     if curves:
@@ -133,7 +135,7 @@ def as_markdown(curves: Sequence[Curve], kept: Sequence[Kept], facts: Mapping[st
     return "\n".join(lines) + "\n"
 
 
-def write_plot(path: Path, curves: Sequence[Curve], kept: Sequence[Kept]) -> bool:
+def write_plot(path: Path, curves: Sequence[LocalityCurve], kept: Sequence[KeptShare]) -> bool:
     """One panel for each share, one for what was kept; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -159,7 +161,7 @@ def write_plot(path: Path, curves: Sequence[Curve], kept: Sequence[Kept]) -> boo
     return True
 
 
-def _frequencies(panel: Any, curves: Sequence[Curve], top: float) -> None:
+def _frequencies(panel: Any, curves: Sequence[LocalityCurve], top: float) -> None:
     kinds = list(dict.fromkeys(curve.kind for curve in curves))
     for curve in curves:
         panel.plot(

@@ -26,7 +26,7 @@ from typing import Any
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.logger import JSONL
 from tools.bench.convergence.rows import records
-from tools.bench.locality.report import Curve, Kept, write_report
+from tools.bench.locality.report import KeptShare, LocalityCurve, write_report
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         curves, facts = _watched(flags, options) if flags else ([], {})
         if not curves and not kept:
             raise ConfigError("nothing to look at; give RUN, --kept, or flags after --")
-        write_report(options.out, curves, kept, facts, say=print)
+        write_report(options.out, curves, kept, facts, log=print)
     except SparsetronError as error:
         print(f"locality: {error}", file=sys.stderr)
         return error.exit_code
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _watched(
     flags: Sequence[str], options: argparse.Namespace
-) -> tuple[list[Curve], dict[str, Any]]:
+) -> tuple[list[LocalityCurve], dict[str, Any]]:
     from tools.bench.locality.watch import watch
 
     with tempfile.TemporaryDirectory() as folder, _quiet(Path(folder) / "console"):
@@ -70,12 +70,12 @@ def flags_of(run: Path, *, at: int | None) -> list[str]:
     return ["--config", str(config), "--load", str(run), *step]
 
 
-def kept_of(run: Path) -> Kept:
+def kept_of(run: Path) -> KeptShare:
     """What a Radius run recorded at its selections. `ConfigError` where there is nothing."""
     steps = [r for r in records(run / JSONL) if r.get("index_kept") is not None]
     if not steps:
         raise ConfigError(f"--kept: {run} recorded no index_kept; give a run of Radius")
-    return Kept(
+    return KeptShare(
         name=run.resolve().name,
         shares=tuple((step["iteration"], float(step["index_kept"])) for step in steps),
     )

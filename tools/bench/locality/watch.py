@@ -20,7 +20,7 @@ from megatron.optimizer.update_rules import Hyper
 from megatron.pretrain import build_groups, build_trainer
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
-from tools.bench.locality.report import Curve
+from tools.bench.locality.report import LocalityCurve
 
 GRADIENT, UPDATE = "gradient", "update"
 
@@ -99,14 +99,14 @@ class Watch:
             update = optimizer.rule.direction(old[name], moments, hyper)
             self._add(kind, UPDATE, name, update[: math.prod(info.logical_shape)])
 
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[LocalityCurve]:
         """What was counted, over all matrices of a kind."""
         found = []
         for (kind, what, top), group in self.counters.items():
             counts = torch.cat([c.counts for c in group.values() if c.counts is not None])
             counters = list(group.values())
             found.append(
-                Curve.of_counts(
+                LocalityCurve.of_counts(
                     counts.tolist(),
                     kind=kind,
                     what=what,
@@ -126,7 +126,7 @@ class Watch:
 
 def watch(
     flags: Sequence[str], *, steps: int, tops: Sequence[float], kinds: Mapping[str, str]
-) -> tuple[list[Curve], dict[str, Any]]:
+) -> tuple[list[LocalityCurve], dict[str, Any]]:
     """Train `steps` steps as flags say, on one rank, and count. Raises `ConfigError` where the run
     ends before, or is not dense."""
     launch = detect_launch()
@@ -137,7 +137,7 @@ def watch(
     runtime = start(launch, config)
     try:
         groups = build_groups(config, launch)
-        origin = locate_checkpoint(config, run_dir, say=lambda text: None)
+        origin = locate_checkpoint(config, run_dir, log=lambda text: None)
         trainer = build_trainer(
             GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, NullMetrics(), origin
         )

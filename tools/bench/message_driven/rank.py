@@ -34,7 +34,12 @@ from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
 from megatron.timers import Timers
 from tools.bench.common.contenders import Ours, quiet
-from tools.bench.message_driven.uneven_stage import CONTENDERS, Contender, UnevenStage, factor_of
+from tools.bench.message_driven.uneven_stage import (
+    CONTENDERS,
+    UnevenContender,
+    UnevenStage,
+    factor_of,
+)
 
 WARM_UP = 1
 TIMEOUT = 120.0
@@ -81,7 +86,7 @@ def _train_both(settings: dict[str, Any], groups: ProcessGroups) -> dict[str, An
             assert isinstance(chunk, GPT)
             for value in chunk.logical_values().values():
                 hashed.update(value.contiguous().numpy().tobytes())
-        stages_hashed = groups.world.gather_text(hashed.hexdigest())
+        stages_hashed = groups.world.all_gather_str(hashed.hexdigest())
         weights = hashlib.sha256("".join(stages_hashed).encode()).hexdigest()
         found[schedule] = {"losses": losses, "weights": weights}
         ours.trainer.pipeline.transport.close()
@@ -117,7 +122,7 @@ def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, 
 
 
 def _pipeline(
-    contender: Contender, stage: UnevenStage, transport: Any, groups: ProcessGroups
+    contender: UnevenContender, stage: UnevenStage, transport: Any, groups: ProcessGroups
 ) -> Pipeline:
     place = StagePosition(stage=groups.pp.rank, stages=groups.pp.size)
     timers = Timers(0, synchronize=None)
@@ -158,7 +163,7 @@ def _step(
     took = torch.tensor([time.monotonic() - began], dtype=torch.float64)
     groups.world.all_reduce(took, dist.ReduceOp.MAX)
     pipeline.settle()
-    passes = [json.loads(text) for text in groups.world.gather_text(json.dumps(stage.passes))]
+    passes = [json.loads(text) for text in groups.world.all_gather_str(json.dumps(stage.passes))]
     return {"seconds": took.item(), "passes": passes}
 
 

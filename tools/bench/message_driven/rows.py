@@ -14,7 +14,7 @@ from tools.bench.message_driven.uneven_stage import (
     CONTENDERS,
     ONLY_ON_PAPER,
     REFERENCE,
-    Contender,
+    UnevenContender,
     factor_of,
 )
 from tools.planner.timeline import Factor
@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emulation:
+class EmulationRow:
     """What the ranks of one network run; seconds of an even stage's passes."""
 
     forward: float
@@ -52,7 +52,7 @@ class Emulation:
 
 
 def rows_of(
-    network: Network, emulation: Emulation, steps: Sequence[Mapping[str, Any]]
+    network: Network, emulation: EmulationRow, steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """A row for each case and contender; times are medians over rounds, in seconds.
 
@@ -102,9 +102,9 @@ def rows_of(
 
 
 def _on_paper(
-    contender: Contender,
+    contender: UnevenContender,
     network: Network,
-    emulation: Emulation,
+    emulation: EmulationRow,
     count: int,
     factors: Sequence[Factor],
 ) -> list[float]:
@@ -120,7 +120,7 @@ def _on_paper(
 
 def _bubbles(
     stages: int,
-    emulation: Emulation,
+    emulation: EmulationRow,
     count: int,
     seconds: Sequence[float],
     factors: Sequence[Factor],

@@ -30,7 +30,7 @@ from tools.bench.common.netlab import NO_LIMIT, Network, run, why_not
 from tools.bench.common.page_files import read_results, write_page
 from tools.bench.message_driven.page import as_markdown
 from tools.bench.message_driven.plot import panels_of, write_plot
-from tools.bench.message_driven.rows import Emulation, rows_of
+from tools.bench.message_driven.rows import EmulationRow, rows_of
 from tools.bench.message_driven.uneven_stage import PROFILES
 from tools.bench.pipeline.run import BACKWARD, FORWARD, SHAPE
 
@@ -90,10 +90,10 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _emulation(network: Network, options: argparse.Namespace) -> Emulation:
+def _emulation(network: Network, options: argparse.Namespace) -> EmulationRow:
     on_links = network.rate != NO_LIMIT
     scale = _SCALE[options.smoke]
-    return Emulation(
+    return EmulationRow(
         forward=FORWARD * scale,
         backward=BACKWARD * scale,
         shape=(1, 8, 8) if options.smoke else LINK_SHAPE if on_links else SHAPE,
@@ -103,7 +103,7 @@ def _emulation(network: Network, options: argparse.Namespace) -> Emulation:
     )
 
 
-def _run(network: Network, emulation: Emulation, options: argparse.Namespace) -> dict[str, Any]:
+def _run(network: Network, emulation: EmulationRow, options: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         steps = options.steps if network.rate == NO_LIMIT else 0

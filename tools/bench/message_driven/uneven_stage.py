@@ -22,7 +22,7 @@ PROFILES = (BALANCED, SLOW, JITTER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class UnevenContender:
     """A way to run a step. `beyond`: microbatches in flight beyond the number of stages where
     messages drive it, None for the fixed order of 1F1B; `ahead`: forwards that this runs before
     its first backward beyond those of 1F1B."""
@@ -54,14 +54,14 @@ class Contender:
 
 REFERENCE, DRIVEN = "1F1B, gloo", "message-driven"
 CONTENDERS = (
-    Contender(name=REFERENCE, over_mpi=False),
-    Contender(name="1F1B, MPI", over_mpi=True),
-    Contender(name=DRIVEN, over_mpi=True, beyond=0),
-    Contender(name=f"{DRIVEN}, limit p + 2", over_mpi=True, beyond=2),
+    UnevenContender(name=REFERENCE, over_mpi=False),
+    UnevenContender(name="1F1B, MPI", over_mpi=True),
+    UnevenContender(name=DRIVEN, over_mpi=True, beyond=0),
+    UnevenContender(name=f"{DRIVEN}, limit p + 2", over_mpi=True, beyond=2),
 )
 
 
-ONLY_ON_PAPER = Contender(name="1F1B, two more in flight", ahead=2)
+ONLY_ON_PAPER = UnevenContender(name="1F1B, two more in flight", ahead=2)
 """Tells what the higher limit does from what deciding by messages does."""
 
 
@@ -84,7 +84,7 @@ def factor_of(profile: str, number: int) -> Factor:
     return slow(SLOW_STAGE, SLOW_FACTOR) if profile == SLOW else jitter(number, SIGMA)
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A pass that a stage ran, in seconds of a clock that all processes of a machine share."""
 
     kind: str
@@ -100,7 +100,7 @@ class UnevenStage(SleepingStage):
         super().__init__(place, settings)
         self._rank, self._settings = place.stage, settings
         self.factor: Factor = even
-        self.passes: list[Pass] = []
+        self.passes: list[StagePass] = []
 
     def forward(self, iteration: int, batch: Any, hidden: object, *, chunk: int) -> torch.Tensor:
         with self._noted(Operation(Kind.FORWARD, batch.index)) as factor:
@@ -117,4 +117,4 @@ class UnevenStage(SleepingStage):
         start = time.monotonic()
         yield float(self.factor(self._rank, operation))
         kind = operation.kind.name.lower()
-        self.passes.append(Pass(kind, operation.microbatch, start, time.monotonic()))
+        self.passes.append(StagePass(kind, operation.microbatch, start, time.monotonic()))

@@ -43,7 +43,7 @@ STEP = ("gather", "place")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class NativeKernelRow:
     """Least nanoseconds an entry by work and by who does it, and bytes an entry of each index."""
 
     density: float
@@ -111,7 +111,7 @@ class Mover:
         return [gathered, self.values.clone(), self._left.clone(), torch.cat(placed)]
 
 
-def measure(density: float, select: str, *, entries: int, rounds: int) -> Row:
+def measure(density: float, select: str, *, entries: int, rounds: int) -> NativeKernelRow:
     """One case. Raises `SparsetronError` where the two do not move the same."""
     flat, wanted = torch.randn(entries), int(density * entries)
     if select == "largest":
@@ -134,7 +134,7 @@ def measure(density: float, select: str, *, entries: int, rounds: int) -> Row:
                 took = _timed(getattr(mover, work))
                 if number:
                     seconds[work][who].append(took)
-    return Row(
+    return NativeKernelRow(
         density=density,
         select=select,
         took={
@@ -157,7 +157,7 @@ def page_part(instruction_set: str) -> str:
     return "" if instruction_set == INSTRUCTION_SETS[-1] else instruction_set.lower()
 
 
-def as_markdown(rows: Sequence[Row], options: argparse.Namespace, load: float) -> str:
+def as_markdown(rows: Sequence[NativeKernelRow], options: argparse.Namespace, load: float) -> str:
     """The table, with the ratio of what a step does."""
     columns = [f"{work}, {who}" for work in WORK for who in (COMPILED, TORCH)]
     lines = [

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- one process: states here and there ---------------------------------------------------------
 
 
-class Watched(Ours):
+class WatchedMemory(Ours):
     """Our trainer, with a stopwatch on what follows backward: means, norm, optimizer."""
 
     def __init__(self, flags: Sequence[str], groups: ProcessGroups, run_dir: Path, name: str):
@@ -150,7 +150,7 @@ def states(shape: Shape, options: argparse.Namespace) -> tuple[list[States], dic
     }
     with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "console"):
         contenders = [
-            Watched(
+            WatchedMemory(
                 shape.flags(dtype="bf16", extra=["--grad-reduce-in-bf16", *more]),
                 groups,
                 Path(folder) / name.replace(" ", "-"),

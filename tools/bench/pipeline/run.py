@@ -37,7 +37,7 @@ SHAPE = (2, 256, 768)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PipelineRow:
     """A schedule: `stages` p, `chunks` v, `microbatches` m; seconds of its median step; bubble on
     paper, and as measured."""
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     options = _arguments(arguments)
     scale, shape = (0.05, (1, 8, 8)) if options.smoke else (1.0, SHAPE)
-    rows: list[Row] = []
+    rows: list[PipelineRow] = []
     for stages in options.stages:
         with tempfile.TemporaryDirectory() as folder:
             settings = {
@@ -82,12 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _row(stages: int, chunks: int, microbatches: int, steps: list[float], busy: float) -> Row:
+def _row(
+    stages: int, chunks: int, microbatches: int, steps: list[float], busy: float
+) -> PipelineRow:
     orders = [interleaved(rank, stages, chunks, microbatches) for rank in range(stages)]
     paper = timeline(orders, chunks=chunks, forward=1, backward=2).bubble
     assert paper == Fraction(stages - 1, chunks * microbatches), "the schedule is what it should be"
     seconds = median(steps)
-    return Row(
+    return PipelineRow(
         stages=stages,
         chunks=chunks,
         microbatches=microbatches,
@@ -97,7 +99,7 @@ def _row(stages: int, chunks: int, microbatches: int, steps: list[float], busy: 
     )
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[PipelineRow]) -> str:
     """The table, and what it is of."""
     plain = {(row.stages, row.microbatches): row.seconds for row in rows if row.chunks == 1}
     lines = [

@@ -37,7 +37,7 @@ from megatron.processor import (
 from megatron.tensor_parallel import products
 from tools.bench.common.contenders import Ours, Shape, quiet
 from tools.bench.common.side_by_side import (
-    Comparison,
+    TimedComparison,
     interleave,
     ratio_of,
     write_report,
@@ -72,7 +72,7 @@ def _unwidened() -> Iterator[None]:
         yield
 
 
-def measure(shape: Shape, *, rounds: int, folder: Path) -> Comparison:
+def measure(shape: Shape, *, rounds: int, folder: Path) -> TimedComparison:
     """Time one process of one thread in each dtype."""
     torch.set_num_threads(1)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -91,7 +91,7 @@ def measure(shape: Shape, *, rounds: int, folder: Path) -> Comparison:
         ratio_of(seconds, name, "fp32", target=TARGET if name == "bf16" else None) for name in HALF
     ]
     ratios += [ratio_of(seconds, name.partition(",")[0], name) for name in (s.name for s in slow)]
-    return Comparison(
+    return TimedComparison(
         title="One process, one thread",
         note="16-bit runs keep fp32 master weights and moments.",
         timings=timings,

@@ -9,12 +9,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.report.charts import BLUE, GREEN, ORANGE, PURPLE, RED
-from tools.bench.convergence.groups import Group, gaps_of, scatter_of, standard_error, title_of
+from tools.bench.convergence.groups import RunGroup, gaps_of, scatter_of, standard_error, title_of
 from tools.bench.convergence.model import parameters, stored
 from tools.bench.convergence.plot import Panel
-from tools.bench.convergence.report import Study, Told, gap_and_error, loss_cells, size_of, table
+from tools.bench.convergence.report import (
+    ReportedFinding,
+    Study,
+    gap_and_error,
+    loss_cells,
+    size_of,
+    table,
+)
 from tools.bench.convergence.rows import Row
-from tools.bench.convergence.study import EARLY_BIRD_DISTANCE, SGD, Plan
+from tools.bench.convergence.study import EARLY_BIRD_DISTANCE, SGD, StudyPlan
 from tools.bench.pruning.study import (
     DSR_INTERVAL,
     EARLY_BIRD_INTERVAL,
@@ -43,7 +50,7 @@ PAIRS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PruningComparison:
     """Whether one way to prune costs less than another: `difference` is the mean over the seeds
     both have of the other's validation loss less this one's, `error` its standard error (with one
     seed by the scatter of all groups that have several, None where there are none)."""
@@ -80,7 +87,7 @@ class Pruning:
     tickets: tuple[int | None, ...]
 
 
-def tell(rows: Sequence[Row], groups: Sequence[Group]) -> Told:
+def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
     """The table, and the verdicts."""
     facts = {group.name: pruning_of(group.name, rows) for group in groups}
     comparisons = comparisons_of(rows)
@@ -92,10 +99,10 @@ def tell(rows: Sequence[Row], groups: Sequence[Group]) -> Told:
         "pruning": {name: asdict(fact) for name, fact in facts.items()},
         "comparisons": [{**asdict(each), "below": each.below} for each in comparisons],
     }
-    return Told(lines=lines, values=values)
+    return ReportedFinding(lines=lines, values=values)
 
 
-def comparisons_of(rows: Sequence[Row]) -> list[Comparison]:
+def comparisons_of(rows: Sequence[Row]) -> list[PruningComparison]:
     """The `PAIRS` of which both have ended well with a seed in common. Runs of one seed have one
     dense run, so that their losses differ as their gaps do."""
     gaps = gaps_of(rows)
@@ -110,7 +117,7 @@ def comparisons_of(rows: Sequence[Row]) -> list[Comparison]:
         if len(seeds) > 1:
             error = standard_error(differences)
         found.append(
-            Comparison(
+            PruningComparison(
                 name=ours.group,
                 against=theirs.group,
                 seeds=seeds,
@@ -131,7 +138,7 @@ def pruning_of(name: str, rows: Sequence[Row]) -> Pruning:
     )
 
 
-def _cells(group: Group, facts: Pruning) -> list[str]:
+def _cells(group: RunGroup, facts: Pruning) -> list[str]:
     tickets = ["none" if ticket is None else str(ticket) for ticket in facts.tickets]
     if len(set(tickets)) == 1:
         del tickets[1:]
@@ -141,7 +148,7 @@ def _cells(group: Group, facts: Pruning) -> list[str]:
 
 
 def _preface(plan: Mapping[str, Any]) -> str:
-    sequence, (layers, hidden), scaled = plan["sequence"], SMALL_SHAPE, Plan(**plan).scaled
+    sequence, (layers, hidden), scaled = plan["sequence"], SMALL_SHAPE, StudyPlan(**plan).scaled
     return (
         f"{size_of(plan)} Runs called sgd: SGD with momentum 0.9, learning rate {SGD['lr']} to "
         f"{SGD['min-lr']}, weight decay {SGD['weight-decay']}. p: sparsity of each matrix and "

@@ -12,8 +12,8 @@ from tools.bench.convergence.study import (
     SEEDS,
     START,
     Optimizer,
-    Plan,
-    Run,
+    StudyPlan,
+    StudyRun,
     Ticket,
     checked,
 )
@@ -24,19 +24,19 @@ REWIRED = (Fraction(9, 10), Fraction(8, 10), Fraction(7, 10))
 EARLY_BIRD_INTERVAL = 10
 DSR_INTERVAL = 50
 """Steps between masks drawn, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
-SMALL_SHAPE = shape_of(stored(Plan.sequence, SPARSITY), Plan.sequence)
+SMALL_SHAPE = shape_of(stored(StudyPlan.sequence, SPARSITY), StudyPlan.sequence)
 """Of the dense model with as many parameters as the pruned one stores."""
 
 
-def study() -> tuple[Run, ...]:
+def study() -> tuple[StudyRun, ...]:
     """All runs, those first that matter most: a study may be stopped at any of them. Its dense
     runs are those of the study of Radius, so that one folder of runs serves both."""
-    runs = [Run(variant=DENSE, seed=seed) for seed in SEEDS]
+    runs = [StudyRun(variant=DENSE, seed=seed) for seed in SEEDS]
     runs += [pruned("magnitude", seed=seed) for seed in SEEDS]
     runs += [pruned("random", seed=seed) for seed in SEEDS]
     runs += [early_bird(seed=seed) for seed in SEEDS]
     runs += [small()]
-    runs += [Run(variant=DENSE, seed=SEEDS[0], optimizer="sgd")]
+    runs += [StudyRun(variant=DENSE, seed=SEEDS[0], optimizer="sgd")]
     runs += [pruned(ticket, optimizer="sgd") for ticket in ("magnitude", "random")]
     runs += [with_radius()]
     for sparsity in REWIRED:
@@ -45,9 +45,9 @@ def study() -> tuple[Run, ...]:
     return checked(runs, most=MOST_RUNS)
 
 
-def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam") -> Run:
+def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam") -> StudyRun:
     """Pruned at once where it leaves the dense run."""
-    return Run(
+    return StudyRun(
         variant=f"{ticket}_{float(SPARSITY):g}",
         seed=seed,
         optimizer=optimizer,
@@ -58,9 +58,9 @@ def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam
     )
 
 
-def early_bird(*, seed: int = SEEDS[0]) -> Run:
+def early_bird(*, seed: int = SEEDS[0]) -> StudyRun:
     """Pruned as soon as what pruning would keep holds still."""
-    return Run(
+    return StudyRun(
         variant=f"early_bird_{float(SPARSITY):g}",
         seed=seed,
         start=EARLY,
@@ -71,15 +71,15 @@ def early_bird(*, seed: int = SEEDS[0]) -> Run:
     )
 
 
-def small(*, seed: int = SEEDS[0]) -> Run:
+def small(*, seed: int = SEEDS[0]) -> StudyRun:
     """A dense model of the same family with as many parameters."""
     layers, hidden = SMALL_SHAPE
-    return Run(variant=f"dense_{layers}x{hidden}", seed=seed, shape=SMALL_SHAPE)
+    return StudyRun(variant=f"dense_{layers}x{hidden}", seed=seed, shape=SMALL_SHAPE)
 
 
-def with_radius(density: str = "0.4") -> Run:
+def with_radius(density: str = "0.4") -> StudyRun:
     """Pruned, and of what is left a part is sent."""
-    return Run(
+    return StudyRun(
         variant=f"magnitude_{float(SPARSITY):g}-radius_{density}",
         seed=SEEDS[0],
         start=START,
@@ -91,11 +91,11 @@ def with_radius(density: str = "0.4") -> Run:
     )
 
 
-def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> Run:
+def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> StudyRun:
     """Sparse from the beginning, by a random mask that stays or by one that DSR changes;
     `keep_moments`: of what a rewiring leaves in place."""
     kept = "-kept_moments" * keep_moments
-    return Run(
+    return StudyRun(
         variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{kept}-from_scratch",
         seed=SEEDS[0],
         path="samo",

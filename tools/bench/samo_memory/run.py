@@ -31,7 +31,7 @@ from tools.bench.common.netlab import REPO
 from tools.bench.common.page_files import write_page
 from tools.bench.common.tensors import storages
 from tools.bench.gradient_path.cost_rank import SMALL_GPT2
-from tools.bench.gradient_path.targets import Target, at_most
+from tools.bench.gradient_path.targets import SpeedTarget, at_most
 from tools.bench.samo_memory.model_state import KINDS, ModelState, count, watch_gradients
 
 SPARSITIES = ("0", "0.25", "0.5", "0.8", "0.9", "0.95")
@@ -53,7 +53,7 @@ RUN = "--train-iters 4 --eval-iters 0 --log-interval 1 --bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MemoryRow:
     """Of one sparsity ("dense": the dense path); `gradients`: whole ones alive at once, at most."""
 
     sparsity: str
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if not all(target.met for target in reached) and not options.smoke else 0
 
 
-def measure(shape: Shape, sparsity: str, grad_bytes: int) -> Row:
+def measure(shape: Shape, sparsity: str, grad_bytes: int) -> MemoryRow:
     """Train two steps and count; the second tells how many whole gradients there are at once."""
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     before = storages()
@@ -110,7 +110,7 @@ def measure(shape: Shape, sparsity: str, grad_bytes: int) -> Row:
         assert watch.seen > 0, "there were gradients"
         state = count(ours.trainer.optimizer, before)
         ours.metrics.close()
-    return Row(sparsity=sparsity, grad_bytes=grad_bytes, state=state, gradients=watch.most)
+    return MemoryRow(sparsity=sparsity, grad_bytes=grad_bytes, state=state, gradients=watch.most)
 
 
 def path_flags(sparsity: str, ticket: str) -> list[str]:
@@ -142,17 +142,19 @@ def peak_rss(shape: Shape) -> dict[str, int]:
     return found
 
 
-def targets(rows: Sequence[Row], grad_bytes: int) -> list[Target]:
+def targets(rows: Sequence[MemoryRow], grad_bytes: int) -> list[SpeedTarget]:
     """Of the rows with such gradients, told of the one that comes closest to missing it."""
     mine = [row for row in rows if row.grad_bytes == grad_bytes and row.sparsity != "dense"]
     pruned = [row for row in mine if row.state.indexed]
 
-    def exactly(row: Row) -> float:
+    def exactly(row: MemoryRow) -> float:
         kinds, entries = row.state.bytes, row.state.entries
         rest = (kinds["scratch"] + kinds["other"]) / entries
         return abs(row.state.each - rest - row.state.expected(grad_bytes))
 
-    def worst(what: str, of: Sequence[Row], limit: float, value: Callable[[Row], float]) -> Target:
+    def worst(
+        what: str, of: Sequence[MemoryRow], limit: float, value: Callable[[MemoryRow], float]
+    ) -> SpeedTarget:
         row = max(of, key=value)
         return at_most(f"{name}: {what}, most at p = {row.sparsity}", value(row), limit, digits=4)
 
@@ -166,7 +168,9 @@ def targets(rows: Sequence[Row], grad_bytes: int) -> list[Target]:
     ]
 
 
-def as_markdown(rows: Sequence[Row], peaks: Mapping[str, int], reached: Sequence[Target]) -> str:
+def as_markdown(
+    rows: Sequence[MemoryRow], peaks: Mapping[str, int], reached: Sequence[SpeedTarget]
+) -> str:
     """Tables by bytes of a gradient, peaks of runs, targets."""
     parts = [NOTE]
     for grad_bytes in GRADIENTS:
@@ -183,7 +187,7 @@ def as_markdown(rows: Sequence[Row], peaks: Mapping[str, int], reached: Sequence
     return "\n".join([*parts, "### Targets\n", "".join(f"- {target}\n" for target in reached)])
 
 
-def _table(rows: Sequence[Row], grad_bytes: int) -> str:
+def _table(rows: Sequence[MemoryRow], grad_bytes: int) -> str:
     entries, formula = rows[0].state.entries, f"{grad_bytes + 16} f + 2"
     columns = ["p", "f", *KINDS, "all", "/ dense", formula, "24 f + 2", "saved", "Fig. 2"]
     lines = [f"### Bytes a parameter, {entries:,} of them in bf16, {8 * grad_bytes}-bit gradients"]
@@ -209,9 +213,9 @@ def _table(rows: Sequence[Row], grad_bytes: int) -> str:
 def write(
     folder: Path,
     text: str,
-    rows: Sequence[Row],
+    rows: Sequence[MemoryRow],
     peaks: Mapping[str, int],
-    reached: Sequence[Target],
+    reached: Sequence[SpeedTarget],
 ) -> None:
     """Write README.md, results.json and figure.png to `folder`."""
     values = {
@@ -222,7 +226,7 @@ def write(
     write_page(folder, text=text, values=values, draw=partial(plot, rows=rows))
 
 
-def plot(file: Path, rows: Sequence[Row]) -> None:
+def plot(file: Path, rows: Sequence[MemoryRow]) -> None:
     """As Fig. 2: percent of dense states saved by the share of entries that were pruned."""
     try:
         from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SparseLinearRow:
     """One kernel at one size: median and least seconds, and the median of its seconds over those
     of the dense kernel in the same round."""
 
@@ -53,7 +53,7 @@ class Report:
     """What was measured, and on what."""
 
     facts: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SparseLinearRow] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
 
     @property
@@ -61,7 +61,7 @@ class Report:
         """In the order in which they were measured."""
         return list(dict.fromkeys(row.dtype for row in self.rows))
 
-    def of(self, dtype: str, one_pass: str) -> list[Row]:
+    def of(self, dtype: str, one_pass: str) -> list[SparseLinearRow]:
         """The rows of a panel."""
         return [row for row in self.rows if (row.dtype, row.one_pass) == (dtype, one_pass)]
 
@@ -104,7 +104,7 @@ def write(folder: Path, report: Report) -> None:
     write_page(folder, text="\n".join(parts), values=values, draw=draw)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: SparseLinearRow) -> str:
     ms = f"{1e3 * row.seconds:.3g}"
     return ms if row.kernel == DENSE else f"{ms} ({row.ratio:.2f})"
 
@@ -126,7 +126,7 @@ def _plot(file: Path, report: Report) -> None:
     save(figure, file)
 
 
-def _panel(axis: Any, rows: Sequence[Row]) -> None:
+def _panel(axis: Any, rows: Sequence[SparseLinearRow]) -> None:
     sizes = list(dict.fromkeys(row.size for row in rows))
     names = list(dict.fromkeys(row.kernel for row in rows))
     for name, color in zip(names, PALETTE, strict=False):

@@ -34,7 +34,7 @@ from tools.bench.sparse_linear.kernels import (
     check,
     kernels,
 )
-from tools.bench.sparse_linear.report import Absence, Report, Row, write
+from tools.bench.sparse_linear.report import Absence, Report, SparseLinearRow, write
 
 TOKENS, SPARSITY = 576, 0.9
 SMOKE_SIZES, SMOKE_TOKENS = (16, 48), 24
@@ -95,7 +95,7 @@ def measure(
         for name, mine in seconds.items():
             ratios = [own / other for own, other in zip(mine, dense, strict=True)]
             report.rows.append(
-                Row(
+                SparseLinearRow(
                     dtype=dtype,
                     size=size,
                     one_pass=one_pass,

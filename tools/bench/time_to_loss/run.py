@@ -32,8 +32,8 @@ from tools.bench.common.page_files import write_page
 from tools.bench.convergence.plot import SMOOTHED
 from tools.bench.convergence.rows import WINDOWS, read_rows
 from tools.bench.convergence.rows import Row as Trained
-from tools.bench.convergence.study import SEEDS, Plan
-from tools.bench.gradient_path.rows import EMULATED, TARGET_RATE, Row, Table
+from tools.bench.convergence.study import SEEDS, StudyPlan
+from tools.bench.gradient_path.rows import EMULATED, TARGET_RATE, GradientPathRow, GradientPathTable
 from tools.bench.gradient_path.run import INTERVAL, check_network, measure
 
 REPO = Path(__file__).resolve().parents[3]
@@ -54,7 +54,7 @@ RESULTS = REPO / "tools" / "bench" / "convergence" / "results.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class LossCourse:
     """A run in time. `step`: median seconds of a step after the fork from dense; `seconds`: those
     of the run. `points`: (seconds, mean training loss around then). `dense_then`: the dense run's
     at the time when this one is over."""
@@ -111,14 +111,14 @@ def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
 
 def steps_on(
     network: Network, trained: Mapping[str, Trained], options: argparse.Namespace
-) -> dict[str, Row]:
+) -> dict[str, GradientPathRow]:
     """What a step of each method lasts. A resample's length does not depend on how many steps lie
     between two, so few do; what a rolling schedule sends does, so that has the study's interval."""
     rolling = [name for name in GROUPS if name.endswith("rolling")]
     (interval,) = {trained[name]["interval"] for name in rolling}
     plain = [name for name in GROUPS if name not in rolling]
 
-    def table(names: Sequence[str], interval: int) -> Table:
+    def table(names: Sequence[str], interval: int) -> GradientPathTable:
         return measure(
             with_computing(names),
             network,
@@ -132,7 +132,9 @@ def steps_on(
     return {row.method: row for found in tables for row in found.rows if row.method in GROUPS}
 
 
-def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Course]:
+def courses(
+    trained: Mapping[str, Trained], steps: Mapping[str, GradientPathRow]
+) -> list[LossCourse]:
     """Each run in time, in the order of `GROUPS`."""
     dense = steps[DENSE].median
     times = {
@@ -140,7 +142,7 @@ def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Co
         for name, row in trained.items()
     }
     losses = {name: [loss for _, loss in row["curve"]] for name, row in trained.items()}
-    found: list[Course] = []
+    found: list[LossCourse] = []
     for name, seconds in times.items():
         # Smoothed as the end of a run is, which has nothing to its right.
         then = [
@@ -148,7 +150,7 @@ def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Co
         ]
         smoothed = smooth(losses[name], SMOOTHED)
         found.append(
-            Course(
+            LossCourse(
                 method=name,
                 step=steps[name].median,
                 seconds=seconds[-1],
@@ -160,12 +162,12 @@ def courses(trained: Mapping[str, Trained], steps: Mapping[str, Row]) -> list[Co
     return found
 
 
-def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
+def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -> float:
     """What the first `step` steps of a run last: dense ones up to the fork and then its own, of
     which each `interval`-th is a resample where the method has those."""
     if run["start"] is None:
         return step * dense
-    fork = min(step, Plan(**run["plan"]).start_step(run["start"]))
+    fork = min(step, StudyPlan(**run["plan"]).start_step(run["start"]))
     own = step - fork
     if row.resample is None:
         return fork * dense + own * row.median
@@ -173,7 +175,7 @@ def seconds_until(step: int, run: Trained, row: Row, dense: float) -> float:
     return fork * dense + (own - resamples) * row.median + resamples * row.resample
 
 
-def as_markdown(found: Mapping[str, Sequence[Course]], trained: Mapping[str, Trained]) -> str:
+def as_markdown(found: Mapping[str, Sequence[LossCourse]], trained: Mapping[str, Trained]) -> str:
     """The page."""
     lines = [*_note(trained["radius-0.4"]), ""]
     lines += ["![Training loss by time](figure.png)", ""]
@@ -214,7 +216,7 @@ def _note(run: Trained) -> list[str]:
     )
 
 
-def draw(path: Path, *, found: Mapping[str, Sequence[Course]]) -> bool:
+def draw(path: Path, *, found: Mapping[str, Sequence[LossCourse]]) -> bool:
     """The losses from the fork on, a panel for each network. False without matplotlib."""
     try:
         from matplotlib.figure import Figure

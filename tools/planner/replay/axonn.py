@@ -8,7 +8,7 @@ from functools import cached_property
 
 from tools.planner.course import Setting, with_links
 from tools.planner.replay.machines import REPO, Machine, root, single
-from tools.planner.replay.rows import FITTED, Row, Table
+from tools.planner.replay.rows import FITTED, ReplayRow, ReplayTable
 from tools.planner.simulation import SimulatedStep
 from tools.planner.updates import update_seconds
 
@@ -94,24 +94,26 @@ def told(machine: Machine) -> dict[str, str]:
     }
 
 
-def ablation(machine: Machine) -> Table:
+def ablation(machine: Machine) -> ReplayTable:
     """The table of it."""
     runs = {stages: Ablation(machine, stages) for stages in (6, 12, 24, 48)}
     gain = 100 * (1 - runs[6].step.length / runs[24].step.length)
     fig5 = ", ".join(f"{stages}: {run.pipeline:.1f} s" for stages, run in runs.items())
     rows = [
-        Row(what="all-reduce, 24 stages x 2 copies", unit="s", measured=ALL_REDUCE[24],
+        ReplayRow(what="all-reduce, 24 stages x 2 copies", unit="s", measured=ALL_REDUCE[24],
             simulated=runs[24].all_reduce, kind=FITTED),
-        Row(what="pipeline, 6 x 8", unit="s", measured=PIPELINE[6],
+        ReplayRow(what="pipeline, 6 x 8", unit="s", measured=PIPELINE[6],
             simulated=runs[6].pipeline, kind=FITTED),
-        Row(what="all-reduce, 6 x 8", unit="s", measured=ALL_REDUCE[6],
+        ReplayRow(what="all-reduce, 6 x 8", unit="s", measured=ALL_REDUCE[6],
             simulated=runs[6].all_reduce),
-        Row(what="pipeline, 24 x 2", unit="s", measured=PIPELINE[24], simulated=runs[24].pipeline),
-        Row(what="batch time saved by 6 x 8", unit="%", measured=GAIN, simulated=gain, digits=1),
-        Row(what="optimizer, 6 x 8 (4.32 s / 2.5)", unit="s",
+        ReplayRow(what="pipeline, 24 x 2", unit="s", measured=PIPELINE[24],
+            simulated=runs[24].pipeline),
+        ReplayRow(what="batch time saved by 6 x 8", unit="%", measured=GAIN,
+            simulated=gain, digits=1),
+        ReplayRow(what="optimizer, 6 x 8 (4.32 s / 2.5)", unit="s",
             measured=ALL_REDUCE[6] / OVER_OPTIMIZER, simulated=runs[6].optimizer),
     ]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="AxoNN, figures 5 and 6: 12B on 48 GPUs, batch 2048, micro-batch 1",
         machine="Summit, as AxoNN ran it",
         constants=told(machine),

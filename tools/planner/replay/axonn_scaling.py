@@ -11,7 +11,7 @@ from tools.planner.course import Links, Setting, with_links
 from tools.planner.plan import Plan
 from tools.planner.replay.axonn import PEAK, PIPELINE, SUMMIT, Ablation, fitted
 from tools.planner.replay.machines import GPT2_VOCABULARY, REPO, Machine, single
-from tools.planner.replay.rows import Row, Table
+from tools.planner.replay.rows import ReplayRow, ReplayTable
 from tools.planner.seconds import pass_seconds
 from tools.planner.site import Link
 
@@ -125,36 +125,36 @@ def _if_hidden() -> str:
     )
 
 
-def scaling(machine: Machine) -> Table:
+def scaling(machine: Machine) -> ReplayTable:
     """The table of it."""
     weak = {model: _axonn_step(machine, model, world) for model, world in WEAK.items()}
     low, high = PERCENT
     rows = [
-        Row(what=f"AxoNN, {model.upper()} on {WEAK[model]}", unit="%", low=low, high=high,
+        ReplayRow(what=f"AxoNN, {model.upper()} on {WEAK[model]}", unit="%", low=low, high=high,
             simulated=found[1], digits=1)
         for model, found in weak.items()
     ]  # fmt: skip
     shares = [found[1] for found in weak.values()]
     rows.append(
-        Row(what="AxoNN, worst share over best", unit="ratio", measured=low / high,
+        ReplayRow(what="AxoNN, worst share over best", unit="ratio", measured=low / high,
             simulated=min(shares) / max(shares))
     )  # fmt: skip
     mine = _strong(partial(_axonn_step, machine, "12b", 384))
     for other in OTHERS:
         steps = {model: _other_step(machine, other, model, world) for model, world in WEAK.items()}
         rows += [
-            Row(what=f"{other.name}, {model.upper()}", unit="%", low=other.percent[0],
+            ReplayRow(what=f"{other.name}, {model.upper()}", unit="%", low=other.percent[0],
                 high=other.percent[1], simulated=found[1], digits=1)
             for model, found in steps.items()
         ]  # fmt: skip
         its = _strong(partial(_other_step, machine, other, "12b", 384))
         rows += [
-            Row(what=f"{other.name} over AxoNN, step of 100B", unit="ratio",
+            ReplayRow(what=f"{other.name} over AxoNN, step of 100B", unit="ratio",
                 measured=other.slower, simulated=steps["100b"][0] / weak["100b"][0], claim=1),
-            Row(what=f"AxoNN ahead of {other.name}, 12B on 384", unit="%", measured=other.strong,
-                simulated=100 * (its / mine - 1), digits=1, claim=0),
+            ReplayRow(what=f"AxoNN ahead of {other.name}, 12B on 384", unit="%",
+                measured=other.strong, simulated=100 * (its / mine - 1), digits=1, claim=0),
         ]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="AxoNN, tables I and II, figures 9 and 11: percent of peak",
         machine="Summit, as AxoNN ran it",
         constants={},

@@ -21,7 +21,7 @@ from megatron.parallel.dims import ParallelDims
 from pretrain_gpt import GRADIENT_PATHS
 from tools.planner.course import Links, Setting
 from tools.planner.replay.machines import REPO, SITES
-from tools.planner.replay.rows import Row, Table
+from tools.planner.replay.rows import ReplayRow, ReplayTable
 from tools.planner.seconds import PassSeconds
 from tools.planner.simulation import SimulatedStep, simulate
 from tools.planner.site import Link, read_site
@@ -52,14 +52,14 @@ STAGE = PassSeconds(0.020, 0.040, 0.0)
 
 
 @dataclass(frozen=True)
-class Method:
+class ReplayMethod:
     """A gradient path of the benchmark as flags; `half`: its numbers have 16 bits."""
 
     flags: str
     half: bool
 
     @classmethod
-    def named(cls, name: str) -> Method | None:
+    def named(cls, name: str) -> ReplayMethod | None:
         """None: not one of our paths, or one whose time is mostly computing of its own."""
         match = METHOD.fullmatch(name)
         if match is None or (match["path"] != "dense") != (match["number"] is not None):
@@ -81,7 +81,7 @@ class Method:
         return cls(" ".join([*flags, f"--grad-path {path}"]), half)
 
 
-def step_of(method: Method, link: Link, ranks: int) -> SimulatedStep:
+def step_of(method: ReplayMethod, link: Link, ranks: int) -> SimulatedStep:
     """What the emulation of so many ranks would take, without an optimizer."""
     flags = f"{SMALL} --global-batch-size {ranks} {method.flags}".split()
     config = resolve(parse(flags, paths=GRADIENT_PATHS), ranks)
@@ -110,9 +110,9 @@ def step_of(method: Method, link: Link, ranks: int) -> SimulatedStep:
     return next((step for step in steps if step.name == "sparse"), steps[-1])
 
 
-def tables() -> list[Table]:
+def tables() -> list[ReplayTable]:
     """All networks with a limit, and the pipelines of one machine."""
-    found: list[Table] = []
+    found: list[ReplayTable] = []
     for name in ("gradient_path", "samo_path"):
         emulated = [each for each in _read(name)["tables"] if each["protocol"] == "emulated"]
         links = {
@@ -135,22 +135,24 @@ def _link(measured: Mapping[str, float]) -> Link:
     return Link(measured["alpha"], 1 / measured["beta"])
 
 
-def _network(measured: Mapping[str, Any], link: Link) -> Table:
+def _network(measured: Mapping[str, Any], link: Link) -> ReplayTable:
     """`link`: as two ranks timed it under this limit."""
     ranks = measured["network"]["ranks"]
     crowded = ranks > CORES
     which = "least" if crowded else "median"
     found = {row["method"]: row[which] for row in measured["rows"]}
-    rows: list[Row] = []
+    rows: list[ReplayRow] = []
     for name, seconds in found.items():
-        method = Method.named(name)
+        method = ReplayMethod.named(name)
         if method is None:
             continue
         idle = found[_base(method, found)] - PASSES.total
         step = step_of(method, link, ranks)
         simulated = step.phases.compute + step.phases.exposed + idle
         rows.append(
-            Row(what=name, unit="ms", measured=1e3 * seconds, simulated=1e3 * simulated, digits=1)
+            ReplayRow(
+                what=name, unit="ms", measured=1e3 * seconds, simulated=1e3 * simulated, digits=1
+            )
         )
     notes = [
         f"measured, not fitted: latency {1e3 * link.latency:.2f} ms and rate "
@@ -159,7 +161,7 @@ def _network(measured: Mapping[str, Any], link: Link) -> Table:
     ]
     if crowded:
         notes.append(CROWDED)
-    return Table(
+    return ReplayTable(
         name=f"Emulated network, {ranks} ranks, {measured['network']['rate']}"
         + (", SAMO's rows" if "samo-0.9" in found else ""),
         machine="two cores, limited links (tools/bench)",
@@ -170,19 +172,19 @@ def _network(measured: Mapping[str, Any], link: Link) -> Table:
     )
 
 
-def _base(method: Method, medians: Mapping[str, float]) -> str:
+def _base(method: ReplayMethod, medians: Mapping[str, float]) -> str:
     return "compute-bf16" if method.half and "compute-bf16" in medians else "compute"
 
 
-def _pipelines(link: Link) -> Table:
-    rows: list[Row] = []
+def _pipelines(link: Link) -> ReplayTable:
+    rows: list[ReplayRow] = []
     for each in _read("pipeline")["rows"]:
         rows.append(
-            Row(what=f"{each['stages']} stages, {each['chunks']} chunks, "
+            ReplayRow(what=f"{each['stages']} stages, {each['chunks']} chunks, "
                 f"{each['microbatches']} microbatches", unit="ms", measured=1e3 * each["seconds"],
                 simulated=1e3 * _pipeline(each, link), digits=1)
         )  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="Pipelines of passes that sleep, loopback",
         machine="two cores (tools/bench/pipeline)",
         constants={},

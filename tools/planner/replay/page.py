@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.planner.replay import axonn, network, radius, samo
 from tools.planner.replay.axonn_scaling import scaling
-from tools.planner.replay.rows import FAR, Table
+from tools.planner.replay.rows import FAR, ReplayTable
 
 SOURCES = ("network", "radius", "axonn", "samo")
 INTRODUCTION = """\
@@ -30,9 +30,9 @@ of a range, how far outside it. Nothing of the papers was run again here.
 """
 
 
-def tables(source: str) -> list[Table]:
+def tables(source: str) -> list[ReplayTable]:
     """Of one of `SOURCES`, or of all."""
-    found: list[Table] = []
+    found: list[ReplayTable] = []
     if source in ("network", "all"):
         found += network.tables()
     if source in ("radius", "all"):
@@ -44,7 +44,7 @@ def tables(source: str) -> list[Table]:
     return found
 
 
-def lines(found: Sequence[Table]) -> Iterator[str]:
+def lines(found: Sequence[ReplayTable]) -> Iterator[str]:
     """As Markdown."""
     yield from INTRODUCTION.splitlines()
     yield ""
@@ -58,7 +58,7 @@ def lines(found: Sequence[Table]) -> Iterator[str]:
         yield from each.lines()
 
 
-def what_is_off(found: Sequence[Table]) -> Iterator[str]:
+def what_is_off(found: Sequence[ReplayTable]) -> Iterator[str]:
     """Predictions that miss, in a section of their own."""
     off = [(table, [row for row in table.rows if row.is_off]) for table in found]
     if not any(rows for _, rows in off):
@@ -80,7 +80,7 @@ def what_is_off(found: Sequence[Table]) -> Iterator[str]:
     yield ""
 
 
-def write(found: Sequence[Table], folder: Path) -> None:
+def write(found: Sequence[ReplayTable], folder: Path) -> None:
     """Write README.md and results.json to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines(found)).rstrip("\n") + "\n"

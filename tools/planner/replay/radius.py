@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron.data_parallel.bucket_plan import RankShapes, plan_buckets
 from tools.planner.replay.machines import REPO, Machine, root
-from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.replay.rows import FITTED, PREDICTED, ReplayRow, ReplayTable
 from tools.planner.simulation import SimulatedStep, simulate
 
 PERLMUTTER = Machine("perlmutter", "A100-80GB", efficiency=0.38, reached=0.171)
@@ -16,7 +16,7 @@ MATRICES = 24 * 4 + 2
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A row of table 3, in ms."""
 
     step: float
@@ -25,10 +25,10 @@ class Measured:
 
 
 TABLE_3 = {
-    1.0: Measured(1852.94, 964.99, 0.0),
-    0.5: Measured(1562.75, 607.82, 66.98),
-    0.4: Measured(1463.18, 508.69, 66.54),
-    0.1: Measured(1214.66, 216.39, 110.32),
+    1.0: MeasuredStep(1852.94, 964.99, 0.0),
+    0.5: MeasuredStep(1562.75, 607.82, 66.98),
+    0.4: MeasuredStep(1463.18, 508.69, 66.54),
+    0.1: MeasuredStep(1214.66, 216.39, 110.32),
 }
 COMPUTING = 887.95
 """What all rows of table 3 leave of a step without the other two columns."""
@@ -46,7 +46,7 @@ DAYS = {1.0: 6.44, 0.5: 5.73, 0.4: 5.43, 0.1: 4.78}
 
 
 @dataclass(frozen=True)
-class Found:
+class ReplayResult:
     """A mean step at density d once Radius is on, ms."""
 
     computing: float
@@ -59,7 +59,7 @@ class Found:
         return self.computing + self.all_reduce + self.overhead
 
 
-def mean_step(machine: Machine, density: float, ranks: int) -> Found:
+def mean_step(machine: Machine, density: float, ranks: int) -> ReplayResult:
     """GPT-2.0B, no overlap, one resample in `INTERVAL` steps."""
     flags = (
         f"--config {REPO}/configs/gpt_2.0b.yaml --overlap-grad-reduce false "
@@ -80,7 +80,7 @@ def mean_step(machine: Machine, density: float, ranks: int) -> Found:
     reduce = _ms(usual) * (1 - 1 / INTERVAL) + _ms(whole) / INTERVAL
     computing = 1e3 * (usual.phases.compute + usual.phases.optimizer)
     given = TABLE_3[density if density in TABLE_3 else 0.5].overhead
-    return Found(computing, reduce, given)
+    return ReplayResult(computing, reduce, given)
 
 
 def by_matrix(rank: RankShapes) -> RankShapes:
@@ -119,28 +119,28 @@ def told(machine: Machine) -> dict[str, str]:
     }
 
 
-def tables(machine: Machine) -> list[Table]:
+def tables(machine: Machine) -> list[ReplayTable]:
     """All three."""
     return [_table_3(machine), _table_7(machine), _days(machine)]
 
 
-def _table_3(machine: Machine) -> Table:
-    rows: list[Row] = []
+def _table_3(machine: Machine) -> ReplayTable:
+    rows: list[ReplayRow] = []
     for density, measured in TABLE_3.items():
         found, name = mean_step(machine, density, 64), _name(density)
         kind = FITTED if density == 1 else PREDICTED
         rows += [
-            Row(what=f"{name}, all-reduce", unit="ms", measured=measured.all_reduce,
+            ReplayRow(what=f"{name}, all-reduce", unit="ms", measured=measured.all_reduce,
                 simulated=found.all_reduce, digits=1, kind=kind),
-            Row(what=f"{name}, step", unit="ms", measured=measured.step,
+            ReplayRow(what=f"{name}, step", unit="ms", measured=measured.step,
                 simulated=found.step, digits=1, kind=kind),
         ]  # fmt: skip
     for density, measured in FIGURE_3.items():
         rows.append(
-            Row(what=f"{_name(density)}, all-reduce (figure 3)", unit="ms", measured=measured,
+            ReplayRow(what=f"{_name(density)}, all-reduce (figure 3)", unit="ms", measured=measured,
                 simulated=mean_step(machine, density, 64).all_reduce, digits=1)
         )  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="Radius, table 3: GPT-2.0B on 64 GPUs",
         machine="Perlmutter, as Radius ran it",
         constants=told(machine),
@@ -161,17 +161,17 @@ def _table_3(machine: Machine) -> Table:
     )
 
 
-def _table_7(machine: Machine) -> Table:
-    rows: list[Row] = []
+def _table_7(machine: Machine) -> ReplayTable:
+    rows: list[ReplayRow] = []
     for density, measured in TABLE_7.items():
         steps = {n: mean_step(machine, density, n).step for n in RANKS}
         rows += [
-            Row(what=f"{_name(density)}, {n} GPUs", unit="%", measured=100 * measured[i],
+            ReplayRow(what=f"{_name(density)}, {n} GPUs", unit="%", measured=100 * measured[i],
                 simulated=100 * RANKS[0] * steps[RANKS[0]] / (n * steps[n]), digits=1)
             for i, n in enumerate(RANKS)
             if i
         ]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="Radius, table 7: strong scaling efficiency",
         machine="Perlmutter, as Radius ran it",
         constants={},
@@ -187,15 +187,15 @@ def _table_7(machine: Machine) -> Table:
     )
 
 
-def _days(machine: Machine) -> Table:
+def _days(machine: Machine) -> ReplayTable:
     dense = mean_step(machine, 1.0, 64).step
     rows = [
-        Row(what=f"{_name(density)}", unit="days", measured=measured,
+        ReplayRow(what=f"{_name(density)}", unit="days", measured=measured,
             simulated=(SWITCH * dense + (STEPS - SWITCH) * mean_step(machine, density, 64).step)
             / 1e3 / DAY)
         for density, measured in DAYS.items()
     ]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="Radius, table 2: days of 300,000 steps, dense for the first 60,000",
         machine="Perlmutter, as Radius ran it",
         constants={},

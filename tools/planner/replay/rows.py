@@ -13,7 +13,7 @@ FAR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ReplayRow:
     """`measured` and `simulated`, in a unit. `low` and `high` in place of `measured`: a range that
     is all that is told. `claim`: the source says that the figure is above this."""
 
@@ -65,14 +65,14 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class ReplayTable:
     """Rows of one source on one machine. `constants`: what was fitted, in words with its value;
     `source`: whose figures the measured ones are."""
 
     name: str
     machine: str
     constants: Mapping[str, str]
-    rows: Sequence[Row]
+    rows: Sequence[ReplayRow]
     notes: Sequence[str] = field(default_factory=list[str])
     source: str = "paper"
 

@@ -19,9 +19,9 @@ from samo.memory import PAPER_SIZES
 from tools.planner.course import Setting
 from tools.planner.replay.axonn import PEAK, SUMMIT, told
 from tools.planner.replay.machines import GPT2_VOCABULARY, Machine, single
-from tools.planner.replay.rows import FITTED, PREDICTED, Row, Table
+from tools.planner.replay.rows import FITTED, PREDICTED, ReplayRow, ReplayTable
 from tools.planner.seconds import PassSeconds, pass_seconds
-from tools.planner.simulation import Phases
+from tools.planner.simulation import SimulatedPhases
 
 GPU = 16e9
 KEPT = 0.1
@@ -98,7 +98,7 @@ MODELS = {
 
 
 @cache
-def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> Phases:
+def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> SimulatedPhases:
     """A step of AxoNN without or with SAMO."""
     stages = model.stages(compressed)
     plan = machine.plan(model.flags(stages), gpus)
@@ -127,7 +127,7 @@ def percent(model: Model, gpus: int, seconds: float) -> float:
     return 100 * flops / seconds / gpus / PEAK
 
 
-def _both(machine: Machine, model: Model, gpus: int) -> tuple[Phases, Phases]:
+def _both(machine: Machine, model: Model, gpus: int) -> tuple[SimulatedPhases, SimulatedPhases]:
     return tuple(run(machine, model, gpus, compressed=c) for c in (False, True))  # type: ignore[return-value]
 
 
@@ -168,7 +168,7 @@ def _at_most(step: float) -> float:
     return max(min(step, 0.2), -0.2)
 
 
-def tables(machine: Machine, axonn: Machine) -> list[Table]:
+def tables(machine: Machine, axonn: Machine) -> list[ReplayTable]:
     """`axonn`: Summit with the constants of AxoNN's paper."""
     return [
         _table_ii(machine, told(machine), "Summit, as SAMO ran it"),
@@ -178,18 +178,18 @@ def tables(machine: Machine, axonn: Machine) -> list[Table]:
     ]
 
 
-def _table_ii(machine: Machine, constants: dict[str, str], name: str) -> Table:
-    model, rows = MODELS["13B"], list[Row]()
+def _table_ii(machine: Machine, constants: dict[str, str], name: str) -> ReplayTable:
+    model, rows = MODELS["13B"], list[ReplayRow]()
     for gpus, measured in TABLE_II.items():
         steps = _both(machine, model, gpus)
         kind = FITTED if constants and gpus == 256 else PREDICTED
         rows += [
-            Row(what=f"{which}, {gpus} GPUs", unit="%", measured=measured[i],
+            ReplayRow(what=f"{which}, {gpus} GPUs", unit="%", measured=measured[i],
                 simulated=percent(model, gpus, steps[i].total), digits=1, kind=kind)
             for i, which in enumerate(("AxoNN", "AxoNN + SAMO"))
         ]  # fmt: skip
         rows.append(
-            Row(what=f"batch time saved, {gpus} GPUs", unit="%", digits=1,
+            ReplayRow(what=f"batch time saved, {gpus} GPUs", unit="%", digits=1,
                 measured=100 * (1 - measured[0] / measured[1]),
                 simulated=100 * (1 - steps[1].total / steps[0].total), kind=kind)
         )  # fmt: skip
@@ -202,7 +202,7 @@ def _table_ii(machine: Machine, constants: dict[str, str], name: str) -> Table:
     carried = ["the same table with the constants of AxoNN's paper, two years older: none is made "
                "from a number of SAMO's. Efficiency is too low for 2,048 tokens a micro-batch and "
                "the network for its MPI"]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="SAMO, table II: GPT-3 13B, percent of peak"
         + ("" if constants else ", with AxoNN's constants"),
         machine=name,
@@ -217,19 +217,19 @@ def _saved(machine: Machine, model: Model, gpus: int) -> float:
     return 100 * (1 - samo.total / dense.total)
 
 
-def _speedups(machine: Machine) -> Table:
-    rows: list[Row] = []
+def _speedups(machine: Machine) -> ReplayTable:
+    rows: list[ReplayRow] = []
     for name, ends in SPEEDUPS.items():
         model = MODELS[name]
         rows += [
-            Row(what=f"{name}, {model.batch // share} GPUs", unit="%", measured=measured,
+            ReplayRow(what=f"{name}, {model.batch // share} GPUs", unit="%", measured=measured,
                 simulated=_saved(machine, model, model.batch // share), digits=1)
             for share, measured in zip((8, 1), ends, strict=True)
         ]  # fmt: skip
     stages: Sequence[str] = [
         f"{m.name} {m.stages(False)} and {m.stages(True)}" for m in MODELS.values()
     ]
-    return Table(
+    return ReplayTable(
         name="SAMO, figures 6 and 7: batch time saved over AxoNN, fewest and most GPUs",
         machine="Summit, as SAMO ran it",
         constants={},
@@ -246,8 +246,8 @@ def _speedups(machine: Machine) -> Table:
     )
 
 
-def _figure_8(machine: Machine) -> Table:
-    model, rows = MODELS["2.7B"], list[Row]()
+def _figure_8(machine: Machine) -> ReplayTable:
+    model, rows = MODELS["2.7B"], list[ReplayRow]()
     for gpus, measured in FIGURE_8.items():
         dense, samo = _both(machine, model, gpus)
         lost = (
@@ -257,11 +257,11 @@ def _figure_8(machine: Machine) -> Table:
             dense.compute + dense.optimizer - samo.compute - samo.optimizer,
         )
         rows += [
-            Row(what=f"{phase}, {gpus} GPUs", unit="%", measured=paper,
+            ReplayRow(what=f"{phase}, {gpus} GPUs", unit="%", measured=paper,
                 simulated=100 * seconds / dense.total, digits=1)
             for phase, paper, seconds in zip(PHASES, measured, lost, strict=True)
         ]  # fmt: skip
-    return Table(
+    return ReplayTable(
         name="SAMO, figure 8: what 2.7B saves, percent of AxoNN's batch",
         machine="Summit, as SAMO ran it",
         constants={},
