@@ -26,7 +26,7 @@ EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """RunData the tool; returns its exit code."""
+    """Run the tool; returns its exit code."""
     options = _parser().parse_args(argv)
     try:
         return _report(options)

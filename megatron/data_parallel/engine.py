@@ -256,7 +256,7 @@ class GradientEngine:
                 yield self.infos[name], bucket, where
 
     def count_zeros(self, step: Step) -> int:
-        """PerEntryState of the mean gradient that are exactly zero, over the model-parallel ranks;
+        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
         vocabulary padding, which lies at a slice's end, does not count."""
         stored = 0
         nonzero: list[_Term] = []

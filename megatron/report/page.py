@@ -61,7 +61,7 @@ def run_page(run: RunData, *, written: str) -> str:
         _tiles(tiles(run)),
         _charts(charts) if charts else '<p class="card">No step is recorded yet.</p>',
         '<div class="tables">',
-        _table("RunData", run_table(run)),
+        _table("Run", run_table(run)),
         _table("Configuration", config_table(run)),
         _table(
             "Step time by phase",

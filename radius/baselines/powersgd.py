@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
 
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
-"""PerEntryState of a matrix that are decompressed at a time, by the type of its device."""
+"""Entries of a matrix that are decompressed at a time, by the type of its device."""
 WARM_START = "warm_start/"
 """Before a logical name: its Q of the last step, equal on all data-parallel ranks."""
 

@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 TIED = "embedding.weight"
 OFFLOAD_BUCKET = 384
-"""PerEntryState: most buckets are several pieces of half of it."""
+"""Entries: most buckets are several pieces of half of it."""
 TOTAL_ITERATIONS = 100
 """Of the run that a path is told it is in."""
 

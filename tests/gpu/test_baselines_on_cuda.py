@@ -11,7 +11,7 @@ from radius.baselines.feedback import FeedbackReducer
 from radius.baselines.powersgd import PowerSGDReducer
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
-from tests.radius.by_hand import bucket_of, infos_of, mean_of, random
+from tests.radius.functional_ranks import bucket_of, infos_of, mean_of, random
 
 SHAPES = {"wide": (60, 300), "small": (3, 4), "tall": (400, 90)}
 ALONE = Group((0,), 0)

@@ -127,7 +127,7 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_rank_in_pieces(groups: ProcessGroups, kinds: dict[str, Any]) -> dict[str, Any]:
-    """PiecewiseSums of all of a bucket at once, and of 128 entries at a time."""
+    """Sums of all of a bucket at once, and of 128 entries at a time."""
     toys = pair(groups, DENSE, kinds)
     toys[1].engine.reducer.most = 128  # type: ignore[attr-defined]
     told: list[str] = []

@@ -123,8 +123,8 @@ class WatchedLanes(AdamW):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> LaneMachine:
     made = LaneMachine()
-    monkeypatch.setattr(torch.cuda, "LaneStream", LaneStream)
-    monkeypatch.setattr(torch.cuda, "LaneEvent", LaneEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", LaneStream)
+    monkeypatch.setattr(torch.cuda, "Event", LaneEvent)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(cpu_offload, "_copy", made.copy)

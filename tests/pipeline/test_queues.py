@@ -108,7 +108,7 @@ def test_receives_ahead_would_stand_still(shape: tuple[int, int, int]) -> None:
     assert play(traces(shape, Ahead), connections=1, lazy=False)
     late = with_waits(traces(shape, Ahead), 0.5, 1)
     stuck = play(late, connections=8, lazy=True)
-    assert any("host at Launch" in line for line in stuck)
+    assert any("host at QueuedLaunch" in line for line in stuck)
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", POSTED), ("meta", 0)])

@@ -18,7 +18,7 @@ from radius.baselines.topk import TopKConfig, TopKReducer
 from tests.contract.harness import PathCase, copies
 from tests.contract.test_contracts import on_rank_resume
 from tests.planner.shapes import rank_of
-from tests.radius.by_hand import bucket_of, infos_of
+from tests.radius.functional_ranks import bucket_of, infos_of
 from tests.ranks import Ranks
 from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, train
 from tests.training.test_resume import differing

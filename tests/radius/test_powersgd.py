@@ -15,7 +15,7 @@ from megatron.data_parallel.reducer import StepContext
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer, first_q
 from tests.contract.harness import copies
-from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random
+from tests.radius.functional_ranks import bucket_of, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
 SHAPES = {"wide": (6, 50), "small": (3, 4), "tall": (40, 9)}

@@ -19,7 +19,7 @@ from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.selection import SAMPLED, largest
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
-from tests.radius.by_hand import bucket_of, fill, infos_of, mean_of, random
+from tests.radius.functional_ranks import bucket_of, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
 SHAPES = {"first": (13, 7), "second": (5, 40), "third": (3, 1)}

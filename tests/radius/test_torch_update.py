@@ -53,5 +53,5 @@ def test_update_is_what_the_step_takes_off_the_weights(
 
 
 def test_an_optimizer_whose_update_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizer=Adagrad.*by_hand"):
+    with pytest.raises(ConfigError, match="optimizer=Adagrad.*functional"):
         RadiusHook(torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(3, 5))]), start=1)

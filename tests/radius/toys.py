@@ -73,7 +73,7 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
 def index_of(bits: bool) -> Iterator[None]:
     """Indices are bitmaps, by whatever kernels are here, or offsets."""
     with ExitStack() as changed:
-        for module in ("reducer", "by_hand", "ddp_hook"):
+        for module in ("reducer", "functional", "ddp_hook"):
             changed.enter_context(patch(f"radius.{module}.keeps_bits", lambda *_: bits))
         yield
 

@@ -222,7 +222,7 @@ def masks_of(change: LayoutChange) -> dict[str, torch.Tensor]:
 
 
 def settling(infos: list[Any], t: int) -> list[tuple[Any, torch.Tensor]]:
-    """ToyWeights that move less and less."""
+    """Weights that move less and less."""
     return [(i, part(i, draw(i.name) + draw(i.name, 5) * 20 / t**1.5)) for i in infos]
 
 

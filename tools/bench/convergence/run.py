@@ -81,7 +81,7 @@ class Processes:
 
 
 def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
-    """StudyRun `study`; returns the exit code."""
+    """Run `study`; returns the exit code."""
     options = _arguments(arguments, study)
     try:
         return _main(options, study)
@@ -171,7 +171,7 @@ def run_all(
     jobs: int,
     runner: Runner,
 ) -> list[str]:
-    """StudyRun what has no row yet, at most `jobs` at once, in order, each after its dense run.
+    """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
 
     A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
     gets a row that says so. Returns the names of runs that failed or had to be left out, which are

@@ -67,7 +67,7 @@ CASES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """RunData the tool; returns the exit code."""
+    """Run the tool; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool) -> str:
-    """RunData a case; what is wrong with it beside the `first` run, or nothing."""
+    """Run a case; what is wrong with it beside the `first` run, or nothing."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
     log = folder.with_suffix(".log")
     port = _free_port()

@@ -28,7 +28,7 @@ from megatron.fault_tolerance.run_lock import (
 from megatron.run_dir import lock_run_dir
 from tests.training.harness import TINY
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
