@@ -181,6 +181,7 @@ class RadiusPath(GradientPath):
     name = "radius"
     sections = {"radius": RadiusConfig}
     refused_pairs = RADIUS_PAIRS
+    alternatives = ((("radius_start_iter",), ("radius_start_fraction",)),)
 
     def check(self, config: Config) -> None:
         options = self._options(config)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import yaml
 
@@ -44,11 +44,16 @@ from megatron.config.megatron_flags import (
     Refused,
 )
 from megatron.config.sections import SECTIONS, SPECS, Config
-from megatron.config.validate import REFUSED_PAIRS, RefusedPair, check, check_pairs, notices
+from megatron.config.validate import (
+    ALTERNATIVES,
+    REFUSED_PAIRS,
+    Alternatives,
+    RefusedPair,
+    check,
+    check_pairs,
+    notices,
+)
 from megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron.config.validate import RefusedPair
 
 
 class PathOptions(Protocol):
@@ -69,6 +74,11 @@ class PathOptions(Protocol):
     def refused_pairs(self) -> Sequence[RefusedPair]:
         """Settings that exclude each other on this path, in addition to those that exclude each
         other everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
+        ...
+
+    @property
+    def alternatives(self) -> Sequence[Alternatives]:
+        """Settings of this path of which a run has one, as in `validate.ALTERNATIVES`."""
         ...
 
     def check(self, config: Any) -> None:
@@ -513,6 +523,9 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
 
     path, complaint = _selected_path(givens, paths)
     specs = {**SPECS, **(fields.of_path(path) if path else fields.extensions)}
+    groups = [*ALTERNATIVES, *(path.alternatives if path else ())]
+    replaced = _replaced(line.givens, file, specs, groups)
+    givens = {name: given for name, given in givens.items() if name not in replaced}
     values, complaints = _convert_all(givens, specs, path, fields)
     complaints = [*line.complaints, *([complaint] if complaint else []), *complaints]
     if path is None or complaints:
@@ -524,7 +537,8 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     check(config, givens)
     check_pairs(config, path.refused_pairs)
     path.check(config)
-    lines = [*line.notices, *_overrides(line.givens, file, specs), *notices(config, givens)]
+    lines = [*line.notices, *replaced.values(), *_overrides(line.givens, file, specs)]
+    lines += notices(config, givens)
     return dataclasses.replace(
         config, notices=tuple(dict.fromkeys(lines)), from_flags=frozenset(line.givens)
     )
@@ -685,6 +699,36 @@ def _build(values: Mapping[str, Any], path: PathOptions, name: str) -> Config:
         for section, cls in path.sections.items()
     }
     return Config(**sections, extensions=extensions, name=name)
+
+
+def _replaced(
+    flags: Mapping[str, GivenValue],
+    file: Mapping[str, GivenValue],
+    specs: Mapping[str, FieldSpec],
+    groups: Sequence[Alternatives],
+) -> dict[str, str]:
+    """Return the settings of the file that a flag for another way replaces, each with a notice."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for way in group:
+            flag = next((flags[n] for n in way if n in flags and _sets(specs[n], flags[n])), None)
+            others = {name for other in group if other is not way for name in other}
+            for name in sorted(others & file.keys() - flags.keys() if flag else ()):
+                # `null` and values that cannot be read replace nothing and are not replaced.
+                if flag and _sets(specs[name], file[name]):
+                    found[name] = (
+                        f"{flag.origin} {_written(flag)} replaces {name} {_written(file[name])} "
+                        f"of {file[name].origin}"
+                    )
+    return found
+
+
+def _sets(spec: FieldSpec, given: GivenValue) -> bool:
+    """Return whether a value can be read and is not the default."""
+    try:
+        return convert(spec, given) != spec.default
+    except ConfigError:
+        return False
 
 
 def _overrides(

@@ -337,6 +337,24 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
 )
 
 
+Alternatives = Sequence[Sequence[str]]
+"""Settings of which a run has one: each item is one way, by the fields that say it."""
+
+ALTERNATIVES: tuple[Alternatives, ...] = (
+    (("train_iters",), ("train_samples",)),
+    (("lr_decay_iters",), ("lr_decay_samples",)),
+    (("lr_warmup_iters",), ("lr_warmup_samples",), ("lr_warmup_fraction",)),
+    (("lr_wsd_decay_iters",), ("lr_wsd_decay_samples",)),
+    (("fp16",), ("bf16",)),
+    (
+        ("data_path",),
+        ("train_data_path", "valid_data_path", "test_data_path"),
+        ("mock_data",),
+    ),
+)
+"""A flag for one way replaces what the file says of the others. A gradient path may add rows."""
+
+
 def check_pairs(config: Config, pairs: Sequence[RefusedPair] = REFUSED_PAIRS) -> None:
     """Raise `ConfigError` for the first refused pair that the configuration holds."""
     for pair in pairs:

@@ -42,6 +42,7 @@ class ProductPath(GradientPath):
         self.name = f"{layout.name}+{reducer.name}"
         self.sections = {**layout.sections, **reducer.sections}
         self.refused_pairs = (*layout.refused_pairs, *reducer.refused_pairs)
+        self.alternatives = (*layout.alternatives, *reducer.alternatives)
 
     def check(self, config: Config) -> None:
         self._layout.check(config)

@@ -22,7 +22,7 @@ from megatron.data_parallel.bucket_plan import (
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config.validate import RefusedPair
+    from megatron.config.validate import Alternatives, RefusedPair
     from megatron.data_parallel.bucket import ParamInfo
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.layout import BucketLayout
@@ -129,6 +129,8 @@ class GradientPath:
     refused_pairs: Sequence[RefusedPair] = ()
     """Settings that exclude each other on this path, in addition to those that exclude each other
     everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
+    alternatives: Sequence[Alternatives] = ()
+    """Settings of this path of which a run has one: a flag replaces the others in the file."""
 
     def check(self, config: Any) -> None:
         """Raise `ConfigError` for settings with which this path cannot run."""

@@ -47,6 +47,7 @@ class FakePath:
     name: str
     sections: dict[str, type] = field(default_factory=dict)
     refused_pairs: tuple[()] = ()
+    alternatives: tuple[()] = ()
 
     def check(self, config: Any) -> None:
         if config.run.debug and self.name == "sparse":

@@ -1,0 +1,123 @@
+"""Settings that are alternatives: a flag replaces what the file says of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import parse, resolve, to_yaml
+from megatron.config.validate import ALTERNATIVES
+from megatron.errors import ConfigError
+from pretrain_gpt import GRADIENT_PATHS
+
+MODEL = """\
+num_layers: 2
+hidden_size: 64
+num_attention_heads: 4
+seq_length: 32
+micro_batch_size: 2
+lr: 0.001
+"""
+STEPS = "train_iters: 10\n"
+
+
+def read(tmp_path: Path, text: str, *flags: str):
+    file = tmp_path / "small.yaml"
+    file.write_text(MODEL + text)
+    return parse(["--config", str(file), *flags], paths=GRADIENT_PATHS)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        (STEPS, "--train-samples 64", {"train_samples": 64, "train_iters": None}),
+        (
+            "train_samples: 64\n",
+            "--train-iters 7",
+            {"train_samples": None, "train_iters": 7},
+        ),
+        (
+            f"{STEPS}lr_warmup_fraction: 0.2\n",
+            "--lr-warmup-iters 3",
+            {"lr_warmup_fraction": None, "lr_warmup_iters": 3},
+        ),
+        (
+            f"{STEPS}lr_warmup_iters: 3\n",
+            "--lr-warmup-fraction 0.2",
+            {"lr_warmup_fraction": 0.2, "lr_warmup_iters": 0},
+        ),
+        (f"{STEPS}bf16: true\n", "--fp16", {"bf16": False, "fp16": True}),
+        (
+            f"{STEPS}mock_data: true\n",
+            "--data-path some",
+            {"mock_data": False, "data_path": ("some",)},
+        ),
+        (
+            f"{STEPS}data_path: [some]\n",
+            "--train-data-path a --valid-data-path b --test-data-path c",
+            {"data_path": None, "train_data_path": ("a",), "valid_data_path": ("b",)},
+        ),
+        (
+            f"{STEPS}grad_path: radius\nradius_interval: 2\nradius_start_fraction: 0.5\n",
+            "--radius-start-iter 4",
+            {"radius_start_fraction": None, "radius_start_iter": 4},
+        ),
+    ],
+)
+def test_a_flag_replaces_its_alternatives_in_the_file(
+    tmp_path: Path, text: str, flags: str, expected: dict[str, object]
+) -> None:
+    config = read(tmp_path, text, *flags.split())
+    values = config.values()
+    assert {name: values[name] for name in expected} == expected
+    flag = flags.split()[0]
+    notices = [notice for notice in config.notices if notice.startswith(f"{flag} ")]
+    assert len(notices) == 1 and " replaces " in notices[0], config.notices
+    line = MODEL.count("\n") + text.count("\n")
+    assert f"small.yaml:{line}" in notices[0]
+    # The saved file has one of them, so that it reads back.
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(resolve(config, world_size=1)))
+    again = parse(["--config", str(saved)], paths=GRADIENT_PATHS).values()
+    assert {name: again[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "words"),
+    [
+        (f"{STEPS}train_samples: 64\n", "", "train_iters with train_samples"),
+        ("", "--train-iters 7 --train-samples 64", "train_iters with train_samples"),
+        (f"{STEPS}bf16: true\nfp16: true\n", "", "fp16 with bf16"),
+        # A flag that unsets one setting says nothing of the others.
+        (f"{STEPS}train_samples: 64\n", "--lr-warmup-fraction none", "train_iters with"),
+        (
+            f"{STEPS}lr_warmup_iters: 3\nlr_warmup_fraction: 0.2\n",
+            "--lr-warmup-samples 0",
+            "lr_warmup_fraction with lr_warmup_iters",
+        ),
+    ],
+)
+def test_two_in_one_place_stay_an_error(tmp_path: Path, text: str, flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, text, *flags.split())
+
+
+def test_a_value_that_cannot_be_read_is_still_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_iters: x is not an integer"):
+        read(tmp_path, "train_iters: x\n", "--train-samples", "64")
+
+
+def test_every_name_of_the_table_is_a_field() -> None:
+    known = read_fields()
+    groups = [*ALTERNATIVES, *(g for path in GRADIENT_PATHS.values() for g in path.alternatives)]
+    for group in groups:
+        assert len(group) > 1
+        assert {name for way in group for name in way} <= known
+
+
+def read_fields() -> set[str]:
+    """Return the names of all settings."""
+    from megatron.config import fields_by_section
+
+    return {spec.name for specs in fields_by_section(GRADIENT_PATHS).values() for spec in specs}
