@@ -33,7 +33,6 @@ from megatron.launch import (
     Launch,
     Runtime,
     detect_launch,
-    job_environment,
     leave_mpi,
     needs_mpi,
     require_mpi,
@@ -304,8 +303,6 @@ def open_metrics(
         name=config.name,
         formula=task.formula,
         summary=config.values(),
-        progress_dir=config.checkpoint.save,
-        job_id=job_environment().get("SLURM_JOB_ID", ""),
     )
 
 

@@ -57,7 +57,7 @@ class RadiusBucket:
         assert self.index is not None, "a sparse step comes after a resample"
         self.sent = self.index
         values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
-        self.residual.gather(self.index, values)
+        self.index.gather(self.bucket.grad, values)
         return values
 
     def gather_all(self, loss_scale: float) -> torch.Tensor:

@@ -26,22 +26,8 @@ if TYPE_CHECKING:
     from radius.reducer import RadiusReducer
 
 
-SEPARATE = "or leave radius_residual at separate"
-
-
 def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: str) -> RefusedPair:
     return RefusedPair(name=name, holds=holds, reason=reason, instead=instead)
-
-
-def _in_place(
-    other: str, holds: Callable[[Config], object], reason: str, instead: str
-) -> RefusedPair:
-    return _pair(
-        f"radius_residual in-place with {other}",
-        lambda c: _options(c).radius_residual == "in-place" and holds(c),
-        reason,
-        f"{instead}, {SEPARATE}",
-    )
 
 
 def _options(config: Config) -> Any:
@@ -71,37 +57,6 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         ),
         "sums of several steps enter the two moments apart, and the first has to last for that",
         "raise adam_beta1, or give --radius-schedule paper",
-    ),
-    _in_place(
-        "radius_schedule rolling",
-        lambda c: _options(c).radius_schedule == "rolling",
-        "it sends a part of the residuals in every step",
-        "give --radius-schedule paper",
-    ),
-    _in_place(
-        "fp16",
-        lambda c: c.precision.fp16,
-        "the loss scale changes, and the gradient buffer holds several steps",
-        "give --bf16",
-    ),
-    _in_place(
-        "grad_reduce_in_bf16",
-        lambda c: c.precision.grad_dtype == "bfloat16",
-        "16 bit cannot sum up many steps",
-        "drop --grad-reduce-in-bf16",
-    ),
-    _in_place(
-        "skip_loss_spikes",
-        lambda c: c.training.skip_loss_spikes is not None,
-        "what a skipped step had added stays in the gradient buffer and is sent later",
-        "drop --skip-loss-spikes",
-    ),
-    _in_place(
-        "tensor_model_parallel_size or pipeline_model_parallel_size above 1",
-        lambda c: c.parallel.model_parallel_size > 1,
-        "sums over model-parallel ranks would add what waits in the gradient buffer once more in "
-        "each step",
-        "leave both at 1",
     ),
     _pair(
         "fp16 without accumulate_allreduce_grads_in_fp32",
@@ -154,12 +109,10 @@ class RadiusConfig:
         help="What entries are chosen by: the largest update of the optimizer (the paper), a "
         "random draw, or the largest mean gradient (ours).",
     )
-    radius_residual: Literal["separate", "in-place", "none"] = option(
+    radius_residual: Literal["separate", "none"] = option(
         default="separate",
-        help="Where gradients wait that were not sent: in a buffer of their own (the paper), "
-        "nowhere, so that they are lost, or in the gradient buffer, which saves 4 bytes a "
-        "parameter, sends nothing during the backward of a resample, and leaves pending what a "
-        "step had added that is then skipped, unless it is not finite or above 2^55 (ours).",
+        help="Where gradients wait that were not sent: in a buffer of their own (the paper), or "
+        "nowhere, so that they are lost.",
     )
 
     @property

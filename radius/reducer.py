@@ -43,26 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class RadiusWork:
-    """A reduction that was launched, or is to be once the ranks agree, and what to make of it.
-    `held`: those of the step that are to be."""
+    """A reduction under way, and the function that makes the reduced gradient of its result."""
 
-    launch: Callable[[], Work]
+    under_way: Work
     read: Callable[[torch.Tensor], ReducedGrad]
-    held: list[RadiusWork]
-    under_way: Work | None = None
 
     def wait(self) -> ReducedGrad:
-        # All leave with the first that is waited for, so that none stays idle meanwhile.
-        for work in self.held:
-            work.under_way = work.launch()
-        self.held.clear()
-        assert self.under_way is not None, "it was launched, or held until now"
         return self.read(self.under_way.wait().values)
 
     def drop(self) -> None:
-        self.held.clear()
-        if self.under_way is not None:
-            self.under_way.drop()
+        self.under_way.drop()
 
 
 STEPS = "radius/steps"
@@ -97,11 +87,6 @@ class RadiusReducer(GradientReducer):
         self._step = StepContext(t=0)
         self._first = self._last = 0
         self._telling = RadiusStats(settings, self.model_shard)
-        self._held: list[RadiusWork] = []
-
-    @property
-    def keeps_grad_between_steps(self) -> bool:
-        return self.settings.residual == "in-place" and bool(self._entries)
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
@@ -136,11 +121,7 @@ class RadiusReducer(GradientReducer):
             for name, where in bucket.slices.items()
             if name in places
         ]
-        kind = (
-            RESIDUALS[self.settings.residual]
-            if parts or self.keeps_grad_between_steps
-            else Residual
-        )
+        kind = RESIDUALS[self.settings.residual] if parts else Residual
         return RadiusBucket(bucket, parts, kind(bucket), bits)
 
     # ---- the step ------------------------------------------------------------------------------
@@ -153,14 +134,7 @@ class RadiusReducer(GradientReducer):
         values = self._to_send(own, step)
         self._telling.sent(bucket, values.numel())
         sending = dataclasses.replace(bucket, grad=values)
-        launch, read = partial(self._whole.reduce, sending, step), partial(self._received, own)
-        work = RadiusWork(launch, read, self._held)
-        # A mean that takes the residual's place cannot be taken back, so that one is launched when
-        # the ranks have agreed that the step is good.
-        if self.keeps_grad_between_steps and own.phase is Phase.RESAMPLE:
-            self._held.append(work)
-        else:
-            work.under_way = work.launch()
+        work = RadiusWork(self._whole.reduce(sending, step), partial(self._received, own))
         if bucket.index == len(self._own) - 1:
             # What leaves last is waited for most, so all of this is done meanwhile.
             for each in self._own:
@@ -225,7 +199,6 @@ class RadiusReducer(GradientReducer):
 
     def abort(self, bucket: GradBucket) -> None:
         own = self._own[bucket.index]
-        own.residual.undo(own.index)
         own.flushed_norm = None
         own.forget_step()
 

@@ -1,8 +1,7 @@
 """Gradients that were not sent yet, bucket by bucket: where they wait, and how they are sent.
 
 Algorithm 1 of the Radius paper adds what is not selected to a residual (line 16) and sends that
-with the gradient at a resample (lines 8 to 10). There are three ways to keep it: not at all, as the
-paper does, and in the gradient buffer itself.
+with the gradient at a resample (lines 8 to 10). A residual is kept as in the paper, or not.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import torch
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
 from megatron.sparse.selection import CHUNK
 from radius.index import BucketIndex, IndexPart
-
-LARGEST = 2.0**55
-"""Of what an aborted step may leave in the gradient buffer: 65536 squares of it, which the norm of
-the gradient adds up in fp32, are finite."""
 
 
 class Residual:
@@ -33,10 +28,6 @@ class Residual:
     def open(self) -> torch.Tensor:
         """The place of `pending`, to be filled from a checkpoint."""
         raise AssertionError("nothing waits here")
-
-    def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
-        """Read the part of the gradient that is sent between resamples."""
-        index.gather(self.bucket.grad, out)
 
     def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
         """Of what waits (fp64 []), at a resample before `join`; None where nothing does."""
@@ -60,9 +51,6 @@ class Residual:
 
     def empty(self) -> None:
         """The step was applied and sent everything."""
-
-    def undo(self, index: BucketIndex | None) -> None:
-        """The step was dropped on every rank."""
 
 
 class SeparateResidual(Residual):
@@ -135,58 +123,8 @@ class SeparateResidual(Residual):
             self._waits = False
 
 
-class InPlaceResidual(Residual):
-    """The gradient buffer itself: sent entries are cleared, the others carry over to the next step.
-
-    What a skipped step had added stays there, but for entries that are not finite, or so large that
-    no norm with them would ever be and every later resample were skipped for it. The loss scale is
-    1. Buckets that are sent whole are emptied after each step.
-    """
-
-    def __init__(self, bucket: GradBucket) -> None:
-        super().__init__(bucket)
-        self._waits = False
-
-    @property
-    def pending(self) -> torch.Tensor | None:
-        return self.bucket.grad if self._waits else None
-
-    def open(self) -> torch.Tensor:
-        self._waits = True
-        return self.bucket.grad
-
-    def gather(self, index: BucketIndex, out: torch.Tensor) -> None:
-        index.take(self.bucket.grad, out)
-
-    def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
-        # This step's gradient has joined already. It lies in chosen entries too, and goes with
-        # everything, so that none may be cleared here.
-        chosen = self.bucket.grad.new_empty(index.numel)
-        index.gather(self.bucket.grad, chosen)
-        return (squares(self.bucket.grad) - squares(chosen)).clamp_(min=0)
-
-    def keep(self, loss_scale: float) -> None:
-        self._waits = True
-
-    def empty(self) -> None:
-        self.bucket.grad.zero_()
-        self._waits = False
-
-    def undo(self, index: BucketIndex | None) -> None:
-        if index is None:
-            self.empty()
-            return
-        # After a resample's mean was taken it lies here on every rank, so no rank's share is lost.
-        self._waits = True
-        index.clear(self.bucket.grad)
-        for chunk in self.bucket.grad.split(CHUNK):
-            # NaN is not below it either.
-            chunk.masked_fill_(~(chunk.abs() <= LARGEST), 0.0)
-
-
 RESIDUALS: dict[str, type[Residual]] = {
     "separate": SeparateResidual,
-    "in-place": InPlaceResidual,
     "none": Residual,
 }
 """The values of `--radius-residual`."""

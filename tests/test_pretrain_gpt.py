@@ -44,7 +44,7 @@ def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "gpt"
     names = {path.name for path in folder.iterdir()}
     assert {
-        "config.yaml", "metrics.jsonl", "metrics.csv", "log.txt", "status.json", "checkpoints",
+        "config.yaml", "metrics.jsonl", "log.txt", "status.json", "checkpoints",
         "report.html", "environment.json",
     } <= names  # fmt: skip
     status = json.loads((folder / "status.json").read_text())

@@ -233,7 +233,6 @@ class Checkpointer:
         finally:
             while self._notes:
                 self.metrics.log(self._notes.pop(0))
-        self.metrics.saved(written.iteration)
         self.metrics.log(f"saved checkpoint {written.path} in {written.seconds:.1f} s")
 
     def _json(self, progress: TrainState) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.megatron_flags import RETIRED_VALUES
 from megatron.data.indexed_dataset import changes, file_facts
 from megatron.data.vocabulary import Vocabulary, data_prefixes
 from megatron.errors import CheckpointError
@@ -153,11 +154,19 @@ def check_data(
         log(f"data changed since {where.name}, going on with it: {_few(found)}")
 
 
+def _today(key: str, value: object) -> object:
+    """Return the value by which this version reads a setting of an older one."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, str) and (name, value) in RETIRED_VALUES:
+        return RETIRED_VALUES[name, value][0]
+    return value
+
+
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str]) -> list[str]:
     return [
         f"{key}: {there!r} there, {now.get(key)!r} here"
         for key in sorted(keys)
-        if (there := was.get(key, _LATER.get(key))) != now.get(key)
+        if (there := _today(key, was.get(key, _LATER.get(key)))) != now.get(key)
     ]
 
 

@@ -114,6 +114,7 @@ IGNORED = tuple(
         ("--use-checkpoint-lr-scheduler", 0, _SCHEDULE),
         ("--use-checkpoint-opt_param-scheduler", 0, _SCHEDULE),
         ("--use-checkpoint-opt-param-scheduler", 0, _SCHEDULE),
+        ("--log-progress", 0, "metrics.jsonl has every step, log.txt every checkpoint"),
         ("--log-batch-size-to-tensorboard", 0, _TRACKED),
         ("--log-learning-rate-to-tensorboard", 0, _TRACKED),
         ("--log-loss-scale-to-tensorboard", 0, _TRACKED),
@@ -253,3 +254,10 @@ ELSEWHERE = {
 }
 """What flags of other programs are here where that is more than the name of one field."""
 MEGATRON_NAMES: tuple[OldName | Ignored | Refused, ...] = OLD_NAMES + IGNORED + REFUSED
+
+RETIRED_KEYS = {"log_progress": "metrics.jsonl has every step, log.txt every checkpoint"}
+"""Keys that a config.yaml of an older version may have, with what is done instead."""
+RETIRED_VALUES = {
+    ("radius_residual", "in-place"): ("separate", "the results are the same, bit by bit"),
+}
+"""Values that an older version took: the value that is read instead, and the reason."""

@@ -38,6 +38,8 @@ from megatron.config.megatron_flags import (
     ELSEWHERE,
     MEGATRON_NAMES,
     OLD_NAMES,
+    RETIRED_KEYS,
+    RETIRED_VALUES,
     SYNONYMS,
     Ignored,
     OldName,
@@ -518,13 +520,15 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     fields = _Fields(paths)
     path_pairs = {name: path.refused_pairs for name, path in paths.items()}
     line = read_flags(argv, fields.by_section, path_pairs)
-    file = {} if line.config is None else _read_file(line.config, fields)
-    givens = file | line.givens
+    file, retired = ({}, []) if line.config is None else _read_file(line.config, fields)
+    file = _without_retired_values(file, retired)
+    flags = _without_retired_values(line.givens, retired)
+    givens = file | flags
 
     path, complaint = _selected_path(givens, paths)
     specs = {**SPECS, **(fields.of_path(path) if path else fields.extensions)}
     groups = [*ALTERNATIVES, *(path.alternatives if path else ())]
-    replaced = _replaced(line.givens, file, specs, groups)
+    replaced = _replaced(flags, file, specs, groups)
     givens = {name: given for name, given in givens.items() if name not in replaced}
     values, complaints = _convert_all(givens, specs, path, fields)
     complaints = [*line.complaints, *([complaint] if complaint else []), *complaints]
@@ -537,10 +541,10 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     check(config, givens)
     check_pairs(config, path.refused_pairs)
     path.check(config)
-    lines = [*line.notices, *replaced.values(), *_overrides(line.givens, file, specs)]
+    lines = [*line.notices, *retired, *replaced.values(), *_overrides(flags, file, specs)]
     lines += notices(config, givens)
     return dataclasses.replace(
-        config, notices=tuple(dict.fromkeys(lines)), from_flags=frozenset(line.givens)
+        config, notices=tuple(dict.fromkeys(lines)), from_flags=frozenset(flags)
     )
 
 
@@ -588,11 +592,32 @@ class _Fields:
         return grouped
 
 
-def _read_file(path: str, fields: _Fields) -> dict[str, GivenValue]:
-    """The file's values by field name."""
-    return dict(
-        _given_field(path, entry, fields) for entry in read_entries(path) if not _empty(entry)
-    )
+def _read_file(path: str, fields: _Fields) -> tuple[dict[str, GivenValue], list[str]]:
+    """Return the file's values by field name, and a notice for each retired key that is set."""
+    givens: dict[str, GivenValue] = {}
+    notices: list[str] = []
+    for entry in read_entries(path):
+        if entry.key in RETIRED_KEYS:
+            if isinstance(entry.value, Scalar) and entry.value.text != "false":
+                where = f"{show_path(path)}:{entry.line}"
+                notices.append(f"{where}: {entry.key} is ignored: {RETIRED_KEYS[entry.key]}")
+        elif not _empty(entry):
+            name, given = _given_field(path, entry, fields)
+            givens[name] = given
+    return givens, notices
+
+
+def _without_retired_values(
+    givens: Mapping[str, GivenValue], notices: list[str]
+) -> dict[str, GivenValue]:
+    """Return settings with the values that replace retired ones; append a notice for each."""
+    found = dict(givens)
+    for (name, old), (new, reason) in RETIRED_VALUES.items():
+        given = givens.get(name)
+        if given is not None and isinstance(given.value, Scalar) and given.value.text == old:
+            found[name] = dataclasses.replace(given, value=Scalar(new))
+            notices.append(f"{given.origin}: {old} is read as {new}: {reason}")
+    return found
 
 
 def _empty(entry: YamlEntry) -> bool:

@@ -765,7 +765,6 @@ class LoggingConfig:
     log_params_norm: bool = option(default=False, help="Log the L2 norm of the parameters.")
     log_num_zeros_in_grad: bool = option(default=False, help="Log how many gradients are 0.")
     log_throughput: bool = option(default=False, help="Log TFLOP/s of a device.")
-    log_progress: bool = option(default=False, help="Write progress.txt beside the checkpoints.")
     timing_log_level: int = option(
         default=0, help="Detail of timers, 0 (least) to 2.", within=between(0, 2)
     )

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.config.fields import GivenValue, check_range, origin_of, show, specs_of, split_shares
 from megatron.config.sections import (
@@ -29,9 +28,6 @@ from megatron.config.sections import (
 )
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import checkpoint_interval, describe_interval
-
-if TYPE_CHECKING:
-    from megatron.config.sections import Config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -320,7 +320,7 @@ class GradientEngine:
     def _start_over(self) -> None:
         # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
         for slot in self._slots.values():
-            slot.fresh = not self.reducer.keeps_grad_between_steps
+            slot.fresh = True
         self._held = HeldGradients()
         self._last: set[str] = set()
         self._finishing = False

@@ -194,10 +194,6 @@ class GradientReducer:
     rank for each of them (`state_tensors`); both go by logical name and are independent of buckets.
     """
 
-    keeps_grad_between_steps: bool = False
-    """Whether a value that is left in a bucket after a step is part of the next step's gradient.
-    Such a reducer empties buckets itself."""
-
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 
 JSONL = "metrics.jsonl"
-CSV = "metrics.csv"
 COLUMNS = (
     "iteration",
     "lm_loss",
@@ -58,6 +56,7 @@ COLUMNS = (
     "params_norm",
     "time",
 )
+"""The keys that the line of every step has."""
 """Keys of a step's line, in order. `time` is when the step ended, in seconds since 1970."""
 
 PHASE = "seconds/"
@@ -150,31 +149,16 @@ def json_line(values: dict[str, Value]) -> str:
     return json.dumps({k: _strict(v) for k, v in values.items()}, allow_nan=False) + "\n"
 
 
-def csv_line(values: dict[str, Value]) -> str:
-    """One line of metrics.csv, `COLUMNS` alone: empty where there is no value, 0 or 1 for yes and
-    no."""
-    return ",".join(_cell(values[name]) for name in COLUMNS) + "\n"
-
-
-CSV_HEADER = ",".join(COLUMNS) + "\n"
-
-
 def _strict(value: Value) -> Value:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-def _cell(value: Value) -> str:
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
 def cut_metrics(run_dir: str | Path, step: int) -> int:
-    """Move lines after `step` out of the metrics files of a run that resumes from `step`.
+    """Move lines after `step` out of `metrics.jsonl` of a run that resumes from `step`.
 
-    They go to `metrics.jsonl.cut-N` and `metrics.csv.cut-N`, N being the first free number. Lines
+    The lines go to `metrics.jsonl.cut-N`, N being the first free number. Lines
     that cannot be read, as a crash leaves at the end, go with them. A run that starts over
     (`step` 0) keeps no line, since it evaluates iteration 0 again.
 
@@ -182,22 +166,17 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
     """
     run_dir = Path(run_dir)
     number = 1
-    while any((run_dir / f"{name}.cut-{number}").exists() for name in (JSONL, CSV)):
+    while (run_dir / f"{JSONL}.cut-{number}").exists():
         number += 1
-    moved = _cut(run_dir / JSONL, number=number, step=step, iteration_of=_json_iteration)
-    _cut(run_dir / CSV, number=number, step=step, iteration_of=_csv_iteration)
-    return moved
-
-
-def _cut(path: Path, *, number: int, step: int, iteration_of: Callable[[bytes], int | None]) -> int:
+    path = run_dir / JSONL
     if not path.exists():
         return 0
     kept, cut = path.with_name(path.name + ".tmp"), path.with_name(f"{path.name}.cut-{number}")
     moved = 0
     with open(kept, "wb") as keep, open(cut, "wb") as away:
         for line in lines_of(path):
-            iteration = iteration_of(line)
-            stays = iteration is not None and (step > 0 or iteration < 0) and iteration <= step
+            values = parse_line(line)
+            stays = values is not None and 0 < step >= int(values["iteration"] or 0)
             (keep if stays else away).write(line if line.endswith(b"\n") else line + b"\n")
             moved += not stays
         _synchronize(keep)
@@ -240,19 +219,6 @@ def parse_line(line: bytes) -> dict[str, Value] | None:
     if type(iteration) is not int or not 0 <= iteration <= _MOST_ITERATIONS:
         return None
     return values
-
-
-def _json_iteration(line: bytes) -> int | None:
-    values = parse_line(line)
-    return None if values is None else int(values["iteration"] or 0)
-
-
-def _csv_iteration(line: bytes) -> int | None:
-    if line == CSV_HEADER.encode():
-        return -1
-    cells = line.split(b",")
-    whole = line.endswith(b"\n") and len(cells) == len(COLUMNS) and cells[0].isdigit()
-    return int(cells[0]) if whole else None
 
 
 LOG = "log.txt"
@@ -371,77 +337,6 @@ class Console:
         self._stream, self._bar, self._wants_bar = None, None, False
 
 
-PROGRESS = "progress.txt"
-
-_TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\t")
-_SAVED = re.compile(
-    r"Saved checkpoint\tIteration: (\d+)\t.*Floating-point operations: ([0-9.e+]+)\t"
-    r"Tokens \(in billions\): ([0-9.]+)"
-)
-
-
-class Progress:
-    """Appends to `folder/progress.txt`; counts go on from the last line at `start_iteration`."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        job_id: str,
-        world_size: int,
-        start_iteration: int,
-        clock: Callable[[], float],
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / PROGRESS
-        self._prefix = f"Job ID: {job_id}\t# GPUs: {world_size}"
-        self._world_size = world_size
-        self._clock = clock
-        self._job_start = clock()
-        self._job_flops = 0.0
-        self._first_start, self._past_flops, self._tokens = self._read_past(start_iteration)
-        self._append("Starting job")
-
-    def step(self, record: StepRecord) -> None:
-        """Count the work of one step."""
-        self._job_flops += record.flops
-        self._tokens += record.tokens
-
-    def saved(self, iteration: int) -> None:
-        """Tell of a committed checkpoint, with the throughput of this job and of all so far."""
-        now = self._clock()
-        total = self._past_flops + self._job_flops
-        job = self._rate(self._job_flops, now - self._job_start)
-        cumulative = self._rate(total, now - self._first_start)
-        self._append(
-            f"Saved checkpoint\tIteration: {iteration}\t"
-            f"Job throughput: {job:.3g} TFLOP/s/GPU\t"
-            f"Cumulative throughput: {cumulative:.3g} TFLOP/s/GPU\t"
-            f"Floating-point operations: {total:.6e}\t"
-            f"Tokens (in billions): {self._tokens / 1e9:.6f}"
-        )
-
-    def _rate(self, flops: float, seconds: float) -> float:
-        return flops / seconds / 1e12 / self._world_size if seconds > 0 else 0.0
-
-    def _append(self, text: str) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(f"{timestamp(self._clock())}\t{self._prefix}\t{text}\n")
-
-    def _read_past(self, start_iteration: int) -> tuple[float, float, float]:
-        first, flops, tokens = self._job_start, 0.0, 0.0
-        if start_iteration == 0 or not self._path.exists():
-            return first, flops, tokens
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        times = [m[1] for line in lines if (m := _TIME.match(line))]
-        if times:
-            first = datetime.strptime(times[0], "%Y-%m-%d %H:%M:%S").timestamp()
-        for line in lines:
-            if (saved := _SAVED.search(line)) and int(saved[1]) <= start_iteration:
-                flops, tokens = float(saved[2]), float(saved[3]) * 1e9
-        return first, flops, tokens
-
-
 SECONDS_BETWEEN_FLUSHES = 10.0
 """Of training time; a shorter log interval flushes earlier."""
 
@@ -454,10 +349,9 @@ class Metrics:
     notice, and the tracker is off; lines that a full disk refused are tried again.
 
     `formula` says which operations `StepRecord.flops` counts; `summary` is what trackers show as
-    the configuration; `progress_dir` holds progress.txt (the run folder by default). `bar` forces
-    the progress bar on or off (None: on a terminal). Raises `ConfigError` where a tracker's package
-    is missing. On resume call `cut_metrics` before.
-    """
+    the configuration. `bar` forces the progress bar on or off (None:
+    on a terminal). Raises `ConfigError` where a tracker's package is missing. On resume call
+    `cut_metrics` before."""
 
     def __init__(
         self,
@@ -470,8 +364,6 @@ class Metrics:
         name: str = "",
         formula: str = "",
         summary: Mapping[str, Any] | None = None,
-        progress_dir: str | Path | None = None,
-        job_id: str = "",
         stream: TextIO | None = None,
         bar: bool | None = None,
         clock: Callable[[], float] = time.time,
@@ -490,7 +382,6 @@ class Metrics:
             clock=clock,
         )
         self._jsonl = AppendFile(self.run_dir / JSONL)
-        self._csv = AppendFile(self.run_dir / CSV)
         self._pending: list[TimedRecord] = []
         self._pending_seconds = 0.0
         self._interval: list[StepRecord] = []
@@ -502,15 +393,6 @@ class Metrics:
         self._closed = False
         self._trackers: list[Tracker] = []
         self._add_trackers(start_iteration=start_iteration, name=name, summary=summary or {})
-        self._progress: Progress | None = None
-        if logging.log_progress:
-            self._progress = Progress(
-                Path(progress_dir or run_dir),
-                job_id=job_id,
-                world_size=world_size,
-                start_iteration=start_iteration,
-                clock=clock,
-            )
         self._announce_formula(formula)
 
     def log(self, text: str, *, brief: str | None = None) -> None:
@@ -530,8 +412,6 @@ class Metrics:
             self._timed_steps[record.iteration] = len(self._interval)
         self._pending_seconds += record.step_seconds
         self._samples = record.consumed_samples
-        if self._progress is not None:
-            self._progress.step(record)
         self._console.advance(record)
         if (
             record.iteration % self._logging.log_interval == 0
@@ -566,15 +446,6 @@ class Metrics:
         found = (parse_line(line) for line in lines_of(path) if key.encode() in line)
         return any(v is not None and key in v and v["iteration"] == iteration for v in found)
 
-    def saved(self, iteration: int) -> None:
-        """Tell progress.txt that the checkpoint of `iteration` is committed."""
-        if self._progress is not None:
-            try:
-                self._progress.saved(iteration)
-            except OSError as error:
-                self._progress = None
-                self.log(f"progress.txt: {error}; --log-progress is off from here on")
-
     def throughput(self, workload: Workload) -> Throughput | None:
         """Say what the steps of this start come to; None where there was but one, or none."""
         found = self._stopwatch.read(workload, peak_tflops=self._logging.peak_tflops)
@@ -595,8 +466,6 @@ class Metrics:
             for when, record in records
         ]
         self._append(self._jsonl, "".join(map(json_line, lines)))
-        header = CSV_HEADER if self._csv.is_empty else ""
-        self._append(self._csv, header + "".join(map(csv_line, lines)))
         interval = self._logging.tensorboard_log_interval
         chosen = [timed for timed in records if timed.record.iteration % interval == 0]
         if chosen:
@@ -613,7 +482,6 @@ class Metrics:
         self._guard(lambda tracker: tracker.close())
         self._trackers.clear()
         self._jsonl.close()
-        self._csv.close()
         self._console.close()
 
     def _print_interval(self) -> None:
@@ -708,9 +576,6 @@ class NullMetrics(Metrics):
     def has_evaluation(self, iteration: int, kind: str) -> bool:
         """Another rank knows."""
         return False
-
-    def saved(self, iteration: int) -> None:
-        """Nothing to tell."""
 
     def throughput(self, workload: Workload) -> Throughput | None:
         """Another rank says it."""

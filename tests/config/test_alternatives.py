@@ -121,3 +121,26 @@ def read_fields() -> set[str]:
     from megatron.config import fields_by_section
 
     return {spec.name for specs in fields_by_section(GRADIENT_PATHS).values() for spec in specs}
+
+
+# ---- settings of older versions ------------------------------------------------------------------
+
+
+def test_a_config_of_an_older_version_is_read(tmp_path: Path) -> None:
+    text = f"{STEPS}grad_path: radius\nradius_interval: 2\nradius_residual: in-place\n"
+    config = read(tmp_path, f"{text}logging:\n  log_progress: true\n")
+    assert config.values()["radius_residual"] == "separate"
+    told = "\n".join(config.notices)
+    assert "radius_residual: in-place is read as separate" in told
+    assert "log_progress is ignored: metrics.jsonl" in told
+    quiet = read(tmp_path, f"{STEPS}logging:\n  log_progress: false\n")
+    assert "log_progress" not in "\n".join(quiet.notices)
+
+
+def test_flags_of_an_older_version_are_announced(tmp_path: Path) -> None:
+    line = "--grad-path radius --radius-interval 2 --radius-residual in-place --log-progress"
+    config = read(tmp_path, STEPS, *line.split())
+    assert config.values()["radius_residual"] == "separate"
+    told = "\n".join(config.notices)
+    assert "--radius-residual: in-place is read as separate" in told
+    assert "--log-progress" in told

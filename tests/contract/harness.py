@@ -48,17 +48,12 @@ class PathCase:
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
-    makes the gradients.
-
-    Where a path promises less it says why: `fp32_only`, its gradients are never 16 bit nor scaled;
-    `keeps_skipped`, what a skipped step had added to its residual stays there, and nothing else."""
+    makes the gradients."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     lossless: bool = True
     linear: bool = True
-    fp32_only: str = ""
-    keeps_skipped: str = ""
     sharded: bool = False
     offloaded: bool = False
     predivided: bool = False
@@ -81,13 +76,6 @@ PATHS = [
         "radius",
         SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
         lossless=False,
-    ),
-    PathCase(
-        "radius",
-        SHORT | {"radius_residual": "in-place"},
-        lossless=False,
-        fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
-        keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
     ),
     # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
     PathCase("radius", SHORT | FEW, lossless=False),

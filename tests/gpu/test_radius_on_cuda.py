@@ -20,7 +20,7 @@ from tests.gpu.test_training_on_cuda import (
 )
 
 RADIUS = "--grad-path radius --radius-interval 3 --radius-start-iter 1 --train-iters 12"
-KINDS = ("", "--radius-schedule rolling", "--radius-residual in-place", "--bf16")
+KINDS = ("", "--radius-schedule rolling", "--bf16")
 
 
 def test_steps_equal_those_on_the_cpu(device: torch.device, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""metrics.jsonl and metrics.csv: content, strictness, cutting, and a disk that fills up."""
+"""metrics.jsonl: content, strictness, cutting, and a disk that fills up."""
 
 from __future__ import annotations
 
-import csv
 import errno
 import math
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.metrics import cut_metrics
-from megatron.metrics.logger import COLUMNS, AppendFile, parse_line
+from megatron.metrics.logger import AppendFile, parse_line
 
 from .helpers import lines_of, make_metrics, record
 
@@ -38,10 +37,7 @@ def test_one_line_for_each_step_in_full_precision(tmp_path: Path) -> None:
     assert lines[2]["lm_loss"] == 10 / 3
     assert lines[2]["tokens_per_second"] == 2000.0
     assert lines[2]["skipped"] is False
-    with open(tmp_path / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["lm_loss"]) for row in rows] == [10 / i for i in range(1, 8)]
-    assert tuple(rows[0]) == COLUMNS
+    assert [line["lm_loss"] for line in lines] == [10 / i for i in range(1, 8)]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -54,8 +50,6 @@ def test_numbers_that_json_lacks_are_text_that_float_reads(tmp_path: Path, loss:
     assert str(float(step["lm_loss"])) == str(loss) and step["grad_norm"] is None
     assert str(float(evaluation["valid_loss"])) == str(loss)
     assert set(evaluation) == {"iteration", "valid_loss"}
-    row = (tmp_path / "metrics.csv").read_text().splitlines()[1].split(",")
-    assert (row[1], row[3], row[7]) == (str(loss), "", "1")
 
 
 def test_nothing_is_lost_at_a_flush_before_a_checkpoint(tmp_path: Path) -> None:
@@ -77,18 +71,17 @@ def test_cut_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     _train(resumed, 1, 9, evaluate=(3, 6, 9))
     assert cut_metrics(resumed, 6) == 4  # steps 7, 8, 9 and the evaluation at 9
     _train(resumed, 7, 12, evaluate=(9,))
-    for name in ("metrics.jsonl", "metrics.csv"):
-        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    name = "metrics.jsonl"
+    assert (resumed / name).read_bytes() == (whole / name).read_bytes()
     cut = lines_of(resumed, "metrics.jsonl.cut-1")
     assert [line["iteration"] for line in cut] == [7, 8, 9, 9]
-    assert len((resumed / "metrics.csv.cut-1").read_text().splitlines()) == 3
 
 
 def test_cuts_are_numbered_and_a_cut_of_nothing_leaves_no_file(tmp_path: Path) -> None:
     assert cut_metrics(tmp_path, 5) == 0
     _train(tmp_path, 1, 6)
     assert cut_metrics(tmp_path, 6) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.txt", "metrics.csv", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.txt", "metrics.jsonl"]
     assert cut_metrics(tmp_path, 4) == 2
     assert cut_metrics(tmp_path, 2) == 2
     assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2]
@@ -100,25 +93,22 @@ def test_cuts_are_numbered_and_a_cut_of_nothing_leaves_no_file(tmp_path: Path) -
 )
 def test_torn_last_line_is_moved_too(tmp_path: Path, torn: bytes) -> None:
     _train(tmp_path, 1, 2)
-    for name, tail in (("metrics.jsonl", torn), ("metrics.csv", b"3,1.0")):
-        with open(tmp_path / name, "ab") as file:
-            file.write(tail)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(torn)
     assert cut_metrics(tmp_path, 5) == 1
     assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2]
     assert (tmp_path / "metrics.jsonl.cut-1").read_bytes() == torn + b"\n"
     _train(tmp_path, 3, 3)
     assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2, 3]
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4
 
 
-def test_start_over_keeps_no_line_but_the_header(tmp_path: Path) -> None:
+def test_start_over_keeps_no_line(tmp_path: Path) -> None:
     metrics, _ = make_metrics(tmp_path)
     metrics.evaluation(0, "valid", 3.0)
     metrics.step(record(1))
     metrics.close()
     assert cut_metrics(tmp_path, 0) == 2
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    assert (tmp_path / "metrics.csv").read_text() == ",".join(COLUMNS) + "\n"
 
 
 def test_full_disk_loses_no_line_and_tears_none(

@@ -151,7 +151,6 @@ def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:
     null.log("x")
     null.step(record(1))
     null.evaluation(1, "valid", 1.0)
-    null.saved(1)
     null.flush()
     null.close()
     assert sorted(os.listdir(tmp_path)) == before
@@ -310,35 +309,3 @@ def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("lm loss")] == [(2, 8.0), (4, 6.0)]
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [16, 32]
     assert [(e.step, e.value) for e in events.Scalars("lm loss validation")] == [(4, 3.0)]
-
-
-# ---- progress.txt --------------------------------------------------------------------------------
-
-
-def test_progress_file_goes_on_over_restarts(tmp_path: Path) -> None:
-    clock, saves = Clock(), tmp_path / "saves"
-    options = {"log_progress": True, "progress_dir": saves, "world_size": 2, "job_id": "77"}
-    for start in (0, 10):
-        metrics, _ = make_metrics(tmp_path, clock=clock, start_iteration=start, **options)
-        for i in range(start + 1, start + 11):
-            clock.now += 1.0
-            metrics.step(record(i))
-        metrics.saved(start + 10)
-        metrics.close()
-    lines = (saves / "progress.txt").read_text().splitlines()
-    assert [line.split("\t")[1:4] for line in lines[:2]] == [
-        ["Job ID: 77", "# GPUs: 2", "Starting job"],
-        ["Job ID: 77", "# GPUs: 2", "Saved checkpoint"],
-    ]
-    # 10 steps of 10^12 FLOPs a second each, on two ranks.
-    assert lines[3].endswith(
-        "Iteration: 20\tJob throughput: 0.5 TFLOP/s/GPU\tCumulative throughput: 0.5 TFLOP/s/GPU\t"
-        "Floating-point operations: 2.000000e+13\tTokens (in billions): 0.000020"
-    )
-
-
-def test_no_progress_file_unless_asked(tmp_path: Path) -> None:
-    metrics, _ = make_metrics(tmp_path)
-    metrics.saved(1)
-    metrics.close()
-    assert not (tmp_path / "progress.txt").exists()

@@ -34,7 +34,6 @@ CASES = {
     "offloaded": (2, f"{SAMO} --bf16 --optimizer-cpu-offload --offload-bucket-size 512 "
                   "--ddp-bucket-size none"),
     "samo zero": (2, f"{SAMO} --use-distributed-optimizer --bf16"),
-    "radius in place": (2, f"--grad-path radius {RADIUS} --radius-residual in-place"),
     "both": (2, f"{SAMO} --grad-path samo+radius {RADIUS} --bf16"),
     "sequence": (4, f"{TP} --sequence-parallel --bf16 {FULL}"),
     "four": (4, "--tensor-model-parallel-size 4 --untie-embeddings-and-output-weights "

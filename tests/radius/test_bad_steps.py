@@ -1,23 +1,20 @@
-"""Steps that are skipped: what they leave alone, and what in-place residuals keep of them."""
+"""Steps that are skipped, and the state that they leave alone."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-import torch
 
 from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PathCase, Toy, case_id, gradients, same
 from tests.radius.toys import (
     CASES,
-    MATRICES,
     OWN_CASES,
     STEPS,
     masks_of,
     params_of,
     radius,
-    settled,
 )
 from tests.ranks import Ranks
 
@@ -37,7 +34,7 @@ def on_rank_poisoned(groups: ProcessGroups, case: PathCase, name: str) -> list[l
     return found
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if not c.keeps_skipped], ids=case_id)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_nan_leaves_residual_and_index_alone_at_every_position(
     ranks: Ranks, case: PathCase, world: int
@@ -51,59 +48,19 @@ def test_a_nan_leaves_them_alone_under_other_settings(ranks: Ranks, case: PathCa
     assert ranks.run(2, on_rank_poisoned, case, "second.weight") == [[[]] * STEPS] * 2
 
 
-def on_rank_dropped(groups: ProcessGroups, position: int, kind: str) -> dict:
-    """In place: skip the step at a position, for a NaN or because the loop finds it bad."""
-    toy = Toy(groups, radius(residual="in-place"))
-    for t in range(1, position):
-        toy.step([gradients(t, groups.dp.rank)])
-    before, state = toy.residual(), settled(toy)
-    skipped = gradients(99, groups.dp.rank)
-    if kind == "nan" and groups.dp.rank == 0:
-        skipped["first.weight"].view(-1)[:7] = math.nan
-    toy.backward([skipped])
-    step = toy.finish()
-    toy.engine.abort()
-    after = toy.residual()
-    changed, masks = same(state, settled(toy)), masks_of(toy)
-    return {"before": before, "after": after, "ok": step.ok, "changed": changed, "masks": masks}
-
-
-@pytest.mark.parametrize("position", [3, 4, 5, 6, 8, 9, 12])
-@pytest.mark.parametrize("kind", ["nan", "spike"])
-def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
-    ranks: Ranks, position: int, kind: str
-) -> None:
-    by_rank = ranks.run(2, on_rank_dropped, position, kind)
-    assert all(found["ok"] == (kind == "spike") and not found["changed"] for found in by_rank)
-    for name in MATRICES:
-        after = torch.stack([found["after"][name] for found in by_rank])
-        assert after.isfinite().all()
-        if position <= 4:  # there was no index yet: such a step is dropped as on the dense path
-            assert not after.any()
-            continue
-        added = torch.stack([gradients(99, rank)[name].view(-1) for rank in range(2)])
-        rest = ~by_rank[0]["masks"][name].view(-1)
-        wanted = torch.stack([found["before"][name] for found in by_rank]) + added * rest
-        if kind == "nan" and name == "first.weight":
-            # What was pending in an entry that is not finite is lost on that rank alone.
-            wanted[0, :7] = 0.0
-        torch.testing.assert_close(after.mean(0), wanted.mean(0), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("pending", [1e20, 1e30, 3e38])
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("residual", ["separate", "in-place"])
 def test_a_gradient_too_large_to_square_is_skipped_at_once_and_keeps_no_resample_from_passing(
-    ranks: Ranks, world: int, residual: str, pending: float
+    ranks: Ranks, world: int, pending: float
 ) -> None:
     """It is finite, and not among the entries that are sent."""
-    for found in ranks.run(world, on_rank_with_huge_gradient, residual, pending):
+    for found in ranks.run(world, on_rank_with_huge_gradient, pending):
         assert found["good"] == [True] * 4 + [False] + [True] * 10
         assert found["finite"]
 
 
-def on_rank_with_huge_gradient(groups: ProcessGroups, residual: str, pending: float) -> dict:
-    toy = Toy(groups, radius(residual=residual))
+def on_rank_with_huge_gradient(groups: ProcessGroups, pending: float) -> dict:
+    toy = Toy(groups, radius())
     good = []
     for t in range(1, 16):
         mine = gradients(t, groups.dp.rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, parse, resolve, to_yaml
-from megatron.config.validate import check_pairs
 from megatron.errors import ConfigError
 from megatron.sparse.shard import FlatShard
 from pretrain_gpt import GRADIENT_PATHS
@@ -87,7 +85,7 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
         ("--radius-start-fraction 1.2", "must be in [0, 1]"),
         ("--radius-schedule papers", "did you mean paper?"),
         ("--radius-select largest", "must be one of update, seeded, gradient"),
-        ("--radius-residual inplace", "did you mean in-place?"),
+        ("--radius-residual seperate", "did you mean separate?"),
         ("--radius-densty 0.4", "did you mean --radius-density?"),
         (
             "--radius-start-iter 5 --radius-start-fraction 0.1",
@@ -102,23 +100,6 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
             "--radius-schedule rolling --adam-beta1 0",
             "or give --radius-schedule paper",
         ),
-        (
-            "--radius-residual in-place --radius-schedule rolling",
-            "give --radius-schedule paper, or leave radius_residual at separate",
-        ),
-        ("--radius-residual in-place --fp16", "give --bf16, or leave radius_residual at separate"),
-        (
-            "--radius-residual in-place --fp16 --accumulate-allreduce-grads-in-fp32",
-            "fp16: the loss scale",
-        ),
-        (
-            "--radius-residual in-place --bf16 --grad-reduce-in-bf16",
-            "drop --grad-reduce-in-bf16, or leave radius_residual at separate",
-        ),
-        (
-            "--radius-residual in-place --skip-loss-spikes 4",
-            "drop --skip-loss-spikes, or leave radius_residual at separate",
-        ),
         ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
         ("--fp16 --radius-schedule rolling", "give --accumulate-allreduce-grads-in-fp32"),
     ],
@@ -132,7 +113,6 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
     [
         "--radius-interval 1000",
         "--radius-interval 2000 --radius-density 1",
-        "--radius-residual in-place --bf16",
         "--skip-loss-spikes 4",
         "--bf16 --grad-reduce-in-bf16",
         "--fp16 --accumulate-allreduce-grads-in-fp32",
@@ -144,16 +124,6 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
 )
 def test_what_can_be_is_accepted(flags: str) -> None:
     assert read(flags).gradient.grad_path == "radius"
-
-
-@pytest.mark.parametrize("size", ["tensor", "pipeline"])
-def test_in_place_is_refused_with_model_parallel_ranks(size: str) -> None:
-    config = read("--radius-residual in-place")
-    sizes = {f"{size}_model_parallel_size": 2}
-    parallel = dataclasses.replace(config.parallel, **sizes)
-    with pytest.raises(ConfigError, match="leave both at 1, or leave radius_residual at separate"):
-        check_pairs(dataclasses.replace(config, parallel=parallel), RadiusPath.refused_pairs)
-    check_pairs(config, RadiusPath.refused_pairs)
 
 
 def test_help_compat_tells_what_is_refused_with_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +182,7 @@ BUCKET = 1024 + 64
     ("flags", "expected"),
     [
         ("", {"index": 4 * 409, "residual": 4 * BUCKET, "values": 4 * 409}),
-        ("--radius-residual in-place", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
+        ("--radius-residual none", {"index": 4 * 409, "residual": 0, "values": 4 * 409}),
         ("--bf16 --grad-reduce-in-bf16", {"residual": 4 * BUCKET, "values": 2 * 409}),
         ("--radius-density 1", {"index": 0, "residual": 0, "values": 0}),
         (

@@ -19,10 +19,9 @@ from tests.radius.toys import (
 )
 
 
-@pytest.mark.parametrize("residual", ["separate", "in-place"])
-def test_the_norm_of_the_residual_is_that_of_what_waits(residual: str) -> None:
-    """At a resample as of before it; in place the step's gradient has joined it by then."""
-    toy = Toy(alone(), radius(residual=residual))
+def test_the_norm_of_the_residual_is_that_of_what_waits() -> None:
+    """At a resample the norm is that of before the resample."""
+    toy = Toy(alone(), radius())
     for t in range(1, STEPS + 1):
         waited, masks = toy.residual(), masks_of(toy)
         toy.step([gradients(t)])
@@ -34,17 +33,14 @@ def test_the_norm_of_the_residual_is_that_of_what_waits(residual: str) -> None:
         if t % 4 == 0 and masks:
             assert not any(r.any() for r in waits.values())
             waits = waited
-            for name, mask in masks.items() if residual == "in-place" else ():
-                waits[name] += (gradients(t)[name] * ~mask).view(-1)
         wanted = math.sqrt(sum(float(r.square().sum()) for r in waits.values()))
         assert extra["residual_norm"] == pytest.approx(wanted, rel=1e-5)
         assert (wanted == 0) == (t == 4)
         assert "residual_norm" not in toy.engine.stats().extra
 
 
-@pytest.mark.parametrize("residual", ["separate", "in-place"])
-def test_a_resample_that_is_dropped_sends_nothing(residual: str) -> None:
-    toy = Toy(alone(), radius(residual=residual))
+def test_a_resample_that_is_dropped_sends_nothing() -> None:
+    toy = Toy(alone(), radius())
     for t in range(1, 8):
         toy.step([gradients(t)])
     bad = gradients(8)

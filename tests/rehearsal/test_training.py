@@ -24,7 +24,7 @@ CASES = {
     "offload-clipped": "--bf16 --optimizer-cpu-offload --offload-bucket-size 65536",
     "radius-fp32": RADIUS,
     "radius-rolling-fp32": f"{RADIUS} --radius-schedule rolling",
-    "radius-seeded-fp32": f"{RADIUS} --radius-select seeded --radius-residual in-place",
+    "radius-seeded-fp32": f"{RADIUS} --radius-select seeded",
     "radius-rolling-seeded-bf16": f"--bf16 {RADIUS} --radius-schedule rolling "
     "--radius-select seeded",
     "radius-gradient-fp32": f"{RADIUS} --radius-select gradient --radius-residual none",

@@ -161,7 +161,7 @@ def _files_of_run(run: Path, more: str) -> list[str]:
     for kind, keys in kinds.items():
         lines.append(f"metrics.jsonl, {kind}:")
         lines += [f"  {key}: {' or '.join(sorted(types))}" for key, types in keys.items()]
-    return [*lines, f"metrics.csv: {(run / 'metrics.csv').read_text().splitlines()[0]}"]
+    return lines
 
 
 def _keys(values: Mapping[str, Any], *, types: bool, indent: str = "  ") -> list[str]:

@@ -37,7 +37,6 @@ def flags(*more: str) -> str:
         "",
         "--bf16 --radius-select seeded",
         "--radius-schedule rolling --bf16",
-        "--radius-residual in-place",
         "--fp16 --initial-loss-scale 65536 --accumulate-allreduce-grads-in-fp32",
     ],
 )

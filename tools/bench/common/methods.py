@@ -2,7 +2,7 @@
 
 compute                     a step that sends nothing
 dense, radius-D, topk-D,    our gradient paths at density D, rank R or sparsity P (random masks);
-powersgd-R, samo-P,         `-no-overlap` after any of them, `-rolling`, `-seeded`, `-in-place`
+powersgd-R, samo-P,         `-no-overlap` after any of them, `-rolling`, `-seeded`
 samo-P+radius-D             after radius
 compute-bf16, dense-bf16    with parameters and gradients of 16 bit, as samo's are; `-fp32` after
                             samo leaves its numbers as those of the other rows
@@ -49,20 +49,19 @@ _NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
     rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"
     rf"|powersgd-(?P<rank>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
-    r"(?P<variants>(-(rolling|seeded|in-place|no-overlap|bf16|fp32))*)"
+    r"(?P<variants>(-(rolling|seeded|no-overlap|bf16|fp32))*)"
 )
 _DDP = re.compile(r"ddp-(?:(?P<mb>\d+)mb|(?P<fp16>fp16)|powersgd-(?P<rank>\d+))")
 _SIXTEEN = ("--bf16", "--grad-reduce-in-bf16")
 _VARIANTS = {
     "rolling": ("--radius-schedule", "rolling"),
     "seeded": ("--radius-select", "seeded"),
-    "in-place": ("--radius-residual", "in-place"),
     "no-overlap": ("--overlap-grad-reduce", "false"),
     "bf16": _SIXTEEN,
     "fp32": (),
 }
 _GO_WITH = {
-    **dict.fromkeys(("rolling", "seeded", "in-place"), ("radius", "samo+radius")),
+    **dict.fromkeys(("rolling", "seeded"), ("radius", "samo+radius")),
     "no-overlap": ("dense", "radius", "topk", "powersgd", "samo", "samo+radius"),
     "bf16": (COMPUTE, "dense"),
     "fp32": ("samo", "samo+radius"),
