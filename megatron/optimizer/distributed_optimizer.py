@@ -89,7 +89,7 @@ class StateShard:
         return cls(flat, bucket.kept_of(name).start, bucket.slices[name].numel, exchange)
 
     def whole(self) -> torch.Tensor:
-        """Return all stored entries; a sharded state is copied, collectively over data-parallel ranks."""
+        """Return all stored entries; copies a sharded state, collectively over its ranks."""
         if self.exchange is None:
             return self.flat
         whole = self.flat.new_zeros(self.stored)

@@ -133,7 +133,7 @@ class Group:
         async_op: bool = False,
         about: str = "",
     ) -> dist.Work | None:
-        """Reduce `whole` over the group, and write this rank's rows to `out`, as in `all_gather`."""
+        """Reduce `whole` over the group into `out`, which gets this rank's rows of `whole`."""
         if self.handle is None:
             out.view(-1).copy_(whole.view(-1))
             return None
@@ -253,7 +253,7 @@ class Edges:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """This rank's groups: one per axis, `world`, and `embedding`, the stages with the tied embedding.
+    """This rank's groups along each axis, of the stages with a tied embedding, and of the world.
 
     `edges` connect neighbours in the pipeline; None for a single stage.
     """
@@ -267,7 +267,7 @@ class ProcessGroups:
     edges: Edges | None = None
 
     def listen(self, tell: Callable[[int, str, str], None]) -> None:
-        """Set `Calls.tell` for every group, to observe all collectives and messages of this rank."""
+        """Set `Calls.tell` for every group, to observe all communication of this rank."""
         for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
             group.calls.tell = tell
 
@@ -325,7 +325,7 @@ def _join(
     timeout: timedelta | None,
     traffic: Traffic | None = None,
 ) -> Group:
-    """Create every group of a family, as torch.distributed demands, and return this rank's group."""
+    """Create all groups of a family on every rank, as torch demands, and return this rank's."""
     # A rank outside a group only counts it, without waiting: torch names groups by that count.
     # `use_local_synchronization` names a group by the number of groups that a rank is in, which
     # differs here: the ends of a pipeline are in one more group than its middle.

@@ -16,7 +16,7 @@ Corner = tuple[int, ...]
 
 
 def even_share(length: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """Return `[start, stop)` of the `rank`-th of `ranks` nearly equal shares of `length` entries."""
+    """Return `[start, stop)` of one of `ranks` nearly equal shares of `length` entries."""
     return length * rank // ranks, length * (rank + 1) // ranks
 
 
@@ -77,7 +77,7 @@ class TensorShard:
         return part.reshape(self.local_shape).contiguous()
 
     def boxes(self) -> Iterator[tuple[tuple[Corner, Corner], tuple[Corner, Corner]]]:
-        """Yield for each block its box (start and stop corners) in the whole tensor and in the shard."""
+        """Yield each block's box (start and stop corners) in the whole tensor and in the shard."""
         share = self.stop - self.start
         for number in range(self.blocks):
             first, mine = number * self.block + self.start, number * share
@@ -157,7 +157,7 @@ class ModelShard:
         return self._by_name[name].tp_shard if name in self._by_name else None
 
     def holders(self, name: str) -> Group | None:
-        """Return the group of ranks that share a tensor; None if this rank holds the whole tensor."""
+        """Return the group of ranks that share a tensor; None if this rank holds it whole."""
         if self._groups is None or self.tp_shard(name) is None:
             return None
         return self._groups.tp
@@ -172,7 +172,7 @@ class ModelShard:
         return counts if self._groups is None else self._groups.sum_over_model(counts)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over the ranks of a model copy. Collective over these ranks."""
+        """Sum each number over the ranks of a model copy. Collective over these ranks."""
         import torch
 
         # A CPU tensor, so that the host does not wait for a device.
