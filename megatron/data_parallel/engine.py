@@ -270,8 +270,7 @@ class GradientEngine:
         nonzero: list[_Term] = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             if self.model_shard.owns(bucket):
-                # Padding, at the end of a slice, takes no gradient, so only entries can be
-                # non-zero.
+                # Padding at a slice's end takes no gradient: non-zero values are entries.
                 nonzero.append(_Term(reduced, torch.count_nonzero(reduced.values)))
                 stored += sum(
                     min(where.numel, self.infos[name].local_entries)
@@ -324,7 +323,7 @@ class GradientEngine:
         for handle in self._handles:
             handle.remove()
 
-    # ---- inside --------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------
 
     def _start_over(self) -> None:
         # Nothing is zeroed: the first gradient of a step overwrites the old values.
@@ -347,13 +346,13 @@ class GradientEngine:
                 return
             self._held.store()
             for name, where in bucket.slices.items():
-                if self._slots[name].fresh:  # no gradient came: it is zero
+                if self._slots[name].fresh:  # no gradient arrived: set zero
                     where.of(bucket.grad).zero_()
             # All backwards of this stage are done, so no rank waits here for a microbatch.
             if bucket.partial:
                 self.groups.tp.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             if bucket.tied:
-                # Its other copy lives on another stage.
+                # The other copy is on another stage.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             self._reached.append(reach(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))

@@ -90,7 +90,7 @@ class Stage:
         *,
         chunk: int = 0,
     ) -> torch.Tensor:
-        """Run the forward pass of one chunk; `hidden` is the previous chunk's output, None for tokens.
+        """Run the forward pass of one chunk; `hidden` is the previous output, or None for tokens.
 
         Returns:
             The output without graph; for the last chunk the sum of token losses, an fp32 scalar.

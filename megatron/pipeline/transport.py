@@ -37,7 +37,7 @@ class Transport(Protocol):
     """The carrier of messages of successive training steps and evaluation batches."""
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
-        """Announce the next messages in order of use, and post the first receives if it posts ahead.
+        """Announce the next messages in order of use; may post the first receives ahead.
 
         `unanswered` is the number of sends per direction that may be in progress before a wait.
         """
