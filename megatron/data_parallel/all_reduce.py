@@ -1,4 +1,4 @@
-"""The reducer of the dense gradient path: every gradient, averaged by bucketed all-reduce."""
+"""The reducer of the dense gradient path, which averages every gradient by bucketed all-reduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.data_parallel.reducer import GradientReducer, ReducedGrad, StepCon
 
 @dataclass
 class TransferWork:
-    """A reduction whose result is the bucket's gradient; None where nothing is on its way."""
+    """A reduction in place into `values`; `transfer` is None if nothing was sent."""
 
     values: torch.Tensor
     transfer: Transfer | None
@@ -42,16 +42,16 @@ class _PiecesWork:
 
 
 class AllReduceReducer(GradientReducer):
-    """Mean of whole buckets, in place, one asynchronous all-reduce each (Eq. 2 of the Radius
-    paper). Keeps no state.
+    """Stateless reducer that averages whole buckets in place by asynchronous all-reduce.
+
+    One all-reduce per bucket is Eq. 2 of the Radius paper.
 
     Args:
-        exchange: The data-parallel ranks.
-        divides: False: the result is the sum, for gradients of a loss that was divided by the
-            global batch before backward, so that no pass over the gradients divides them (AxoNN,
-            section IV-B).
-        most: The largest number of entries of an all-reduce; a longer bucket is reduced in pieces.
-            None: each bucket is one all-reduce.
+        exchange: Collectives over data-parallel ranks.
+        divides: If False, sum instead of average, for losses that were divided by the global batch
+            before backward (AxoNN, section IV-B).
+        most: Maximum number of entries per all-reduce; longer buckets are reduced in pieces. None
+            means no limit.
     """
 
     def __init__(self, exchange: Exchange, divides: bool = True, most: int | None = None) -> None:
@@ -59,7 +59,7 @@ class AllReduceReducer(GradientReducer):
         self.divides, self.most = divides, most
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
-        # A tensor-parallel rank may have none of what is sent of a bucket, and its copies neither.
+        # A bucket may be empty on a tensor-parallel rank, and then on every data-parallel rank.
         if self.exchange.ranks == 1 or not bucket.numel:
             return TransferWork(bucket.grad, None)
         most = self.most or bucket.numel

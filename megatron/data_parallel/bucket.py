@@ -1,4 +1,4 @@
-"""Parameters and the flat buckets in which their gradients are reduced. Loads no torch."""
+"""Parameters and the flat buckets in which their gradients are reduced (does not import torch)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ if TYPE_CHECKING:
     from megatron.parallel.tensor_shard import TensorShard
 
 ALIGNMENT = 64
-"""Elements. Fused AdamW rounds the scalar tail of a tensor differently, so slices, chunks and
-shards all begin at multiples of this: other cuts would change bits."""
+"""The alignment, in elements, of slices, chunks and shards.
+
+Fused AdamW rounds the scalar tail of a tensor differently, so other boundaries would change bits.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInfo:
     """A logical parameter of the model, as the engine sees it.
 
-    `leaves` are the autograd leaves over its one storage: one for most, two for an embedding tied
-    to the output layer (each use accumulates its own gradient). `logical_shape` is that of the
-    whole tensor and leaves out rows that exist in memory only (vocabulary padding, always last on
-    a rank). `tp_shard`: the part of it on this tensor-parallel rank, None where each rank holds the
-    whole. `partial`: the gradient that backward makes of a whole one is this rank's part of a
-    sum over them, as of a norm that sees a part of the sequence.
+    `leaves` share one storage; only an embedding tied to the output layer has two, each of which
+    accumulates its own gradient. `logical_shape` is the shape of the whole tensor without
+    vocabulary padding, which is always last on a rank. `tp_shard` is the part on this
+    tensor-parallel rank, or None for the whole tensor. `partial`: the gradient of a replicated
+    parameter is a term of a sum over tensor-parallel ranks, as for a norm that sees a part of the
+    sequence.
     """
 
     name: str
@@ -38,12 +40,12 @@ class ParamInfo:
 
     @property
     def param(self) -> torch.nn.Parameter:
-        """The leaf that stands for the parameter where only values matter."""
+        """The leaf that represents the parameter if only its values matter."""
         return self.leaves[0]
 
     @property
     def tp_sharded(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts of the tensor."""
+        """True if tensor-parallel ranks hold different parts of the tensor."""
         return self.tp_shard is not None
 
     @property
@@ -53,55 +55,57 @@ class ParamInfo:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what is on this rank, without padding."""
+        """Shape of the part on this rank, without padding."""
         return self.logical_shape if self.tp_shard is None else self.tp_shard.local_shape
 
     @property
     def local_entries(self) -> int:
-        """Number of entries on this rank, without padding: they come first in its memory."""
+        """Number of entries on this rank, without padding, which follows the entries in memory."""
         return math.prod(self.local_shape)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a parameter's stored entries lie in its bucket: `[start, start + numel)`."""
+    """The positions `[start, start + numel)` of a parameter's stored entries in its bucket."""
 
     start: int
     numel: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of this slice of a bucket-sized flat tensor."""
+        """Return a view of this slice of a bucket-sized flat tensor."""
         return flat[self.start : self.start + self.numel]
 
 
 class Pending(Protocol):
-    """Something sent that is not there yet."""
+    """A communication that has not completed yet."""
 
     def wait(self) -> object:
-        """Block until it is (on a GPU: let what follows on the current stream wait)."""
+        """Block until the communication completes (on a GPU, block the current stream only)."""
         ...
 
 
 class ShardExchange(Protocol):
-    """Brings together what data-parallel ranks keep a part of each. Collective over them, in the
-    same order on all; counted in the reducer's `ReducerStats`."""
+    """Collectives that combine the shards of data-parallel ranks, in equal order on all ranks."""
 
     def gather(self, parts: torch.Tensor) -> Pending:
-        """Let every rank have every rank's part of `parts`, 1-D, contiguous and as long as
-        `BucketShard.length`, in which this rank has set its own; in place."""
+        """All-gather in place the 1-D contiguous `parts`, `BucketShard.length` entries long.
+
+        This rank has set its own part.
+        """
         ...
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Let every rank have all entries of an fp32 vector in which each has set other ones and
-        left zeros elsewhere; no bit of an entry changes. Blocks."""
+        """Combine disjoint non-zero parts of an fp32 vector in place, bit by bit. Blocks."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketShard:
-    """The part of a bucket whose master weights and moments this data-parallel rank keeps and
-    updates: `where`, one of equal parts of `length` positions in all, in rank order. The last parts
-    may reach past the bucket's end, into nothing but zeros."""
+    """The positions `where` of a bucket whose master weights and moments this rank keeps (ZeRO-1).
+
+    `length` is the total length of the equal shards of all data-parallel ranks, in rank order. The
+    last shards may extend past the end of the bucket, over zeros.
+    """
 
     where: Slice
     length: int
@@ -110,13 +114,14 @@ class BucketShard:
 
 @dataclass(kw_only=True)
 class GradBucket:
-    """A flat run of parameters of one class, the unit that is sent and updated.
+    """A flat run of parameters of one class; the unit that is reduced and updated.
 
-    `grad` is the accumulation buffer, 1-D; entries between slices are 0 and stay 0. A reducer may
-    put another of the kind in its place when it commits a step. `tp_sharded`: its parameters are
-    cut over the tensor-parallel group; `partial`: their gradients are to be summed over it. Where
-    optimizer states are sharded, `shard` says what this rank has of them and `storage` is the
-    memory that `grad` begins, as long as all shards together."""
+    `grad` is the 1-D accumulation buffer; entries between slices are always 0. A reducer may
+    replace `grad` when it commits a step. `tp_sharded`: the parameters are sharded over the
+    tensor-parallel group; `partial`: their gradients must be summed over that group. If optimizer
+    states are sharded, `shard` is this rank's shard, and `storage` begins with `grad` and is as
+    long as all shards.
+    """
 
     index: int
     slices: dict[str, Slice]
@@ -130,12 +135,12 @@ class GradBucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Logical names of its parameters, in the order of their slices."""
+        """Logical names of the parameters, in the order of their slices."""
         return tuple(self.slices)
 
     @property
     def numel(self) -> int:
-        """Length of the flat bucket, alignment included."""
+        """Length of the flat bucket, including alignment gaps."""
         return self.grad.numel()
 
     @property
@@ -144,15 +149,14 @@ class GradBucket:
         return Slice(0, self.numel) if self.shard is None else self.shard.where
 
     def kept_of(self, name: str) -> Slice:
-        """Which of a parameter's stored entries those are; over the ranks they follow one another
-        and leave out none. A rank may have none."""
+        """Return which stored entries of a parameter this rank keeps, possibly none."""
         where = self.slices[name]
         first = min(max(self.kept.start - where.start, 0), where.numel)
         past = min(max(self.kept.start + self.kept.numel - where.start, 0), where.numel)
         return Slice(first, past - first)
 
     def zero_gaps(self) -> None:
-        """Restore the zeros between slices, and after them, that another use of the memory took."""
+        """Zero the gaps between and after the slices, which another use of the memory overwrote."""
         storage, end = self.grad if self.storage is None else self.storage, 0
         for where in self.slices.values():
             storage[end : where.start].zero_()

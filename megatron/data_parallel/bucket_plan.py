@@ -1,8 +1,7 @@
-"""Which parameters share a flat bucket, and what a rank keeps and sends of them. Loads no torch, so
-that the planner counts with the functions that a run allocates by.
+"""The assignment of parameters to flat buckets, and a rank's planned memory and traffic.
 
-Bucketing is one pure function for every gradient path, of names, sizes and classes alone: ranks
-that plan alike send alike.
+Imports no torch, so that the planner can share it. Bucketing is one pure function of names, sizes
+and classes for every gradient path: ranks with equal plans issue equal collectives.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ if TYPE_CHECKING:
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an entry, by the name of its dtype."""
+"""Bytes per entry, by the name of the dtype."""
 
 
 class BucketClass(NamedTuple):
-    """What all parameters of a bucket have in common. 1-D parameters keep to themselves, so that
-    sparse paths can leave them dense whatever the grid (contract 5). `dtype`: of the parameters,
-    torch's or its name."""
+    """The properties that all parameters of a bucket share; `dtype` is a torch dtype or its name.
+
+    1-D parameters have their own buckets, so that sparse paths keep them dense on any grid
+    (contract 5).
+    """
 
     matrix: bool
     tp_sharded: bool
@@ -42,7 +43,7 @@ class BucketClass(NamedTuple):
 
 
 class PlannedParam(NamedTuple):
-    """A parameter as the planner sees it: `numel` of its `entries` are stored; of a class."""
+    """A parameter as the planner sees it: `numel` of its `entries` are stored."""
 
     name: str
     numel: int
@@ -52,7 +53,7 @@ class PlannedParam(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Slices of one bucket to be; `numel` includes the gaps that align each slice."""
+    """The planned slices of one bucket; `numel` includes the gaps that align the slices."""
 
     kind: BucketClass
     slices: dict[str, Slice]
@@ -60,12 +61,12 @@ class BucketPlan:
 
 
 def plan_buckets(entries: Iterable[PlannedParam], *, cap: int) -> list[BucketPlan]:
-    """Cut parameters, given in order of arrival, into buckets of at most `cap` entries, stored or
-    not: a pruned network sends the same parameters together as a dense one, and overlaps as much.
+    """Assign parameters, given in order of gradient arrival, to buckets of at most `cap` entries.
 
-    A parameter larger than the cap has a bucket of its own; so has a tied embedding. Buckets come
-    in the order in which their last gradient arrives, but those that are summed over other groups
-    first, which waits for the end of backward, come last, and tied ones very last (contract 8).
+    The cap counts entries that are not stored, too, so that a pruned network overlaps like a dense
+    one. A parameter larger than the cap and a tied embedding get buckets of their own. Buckets are
+    in the order of their last gradient. Partial buckets, which other groups reduce first after the
+    end of backward, come last, and tied buckets after those (contract 8).
     """
     open_buckets: dict[BucketClass, list[PlannedParam]] = {}
     lengths: dict[BucketClass, int] = {}
@@ -87,7 +88,7 @@ def plan_buckets(entries: Iterable[PlannedParam], *, cap: int) -> list[BucketPla
 
 
 def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[PlannedParam]:
-    """What to plan for, in the order in which backward makes the gradients: last layer first."""
+    """Return the parameters for `plan_buckets` in order of gradient arrival, last layer first."""
     return [
         PlannedParam(
             info.name,
@@ -107,7 +108,7 @@ def entries_of(infos: Sequence[ParamInfo], layout: BucketLayout) -> list[Planned
 
 
 def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
-    """Hex digest of bucketing and layout, compared over each data-parallel group at start."""
+    """Return a hex digest of bucketing and layout, to compare over a data-parallel group."""
     text = [
         [str(plan.kind), {name: [s.start, s.numel] for name, s in plan.slices.items()}]
         for plan in plans
@@ -116,13 +117,12 @@ def fingerprint(plans: Sequence[BucketPlan], layout: BucketLayout) -> str:
 
 
 def shard_length(numel: int, ranks: int) -> int:
-    """Positions of a bucket that each of `ranks` keeps: as few as are aligned."""
+    """Return the aligned number of bucket positions that each of `ranks` ranks keeps."""
     return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
 def ring_all_reduce_bytes(payload: int, ranks: int) -> int:
-    """Bytes one rank sends in a ring all-reduce of `payload` bytes: 2 (n - 1) / n of them
-    (Eq. 3 of the Radius paper, its bandwidth term)."""
+    """Return the bytes that a rank sends in a ring all-reduce (Eq. 3 of Radius, bandwidth term)."""
     return 2 * (ranks - 1) * payload // ranks
 
 
@@ -139,13 +139,12 @@ def _lay_out(bucket: list[PlannedParam]) -> BucketPlan:
     return BucketPlan(kind=bucket[0].kind, slices=slices, numel=start)
 
 
-# ---- a rank that is planned ---------------------------------------------------------------------
+# ---- planned ranks ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShape:
-    """A logical parameter as a rank would hold it: what `ParamInfo` says of one that is there.
-    `rows`: of its first axis in memory, vocabulary padding included."""
+    """The planned counterpart of `ParamInfo`; `rows` is the padded length of the first axis."""
 
     name: str
     logical_shape: tuple[int, ...]
@@ -156,7 +155,7 @@ class ParamShape:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what is on this rank, without padding."""
+        """Shape of the part on this rank, without padding."""
         return self.logical_shape if self.tp_shard is None else self.tp_shard.local_shape
 
     @property
@@ -166,17 +165,16 @@ class ParamShape:
 
     @cached_property
     def numel(self) -> int:
-        """Number of entries in this rank's memory."""
+        """Number of entries in this rank's memory, including padding."""
         return self.rows * math.prod(self.local_shape[1:])
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has several axes, and so decays and may be sent or stored in part."""
+        """True if the parameter has several axes, decays and may be sent or stored sparsely."""
         return len(self.logical_shape) > 1
 
     def share(self, count: int) -> int:
-        """Of so many entries chosen from the whole tensor those on this rank, if they are spread
-        evenly; over the tensor-parallel ranks the shares add up."""
+        """Return this rank's share of `count` evenly spread entries of the whole tensor."""
         if self.tp_shard is None:
             return count
         return (
@@ -185,7 +183,7 @@ class ParamShape:
         )
 
     def entry(self, stored: int, dtype: object) -> PlannedParam:
-        """For `plan_buckets`, if so many of its entries are stored."""
+        """Return the input of `plan_buckets` if `stored` entries of the parameter are stored."""
         kind = BucketClass(
             matrix=self.is_matrix,
             tp_sharded=self.tp_shard is not None,
@@ -199,9 +197,11 @@ class ParamShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShapes:
-    """What a rank would hold: its parameters by name, in the order of the forward pass, and the
-    buckets of their stored entries. `ranks`: data-parallel ones; `tp`: tensor-parallel ones.
-    `stored`: entries of whole tensors that exist, where a path stores them in part."""
+    """The parameters, in forward order, and the buckets that a planned rank would hold.
+
+    `ranks` and `tp` count data-parallel and tensor-parallel ranks. `stored` has the number of
+    stored entries of whole tensors, for parameters that a path stores partly.
+    """
 
     params: Mapping[str, ParamShape]
     buckets: Sequence[BucketPlan]
@@ -211,15 +211,17 @@ class RankShapes:
     stored: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def total(self, name: str) -> int:
-        """Stored entries of the whole tensor."""
+        """Return the number of stored entries of the whole tensor."""
         return self.stored.get(name, math.prod(self.params[name].logical_shape))
 
 
 @dataclass(frozen=True)
 class PathBytes:
-    """What a path keeps on a rank from step to step beside gradients, master weights and moments,
-    in bytes by kind, and what is there only while a step is under way. In a checkpoint, at most:
-    `shared` for all data-parallel ranks together, and `own` for each of them."""
+    """The size in bytes of a path's own state, without gradients, master weights and moments.
+
+    On a rank, by kind: `kept` persists between steps, `passing` exists only during a step. Upper
+    bounds for a checkpoint: `shared` by all data-parallel ranks, `own` for each of them.
+    """
 
     kept: Mapping[str, int] = field(default_factory=dict[str, int])
     passing: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -228,9 +230,10 @@ class PathBytes:
 
 
 class PlannedCollective(NamedTuple):
-    """A collective over data-parallel ranks: `nbytes` is what an all-reduce or a reduce-scatter
-    goes over, of an all-gather this rank's own part. `bucket`: which one it is of; `piece`: of the
-    pieces of a bucket, which leave together. A second one of a piece waits for the first."""
+    """A collective over data-parallel ranks; for an all-gather `nbytes` is this rank's part only.
+
+    `piece` numbers the concurrent pieces of `bucket`; collectives of one piece run in sequence.
+    """
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
     nbytes: int
@@ -238,7 +241,7 @@ class PlannedCollective(NamedTuple):
     piece: int = 0
 
     def bytes_sent(self, ranks: int) -> int:
-        """By the ring model, as a run counts it."""
+        """Return the bytes that a rank sends by the ring model, as a run counts them."""
         if ranks == 1:
             return 0
         if self.kind == "all-reduce":
@@ -248,14 +251,14 @@ class PlannedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Steps of a run that send alike: what they are called, how many there are, what each sends."""
+    """The name, the number and the collectives of steps with equal traffic."""
 
     name: str
     steps: int
     sent: Sequence[PlannedCollective]
 
     def bytes_sent(self, ranks: int) -> int:
-        """On the data-parallel group by this rank in one of these steps."""
+        """Return the bytes that this rank sends to its data-parallel group in one such step."""
         return sum(each.bytes_sent(ranks) for each in self.sent)
 
 
@@ -268,15 +271,17 @@ def mean_traffic(
     sharded: bool,
     most: int | None = None,
 ) -> list[StepTraffic]:
-    """Of a path that takes plain means of whole buckets, as `sharded.mean_reducer` does. `most`:
-    entries of an all-reduce (None: of any number)."""
+    """Return the traffic of a path that averages whole buckets.
+
+    `most` is the maximum number of entries per all-reduce; None means no limit.
+    """
     sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
         nbytes = grad_bytes * bucket.numel
         if sharded and rank.ranks > 1:
             own = shard_length(bucket.numel, rank.ranks)
             scattered = PlannedCollective("reduce-scatter", grad_bytes * own * rank.ranks, number)
-            # gloo has none: there the whole bucket is all-reduced.
+            # gloo has no reduce-scatter, so there the whole bucket is all-reduced.
             sent.append(
                 scattered
                 if rank.device == "cuda"
@@ -292,7 +297,7 @@ def mean_traffic(
 
 
 def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
-    """Traffic of a path whose reducer is `sharded.mean_reducer`'s."""
+    """Return the traffic of a path whose reducer is `reduce_scatter.mean_reducer`."""
     return mean_traffic(
         rank,
         steps=config.total_iterations(),

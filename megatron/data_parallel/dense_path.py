@@ -1,4 +1,4 @@
-"""`--grad-path dense`, and the product of two paths. Loads torch only to build."""
+"""The gradient path `--grad-path dense`, and the product of two paths (lazy torch imports)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DensePath(GradientPath):
-    """Bucketed, overlapped all-reduce of every gradient."""
+    """The gradient path that averages every gradient by bucketed, overlapped all-reduce."""
 
     name = "dense"
 
@@ -35,7 +35,7 @@ class DensePath(GradientPath):
 
 
 class ProductPath(GradientPath):
-    """The entries of one path, reduced by another: `samo+radius`. Both sections are options."""
+    """The layout of one path with the reducer of another and the options of both: `samo+radius`."""
 
     def __init__(self, layout: GradientPath, reducer: GradientPath) -> None:
         self._layout, self._reducer = layout, reducer

@@ -1,19 +1,18 @@
-"""Takes gradients from autograd, bucket by bucket, to their agreed mean over all ranks.
+"""The engine that takes gradients from autograd, bucket by bucket, to their mean over all ranks.
 
         backward of the last microbatch                      finish
     hook --> gather --> [bucket full] --> reduce ....... agree --> wait --> norm, factor
      (5)      (6)                          (7)              (8)       (9)      (10)
 
-Common to every gradient path. The numbers are the batch steps of docs/architecture.md. From hook
-(5) to `zero`, gradients belong to the engine: outside backward every `param.grad` is None. On a
-GPU, gradients wait between (5) and (6) until one launch accumulates many of them
-(`held_gradients`). Buckets are launched in index order and no hook waits
-for a collective, so ranks cannot send in different orders however their backwards interleave.
+The numbers are the batch steps of docs/architecture.md. From hook (5) to `zero`, the engine owns
+the gradients: outside backward every `param.grad` is None. On a GPU, gradients wait between (5) and
+(6) until one launch accumulates many of them (`held_gradients`). Buckets are launched in index
+order and no hook waits for a collective, so all ranks send in the same order.
 
-Where means may be used one by one (`streams`) and nothing has to come first, `finish` ends with the
-agreement: whoever goes through `Step.reduced` waits for each (9), and the norm (10) is the last of
-all. Such a step is good before its sums are there: beside being finite, all gradients have to be so
-small that no sum of them can fail to be. Else, and for clipping, all means come first.
+If the engine `streams` and nothing else must come first, `finish` ends with the agreement:
+iterating over `Step.reduced` waits for each mean (9), and the norm (10) comes last. Such a step is
+accepted before its sums have arrived, so all gradients must be finite and too small for any sum to
+overflow. Otherwise, and for clipping, `finish` waits for all means.
 """
 
 from __future__ import annotations
@@ -52,19 +51,18 @@ from megatron.transfer import to_device
 CLIP_EPSILON = 1e-6
 """Megatron's guard against a zero norm when clipping."""
 REWIRER = "rewirer/"
-"""What names of the rewirer's state begin with in a checkpoint, among those of the reducer's."""
+"""Prefix of the mask updater's tensors in a checkpoint, among those of the reducer."""
 
 
 class _Term(NamedTuple):
-    """What a sum over the model takes from a bucket's mean: a scalar."""
+    """A bucket's contribution (scalar) to a sum over the model."""
 
     mean: ReducedGrad
     value: torch.Tensor
 
 
 class _Vote(NamedTuple):
-    """What the ranks agreed on: whether all gradients are finite, the largest request, and whether
-    sums of the gradients might not be finite."""
+    """The ranks' agreement; `unbounded` if sums of the finite gradients might not be finite."""
 
     finite: bool
     request: int
@@ -72,15 +70,15 @@ class _Vote(NamedTuple):
 
 
 class GradientEngine:
-    """Accumulates, launches and agrees on the gradients of one rank.
+    """The owner of one rank's gradients: accumulates, reduces and agrees on them.
 
-    A step is `begin`, backwards of which the last is announced by `expect_last_backward`, for each
-    part of the parameters that has a last one of its own, `finish`, and then either the optimizer
-    and `commit`, or `abort`; both end in zeroing.
+    A step is `begin`, backward passes, `finish`, and then either the optimizer and `commit`, or
+    `abort`; both zero the gradients. `expect_last_backward` announces the last backward of each set
+    of parameters.
 
-    `stream`: let steps be `Step.arriving`, on paths whose means allow it; every rank of the world
-    makes its engine in step then, since what they agree by must not queue behind the gradients: it
-    gets connections of its own.
+    `stream` permits steps that are `Step.arriving`, if the reducer does. All ranks of the world
+    must then construct the engine together: votes get connections of their own, since a vote must
+    not queue behind gradients.
     """
 
     def __init__(
@@ -110,17 +108,18 @@ class GradientEngine:
         self.rebucket(parts.layout)
 
     def rebucket(self, layout: BucketLayout) -> None:
-        """Between steps: have buckets for the coordinates of `layout`, which hold no gradient yet.
+        """Replace the buckets by empty ones for `layout`, between steps. Collective over all ranks.
 
-        Whoever keeps states by the buckets there were has to bring them over
-        (`BucketOptimizer.rebucket`). Collective over all ranks: raises `ConfigError` where those of
-        a data-parallel group have different coordinates.
+        The caller must convert states that are stored by bucket (`BucketOptimizer.rebucket`).
+
+        Raises:
+            ConfigError: Ranks of a data-parallel group have different layouts.
         """
         infos = list(self.infos.values())
         plans = plan_buckets(entries_of(infos, layout), cap=self._cap)
         self.layout, self.fingerprint = layout, fingerprint(plans, layout)
         _compare_fingerprints(self.fingerprint, self.groups)
-        # The old buckets go before the new ones come: with the views of them, here and there.
+        # Free the old buckets, including all views of them, before the new buckets are allocated.
         if self.buckets:
             self.reducer.attach((), layout)
         self.buckets = []
@@ -143,18 +142,20 @@ class GradientEngine:
     # ---- the step ------------------------------------------------------------------------------
 
     def begin(self, context: StepContext) -> None:
-        """Open a step; gradients of any number of backwards add up from here."""
+        """Begin a step, which adds up the gradients of any number of backward passes."""
         final = self.mask_updater is None or self.mask_updater.layout_is_final
         self._context = dataclasses.replace(context, layout_is_final=final)
         self._start_over()
 
     def expect_last_backward(self, names: Iterable[str] | None = None) -> None:
-        """The next backward is the step's last of the parameters of these names (None: of all):
-        buckets leave as soon as they are full."""
+        """Announce the last backward of the named parameters (None: all) in this step.
+
+        Buckets are then reduced as soon as they are full.
+        """
         self._last.update(self.infos if names is None else names)
 
     def accumulate(self, name: str, leaf: torch.nn.Parameter) -> None:
-        """Batch step 5: take the gradient of this backward; send a bucket that is full with it."""
+        """Batch step 5: take the gradient of this backward, and reduce the bucket if it is full."""
         slot = self._slots[name]
         grad, leaf.grad = leaf.grad, None
         assert grad is not None, "the hook runs right after a gradient was accumulated"
@@ -171,13 +172,17 @@ class GradientEngine:
                 self._launch_full()
 
     def finish(self, *, tag: int, clip_norm: float = 0.0, request: int = 0) -> Step:
-        """Decide, on all ranks alike, whether the step is good, and wait for every mean unless the
-        step may be `Step.arriving`.
+        """Decide on all ranks whether to accept the step, and wait for all means unless it streams.
 
-        `tag` is the caller's step number: ranks that are out of step raise `PeerError` instead of
-        mixing gradients of different steps. `clip_norm`: global norm to clip to, 0 = off.
-        `request`: what this rank asks for after the step; every rank learns the largest.
         Collective over the world.
+
+        Args:
+            tag: The caller's step number.
+            clip_norm: Global norm to clip to; 0 disables clipping.
+            request: This rank's request for after the step; every rank learns the largest.
+
+        Raises:
+            PeerError: Ranks are at different steps.
         """
         self._pending = [0] * len(self.buckets)
         self._finishing = True
@@ -206,8 +211,11 @@ class GradientEngine:
         return step
 
     def commit(self, step: Step) -> None:
-        """The optimizer has applied the step: let the reducer keep what it did not send. Where the
-        means were arriving, the norm is found now, which is collective over the model's ranks."""
+        """Commit the step, which the optimizer has applied, so that the reducer saves its state.
+
+        For an arriving step this computes the norm, collectively over the model's ranks, and raises
+        `NumericsError` if the norm is not finite.
+        """
         if step.arriving:
             self._await(step)
             if not math.isfinite(step.norm):
@@ -222,13 +230,12 @@ class GradientEngine:
             update = OptimizerUpdate(bucket.slices, reduced.values) if wanted else None
             # Batch step 13: commit.
             self.reducer.commit(bucket, update)
-        # What was reduced may lie in buckets that are about to be replaced.
+        # Reduced values may be views of buckets that are about to be replaced.
         step.reduced.clear()
         self._start_over()
 
     def abort(self) -> None:
-        """The step is dropped on every rank; nothing that is saved has changed. Collective as
-        `commit`."""
+        """Drop the step on every rank without changing saved state. Collective as `commit` is."""
         if self._arriving is not None:
             self._await(self._arriving)
         for bucket in self.buckets:
@@ -238,31 +245,32 @@ class GradientEngine:
 
     @property
     def streams(self) -> bool:
-        """Whether steps may be `Step.arriving`."""
+        """True if steps may be `Step.arriving`."""
         return self._growth is not None
 
     @property
     def wants_update(self) -> bool:
-        """Whether the optimizer is to leave its corrected update in place of the gradient, of
-        sparse buckets in the runs of their index."""
+        """True if the optimizer must overwrite the gradient by its corrected update.
+
+        In sparse buckets it overwrites only the runs of the index.
+        """
         return self.reducer.wants_update(self._context)
 
-    # ---- what others ask -----------------------------------------------------------------------
+    # ---- queries and state ---------------------------------------------------------------------
 
     def slices(self) -> Iterator[tuple[ParamInfo, GradBucket, Slice]]:
-        """Every parameter with its bucket and its place in it, in bucket order."""
+        """Yield every parameter with its bucket and its slice, in bucket order."""
         for bucket in self.buckets:
             for name, where in bucket.slices.items():
                 yield self.infos[name], bucket, where
 
     def count_zeros(self, step: Step) -> int:
-        """Entries of the mean gradient that are exactly zero, over the model-parallel ranks;
-        vocabulary padding, which lies at a slice's end, does not count."""
+        """Count the zeros of the mean gradient over the model-parallel ranks, padding excluded."""
         stored = 0
         nonzero: list[_Term] = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
             if self.model_shard.owns(bucket):
-                # Padding takes no gradient, so that what is not zero is always an entry.
+                # Padding at a slice's end takes no gradient: non-zero values are entries.
                 nonzero.append(_Term(reduced, torch.count_nonzero(reduced.values)))
                 stored += sum(
                     min(where.numel, self.infos[name].local_entries)
@@ -271,19 +279,19 @@ class GradientEngine:
         return int(self.groups.sum_over_model(stored - self._over_parts(nonzero)))
 
     def place(self, name: str) -> tuple[GradBucket, Slice]:
-        """A parameter's bucket and its place in it."""
+        """Return the bucket of a parameter and its slice of that bucket."""
         slot = self._slots[name]
         return slot.bucket, slot.where
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Why the path would do nothing of its own in these updates; "" where it does."""
+        """Return why the path acts as the dense path in the updates `first` to `last`, else ""."""
         idle = (
             self.mask_updater.inactive_reason(first, last) if self.mask_updater is not None else ""
         )
         return idle or self.reducer.inactive_reason(first, last)
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        """Counters since the last call; `full`: also what takes a pass to find."""
+        """Return counters since the last call; `full` adds those that need a pass over state."""
         stats = self.reducer.stats(full=full)
         if self.mask_updater is None:
             return stats
@@ -293,7 +301,7 @@ class GradientEngine:
         )
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """The path's state that is equal on all data-parallel ranks, for the checkpoint."""
+        """Yield the path's checkpoint state that is equal on all data-parallel ranks."""
         yield from self.reducer.shared_tensors()
         if self.mask_updater is not None:
             for name, tensor in self.mask_updater.state_tensors():
@@ -302,7 +310,7 @@ class GradientEngine:
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take back what `shared_tensors` and the reducer's `state_tensors` gave."""
+        """Load what `shared_tensors` and the reducer's `state_tensors` yielded."""
         self.reducer.load_state_tensors(own, shared)
         if self.mask_updater is not None:
             theirs = [name for name in shared if name.startswith(REWIRER)]
@@ -311,14 +319,14 @@ class GradientEngine:
             )
 
     def detach(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
-    # ---- inside --------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------
 
     def _start_over(self) -> None:
-        # Zeroing costs nothing: the first gradient of a step overwrites what lay there.
+        # Nothing is zeroed: the first gradient of a step overwrites the old values.
         for slot in self._slots.values():
             slot.fresh = True
         self._held = HeldGradients()
@@ -331,31 +339,31 @@ class GradientEngine:
         self._arriving: Step | None = None
 
     def _launch_full(self) -> None:
-        """Batch step 7: send every full bucket that no earlier one holds back."""
+        """Batch step 7: reduce every full bucket that does not wait for an earlier one."""
         while len(self._work) < len(self.buckets) and self._pending[len(self._work)] <= 0:
             bucket = self.buckets[len(self._work)]
             if not self._finishing and self._is_summed_first(bucket):
                 return
             self._held.store()
             for name, where in bucket.slices.items():
-                if self._slots[name].fresh:  # no gradient came: it is zero
+                if self._slots[name].fresh:  # no gradient arrived: set zero
                     where.of(bucket.grad).zero_()
-            # After every backward of this stage, so that no rank waits here for a microbatch.
+            # All backwards of this stage are done, so no rank waits here for a microbatch.
             if bucket.partial:
                 self.groups.tp.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             if bucket.tied:
-                # Its other copy lives on another stage.
+                # The other copy is on another stage.
                 self.groups.embedding.all_reduce(bucket.grad, dist.ReduceOp.SUM)
             self._reached.append(reach(bucket.grad))
             self._work.append(self.reducer.reduce(bucket, self._context))
 
     def _is_summed_first(self, bucket: GradBucket) -> bool:
-        """Whether other groups than the data-parallel one have a share in its gradient."""
+        """Return whether groups other than the data-parallel group also reduce the bucket."""
         tied = bucket.tied and self.groups.embedding.size > 1
         return tied or (bucket.partial and self.groups.tp.size > 1)
 
     def _agree(self, tag: int, request: int) -> _Vote:
-        """Batch step 8: what every rank's gradients are like, and the largest request."""
+        """Batch step 8: vote on finite and bounded gradients, and find the largest request."""
         reached = torch.stack(self._reached)
         numbers = [0.0, tag, -tag, request, 0.0]
         vote = to_device(torch.tensor(numbers, dtype=torch.float64), reached.device)
@@ -364,7 +372,7 @@ class GradientEngine:
             ranks = self.groups.dp.size
             dtype = self._grad_dtype
             vote[4] = may_overflow(reached.max(), dtype, overflow_bound=self._growth, ranks=ranks)
-            vote = vote.cpu()  # where those connections are
+            vote = vote.cpu()  # the voters' connections are gloo
         self._voters.all_reduce(vote, dist.ReduceOp.MAX, about="vote")
         bad_anywhere, newest, oldest, most_urgent, unbounded = vote.tolist()
         if newest != -oldest:
@@ -375,8 +383,7 @@ class GradientEngine:
         return _Vote(not bad_anywhere, int(most_urgent), bool(unbounded))
 
     def _take(self, number: int) -> ReducedGrad:
-        """Batch step 9: wait for a bucket's mean. Its share of the norm is found while others
-        arrive, and before the optimizer overwrites the mean."""
+        """Batch step 9: wait for the mean of a bucket, and add its share to the norm."""
         bucket, work = self.buckets[number], self._work[number]
         seen = partial(self._see, counts=self.model_shard.owns(bucket))
         if isinstance(work, PiecewiseWork):
@@ -392,7 +399,7 @@ class GradientEngine:
         return _Term(reduced, sum_of_squares(reduced.values))
 
     def _await(self, step: Step) -> None:
-        """Take the means that are still on their way, and with all of them the norm."""
+        """Wait for the means that have not arrived yet, and compute the norm."""
         for _ in step.reduced:
             pass
         step.norm = self._norm() / self._context.loss_scale
@@ -403,8 +410,7 @@ class GradientEngine:
         return math.sqrt(self.groups.sum_over_model(self._over_parts(self._squares)))
 
     def _over_parts(self, terms: Sequence[_Term]) -> torch.Tensor:
-        """Sum of what was found in means (fp64, [1]): of those that each data-parallel rank has a
-        part of, over those ranks too."""
+        """Return the sum of terms (fp64, [1]), over data-parallel ranks too for sharded means."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].grad.device)
         for term in terms:
             sums[int(term.mean.part is not None)] += term.value
@@ -414,7 +420,7 @@ class GradientEngine:
 
 
 def _apart(world: Group) -> Group:
-    """Connections to the same ranks that nothing else queues on, told of like the others."""
+    """Return a group of the same ranks with its own connections, reported like the others."""
     votes = Calls("votes")
     votes.tell = world.calls.tell
     return dataclasses.replace(world.new_gloo_group(), calls=votes)

@@ -20,15 +20,15 @@ class TimingEvent(Protocol):
     """The part of `torch.cuda.Event` that times a stream."""
 
     def record(self) -> None:
-        """Mark the present end of the current stream."""
+        """Record the event at the current end of the current stream."""
         ...
 
     def query(self) -> bool:
-        """Whether the stream has reached the mark."""
+        """Return whether the stream has reached the event."""
         ...
 
     def elapsed_time(self, end_event: Self) -> float:
-        """Milliseconds from this mark to the other one; both must have been reached."""
+        """Return the milliseconds between two events, which the stream must have reached."""
         ...
 
 
@@ -37,11 +37,10 @@ def _cuda_event() -> TimingEvent:
 
 
 class Waits:
-    """Adds up the seconds in which nothing else goes on because a collective is not done.
+    """The total time for which collectives block computation.
 
-    gloo blocks the host, so that a clock tells. NCCL blocks the current stream alone: an event on
-    either side of the wait tells how long the stream stood still, and is read once the stream is
-    past it, so that the host never waits for it.
+    gloo blocks the host, so a clock measures the time. NCCL blocks only the current stream: events
+    before and after the wait measure the time and are read later, so that the host never waits.
     """
 
     def __init__(self, new_event: Callable[[], TimingEvent] = _cuda_event) -> None:
@@ -51,7 +50,7 @@ class Waits:
 
     @contextmanager
     def on(self, device: torch.device) -> Generator[None]:
-        """Count the time of the wait inside, which is for a tensor of `device`."""
+        """Measure the wait inside the context, which is for a tensor on `device`."""
         if device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -64,8 +63,7 @@ class Waits:
         self._unread.append((before, after))
 
     def take(self) -> float:
-        """Return the seconds found since the last call. A wait that the stream is not past yet is
-        left for a later call."""
+        """Return the seconds of the waits that ended since the last call."""
         while self._unread and self._unread[0][1].query():
             before, after = self._unread.popleft()
             self._seconds += before.elapsed_time(after) / 1000
@@ -75,15 +73,17 @@ class Waits:
 
 @dataclass
 class Transfer:
-    """A collective under way on `values`."""
+    """A collective in progress on `values`."""
 
     values: torch.Tensor
     pending: Sequence[dist.Work | None]
     exchange: Exchange
 
     def wait(self) -> torch.Tensor:
-        """Return the result. On a CPU the host blocks, on a GPU the current stream waits; the time
-        is counted. Waiting again returns at once."""
+        """Return the result after blocking the host (CPU) or the current stream (GPU).
+
+        The blocked time is measured. Repeated calls return at once.
+        """
         pending, self.pending = self.pending, ()
         for work in pending:
             if work is not None:
@@ -93,13 +93,13 @@ class Transfer:
 
 
 class Exchange:
-    """The data-parallel ranks as a reducer sees them.
+    """The collectives over data-parallel ranks, as a reducer sees them.
 
-    A reducer chooses the values to exchange; the exchange alone knows the groups and collectives
-    that carry the values. A reducer may exchange nothing: each rank then applies its own gradient.
-    Every method is collective over `group`, in the same order on all ranks. Nothing blocks before
-    `Transfer.wait`. Bytes follow the ring model: an all-reduce of b bytes over n ranks sends
-    2 (n - 1) / n b, an all-gather n - 1 times the rank's own bytes.
+    A reducer chooses the values to exchange; only the exchange knows groups and collectives. A
+    reducer may exchange nothing: each rank then applies its own gradient. Every method is
+    collective over the data-parallel group, in the same order on all ranks. Nothing blocks before
+    `Transfer.wait`. Bytes follow the ring model: an all-reduce of b bytes over n ranks sends 2 (n -
+    1) / n b, an all-gather n - 1 times the rank's own bytes.
     """
 
     def __init__(self, group: Group) -> None:
@@ -114,17 +114,20 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """The place of this rank among them."""
+        """Index of this rank in the data-parallel group."""
         return self._group.rank
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """The rank in the world of each data-parallel rank, for messages."""
+        """Global rank of each data-parallel rank, for messages."""
         return self._group.ranks
 
     def mean(self, values: torch.Tensor) -> Transfer:
-        """Replace a contiguous tensor by its mean over the ranks, in place. 16-bit values are
-        divided before they are summed, since a 16-bit sum can overflow where its mean does not."""
+        """Average a contiguous tensor over the ranks, in place.
+
+        16-bit values are divided before they are summed: a 16-bit sum can overflow if its mean does
+        not.
+        """
         if self.ranks == 1:
             return self._started(values, [], 0)
         if values.dtype == torch.float32:
@@ -135,13 +138,17 @@ class Exchange:
         return self._reduced(values, op)
 
     def sum(self, values: torch.Tensor, *, about: str = "") -> Transfer:
-        """Replace a contiguous tensor by its sum over the ranks, in place. `about` names the
-        collective in reports of ranks that are out of step."""
+        """Sum a contiguous tensor over the ranks, in place.
+
+        `about` names the collective in reports of desynchronised ranks.
+        """
         return self._reduced(values, dist.ReduceOp.SUM, about=about)
 
     def gather(self, mine: torch.Tensor) -> Transfer:
-        """Bring every rank's 1-D tensor to every rank: [ranks, n], in rank order. The caller keeps
-        `mine` unchanged until the result was waited for."""
+        """All-gather a 1-D tensor into a tensor [ranks, n], in rank order.
+
+        The caller must not modify `mine` before the result was waited for.
+        """
         if self.ranks == 1:
             return self._started(mine.unsqueeze(0), [], 0)
         received = mine.new_empty(self.ranks, mine.numel())
@@ -151,13 +158,13 @@ class Exchange:
     def mean_of_part(
         self, own: torch.Tensor, whole: torch.Tensor, *, used: torch.Tensor, divides: bool
     ) -> Transfer:
-        """Reduce `whole` so that each rank has its part of the mean, in place.
+        """Reduce-scatter `whole` in place, so that each rank has its part of the mean.
 
         Args:
-            own: This rank's part, a view of `whole`; all ranks' parts are equally long.
-            whole: The values, 1-D, as long as all parts together.
-            used: The values of `whole` that are not padding, a view of it.
-            divides: False for the sum in place of the mean.
+            own: This rank's part, a view of `whole`; the parts of all ranks have equal length.
+            whole: 1-D tensor, as long as all parts together.
+            used: View of the values of `whole` that are not padding.
+            divides: If False, sum instead of average.
         """
         op = dist.ReduceOp.SUM
         if divides and whole.dtype == torch.float32:
@@ -168,16 +175,15 @@ class Exchange:
         return self._started(own, [pending], (self.ranks - 1) * own.nbytes)
 
     def gather_in_place(self, parts: torch.Tensor) -> Transfer:
-        """Let every rank have all parts of a 1-D tensor, each of which one rank has set, in rank
-        order and equally long."""
+        """All-gather equal parts of a 1-D tensor in place; each rank has set its own part."""
         by_rank = parts.chunk(self.ranks)
         own = by_rank[self.rank]
         if parts.is_cuda:
             pending = [self._group.all_gather(parts, own, async_op=True)]
         else:
-            # gloo's all-gather copies what comes and goes and takes four times as long (64 MB, 2
-            # and 4 ranks: 227 against 56 ms, 343 against 78 ms); on average the ranks send the
-            # same.
+            # gloo's all-gather copies inputs and outputs and takes four times as long as broadcasts
+            # (64 MB, 2 and 4 ranks: 227 against 56 ms, 343 against 78 ms). The mean number of bytes
+            # sent per rank is equal.
             pending = [
                 self._group.broadcast(part, rank, async_op=True)
                 for rank, part in enumerate(by_rank)
@@ -185,12 +191,14 @@ class Exchange:
         return self._started(parts, pending, (self.ranks - 1) * own.nbytes)
 
     def all_gather_str(self, text: str) -> list[str]:
-        """Bring a short text of every rank to every rank, in rank order. The host waits; the bytes
-        are not counted, since they are few and of the control plane."""
+        """All-gather a short text, in rank order; blocks the host.
+
+        The bytes are not counted: they are few and belong to the control plane.
+        """
         return self._group.all_gather_str(text)
 
     def take_counters(self) -> tuple[int, float]:
-        """Return bytes sent and seconds waited since the last call, and reset them."""
+        """Return the bytes sent and the seconds waited since the last call, and reset both."""
         sent, self._bytes_sent = self._bytes_sent, 0
         return sent, self.waits.take()
 

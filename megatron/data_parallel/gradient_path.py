@@ -1,8 +1,8 @@
 """The gradient path: a layout and a reducer under one value of `--grad-path`.
 
-Two independent choices make a path: a `BucketLayout` says which entries of each parameter exist, a
-`GradientReducer` finds their mean over data-parallel ranks. docs/extending.md writes one. Nothing
-here loads torch, so that flags can be checked before torch is loaded.
+A `BucketLayout` defines which entries of each parameter exist; a `GradientReducer` averages their
+gradients over data-parallel ranks. docs/extending.md shows how to write a path. This module does
+not import torch, so that flags can be checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     from megatron.parallel.groups import ProcessGroups
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of every parameter of the whole model, by logical name."""
+"""Shapes of all parameters of the whole model, by logical name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """Other coordinates: `layout` says which. What both layouts store is kept bit by bit, what is
-    new starts from zero, and so does what was there but is `anew`: positions in the flattened
-    parameter (int64), by name. With `reset_moments` all moments start from zero."""
+    """A change to another layout.
+
+    Entries stored in both layouts keep their values bit by bit; new entries start from zero, and so
+    do entries in `anew` (int64 positions in the flattened parameter, by name). `reset_moments`
+    restarts all moments from zero.
+    """
 
     layout: BucketLayout
     reset_moments: bool = False
@@ -45,25 +48,24 @@ class LayoutChange:
 
 
 class MaskUpdater:
-    """Changes which entries exist while a run goes on. Every data-parallel rank has one, sees the
-    same weights and must decide the same."""
+    """Updater of masks during training; all data-parallel ranks must decide the same."""
 
     @property
     def layout_is_final(self) -> bool:
-        """Whether the entries that exist now stay for good."""
+        """True if the layout will not change any more."""
         raise NotImplementedError
 
     def after_update(
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> LayoutChange | None:
-        """Return what to change after the applied update `t`; None, mostly, for nothing. `weights`
-        are the fp32 master weights of the stored entries, 1-D, found only as they are iterated
-        over."""
+        """Return the layout change after the applied update `t`, or None.
+
+        `weights` yields 1-D fp32 master weights of the stored entries, computed lazily.
+        """
         raise NotImplementedError
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """As `GradientReducer.inactive_reason`: why nothing will change in the updates `first` to
-        `last`, though the path is there for that; "" where something does, or has."""
+        """Return why masks never change in the updates `first` to `last`, or "" if they may."""
         return ""
 
     def stats(self) -> Mapping[str, float]:
@@ -75,18 +77,16 @@ class MaskUpdater:
         return ()
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """Yield state for the checkpoint, as a reducer's that is equal on all data-parallel
-        ranks."""
+        """Yield checkpoint state that is equal on all data-parallel ranks."""
         return iter(())
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_tensors` yielded."""
+        """Load the state that `state_tensors` yielded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathParts:
-    """What a path builds for a run: its layout, its reducer, the mask updater that changes the
-    layout, if there is one, and sentences for the log."""
+    """The parts that a path builds for a run; `notes` are sentences for the log."""
 
     layout: BucketLayout
     reducer: GradientReducer
@@ -95,37 +95,37 @@ class PathParts:
 
 
 class CheckpointView(Protocol):
-    """The checkpoint a run starts from, as far as a path may look at it; the run's model is that
-    of the checkpoint. `same_path`: so are the gradient path and its settings."""
+    """The part of the initial checkpoint, which has the run's model, that a path may read.
+
+    `same_path`: the checkpoint also has the run's gradient path and settings.
+    """
 
     @property
     def same_path(self) -> bool: ...
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
-        """Names of its tensors: `param/NAME`, `mask/NAME`."""
+        """Return the names of the tensors: `param/NAME`, `mask/NAME`."""
         ...
 
     def read(
         self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor in its logical shape on the CPU, 0 where entries are not stored; of it the box
-        `[start, stop)`, if one is given."""
+        """Return a logical tensor or its box `[start, stop)` on the CPU; 0 for pruned entries."""
         ...
 
 
 class GradientPath:
     """A value of `--grad-path`, with the settings that it adds.
 
-    A path of a new reducer over all entries overrides `name` and `reducer`; everything else has a
-    default. The module of a path must not load torch: import torch inside `layout`, `reducer` or
-    `build`.
+    A path with a new reducer over all entries overrides `name` and `reducer`; everything else has a
+    default. The module of a path must not import torch at top level: import torch inside `layout`,
+    `reducer` or `build`.
     """
 
     name: str
     """The value of the flag."""
     sections: Mapping[str, type] = {}
-    """Sections of the configuration file by name, each a frozen dataclass of options with one flag
-    for each field. Paths may share a section."""
+    """Sections of the configuration file by name: frozen dataclasses with one flag per field."""
     refused_pairs: Sequence[RefusedPair] = ()
     """Settings that exclude each other on this path, in addition to those that exclude each other
     everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
@@ -133,14 +133,14 @@ class GradientPath:
     """Settings of this path of which a run has one: a flag replaces the others in the file."""
 
     def check(self, config: Any) -> None:
-        """Raise `ConfigError` for settings with which this path cannot run."""
+        """Raise `ConfigError` for settings that this path does not support."""
 
     def check_files(self, config: Any, shapes: Callable[[], Shapes | None]) -> None:
-        """Look at the files that the path will read, before the run is started.
+        """Check the files that the path will read, before the run starts.
 
         Args:
             config: The configuration.
-            shapes: Returns the shapes of the model; None where these are not known yet.
+            shapes: Returns the shapes of the model, or None if the shapes are not known yet.
 
         Raises:
             DataError: A file is missing, damaged or does not fit the model.
@@ -176,7 +176,7 @@ class GradientPath:
             config: The configuration.
             infos: The parameters of this rank.
             groups: The process groups of the grid.
-            saved: The checkpoint whose weights the parameters will get instead.
+            saved: The checkpoint whose weights will replace the initial weights, if any.
         """
         from megatron.data_parallel.exchange import Exchange
         from megatron.data_parallel.layout import DenseLayout
@@ -187,17 +187,16 @@ class GradientPath:
     # ---- for the planner: no torch, no ranks ----------------------------------------------------
 
     def stored(self, config: Any, params: Iterable[ParamShape]) -> dict[str, int]:
-        """Return how many entries of the whole tensor exist, for each parameter that is stored in
-        part."""
+        """Return the number of stored entries of the whole tensor, for partly stored parameters."""
         return {}
 
     def plan_bytes(self, config: Any, rank: RankShapes) -> PathBytes:
-        """Return what the path keeps on this rank, to the byte where that does not depend on
-        values. Of entries chosen from tensors that are sharded, each rank is taken to have its
-        share."""
+        """Return the memory of the path's own state on this rank, exact unless values decide.
+
+        Entries selected from sharded tensors are assumed to be spread evenly over the ranks.
+        """
         return PathBytes()
 
     def plan_traffic(self, config: Any, rank: RankShapes) -> Sequence[StepTraffic]:
-        """Return what the steps of a run send on the data-parallel group, by kind of step, no step
-        skipped."""
+        """Return the data-parallel traffic of a run without skipped steps, by kind of step."""
         return plan_means(config, rank)

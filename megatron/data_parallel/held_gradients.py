@@ -1,4 +1,4 @@
-"""Accumulates gradients of many parameters together, with one launch for a few dozen of them."""
+"""Joint accumulation of the gradients of many parameters, a few dozen per launch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from megatron.data_parallel.bucket import GradBucket, Slice
 
 HELD_BYTES = 64 * 1024 * 1024
-"""Gradients that are kept until one launch accumulates them all."""
+"""Bytes of held gradients after which one launch accumulates them all."""
 LARGEST_CAST = 1 << 20
-"""Entries up to which a gradient of another dtype than its bucket is kept. The cast passes through
-memory once more, which a saved launch pays for in small gradients only."""
+"""Maximum number of entries of a held gradient whose dtype differs from its bucket's.
+
+The cast costs another pass over memory, which the saved launch outweighs for small gradients only.
+"""
 
 
 @dataclass
 class Slot:
-    """Where a parameter's gradient goes. `fresh`: nothing was accumulated in this step yet."""
+    """The destination of a parameter's gradient; `fresh` before the first gradient of a step."""
 
     bucket: GradBucket
     where: Slice
@@ -26,26 +28,28 @@ class Slot:
 
     @property
     def out(self) -> torch.Tensor:
-        """View of the bucket, whose memory may be another in each step."""
+        """View of the bucket; the memory of the bucket may change between steps."""
         return self.where.of(self.bucket.grad)
 
 
 class HeldGradients:
-    """Gradients that wait to be accumulated, by the names of their parameters."""
+    """The gradients that wait for accumulation, by parameter name."""
 
     def __init__(self) -> None:
         self._gradients: dict[str, tuple[Slot, torch.Tensor]] = {}
         self._bytes = 0
 
     def takes(self, grad: torch.Tensor, slot: Slot) -> bool:
-        """Return whether to hold a gradient: on a GPU, where a launch takes longer than most
-        gradients do. A layout that stores some of the entries gathers each gradient by itself."""
+        """Return whether to hold a gradient, which pays off on a GPU, where launches are slow.
+
+        A layout that stores some of the entries gathers each gradient separately.
+        """
         small = grad.dtype == slot.bucket.grad.dtype or grad.numel() <= LARGEST_CAST
         return small and grad.numel() == slot.where.numel and launches_kernels(grad)
 
     def add(self, name: str, grad: torch.Tensor, slot: Slot) -> None:
-        """Hold a gradient, which nobody else may write to any more."""
-        if name in self._gradients:  # from the microbatch before
+        """Hold a gradient, which the caller must not modify any more."""
+        if name in self._gradients:  # held since the previous microbatch
             self.store()
         self._gradients[name] = slot, grad
         self._bytes += grad.nbytes
@@ -53,7 +57,7 @@ class HeldGradients:
             self.store()
 
     def store(self) -> None:
-        """Accumulate all that is held."""
+        """Accumulate all held gradients."""
         held = list(self._gradients.values())
         for fresh in (True, False):
             some = [(slot.out, grad.reshape(-1)) for slot, grad in held if slot.fresh == fresh]
@@ -66,12 +70,12 @@ class HeldGradients:
 
 
 def launches_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether an operation on the tensor is a launch. Tests replace this function."""
+    """Return whether operations on the tensor launch kernels. Tests replace this function."""
     return tensor.device.type != "cpu"
 
 
 def _store_together(outs: list[torch.Tensor], grads: list[torch.Tensor], *, add: bool) -> None:
-    """Copy or add gradients, 1-D, to `outs`, which may be of another dtype."""
+    """Copy or add 1-D gradients to `outs`, whose dtype may differ."""
     copy, add_ = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
     if add and any(out.dtype != grad.dtype for out, grad in zip(outs, grads, strict=True)):
         # `_foreach_add_` would launch a kernel for each gradient, `_foreach_copy_` does not.

@@ -1,4 +1,4 @@
-"""Which entries of each parameter have a gradient, a master weight and moments. Loads no torch."""
+"""The layouts, which define the entries of a parameter that are stored. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,52 +10,57 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 256 * 1024
-"""Entries cast at a time on a CPU, so that they stay in its cache."""
+"""Number of entries that are cast at a time on a CPU, small enough for its cache."""
 
 
 class BucketLayout(Protocol):
-    """Which coordinates of each parameter have a gradient, a master weight and moments."""
+    """A choice of the entries of each parameter that have a gradient, master weight and moments."""
 
     def numel(self, name: str, param: torch.Tensor) -> int:
-        """Number of stored entries of this parameter."""
+        """Return the number of stored entries of this parameter."""
         ...
 
     def gather(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the stored entries of a dense tensor, cast to `out`'s dtype, into its slice."""
+        """Write the stored entries of a dense tensor to the slice `out`, cast to its dtype."""
         ...
 
     def gather_add(self, name: str, dense: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the stored entries of a dense gradient to its slice."""
+        """Add the stored entries of a dense gradient to its slice `out`."""
         ...
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
-        """Put stored entries back into the dense parameter, in place, cast to its dtype.
-
-        Where `param` is itself a view of `flat` there is nothing to do."""
+        """Write stored entries to the dense `param` in place, unless `param` is a view of them."""
         ...
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice `flat` from the parameter, once, before training. Where the
-        parameter is fp32 and stored whole, make its leaves views of `flat` and save the copy."""
+        """Fill the fp32 master slice `flat` from the parameter, once, before training.
+
+        The leaves of an fp32 parameter that is stored whole become views of `flat`, to save the
+        copy.
+        """
         ...
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Which entries of the flattened parameter are stored (bool, 1-D, on the CPU); None where
-        all are. Vocabulary padding is not, where there is a mask."""
+        """Return which entries of the flattened parameter are stored, padding excluded.
+
+        The mask is bool, 1-D, on the CPU; None if all entries, including padding, are stored.
+        """
         ...
 
     def fingerprint(self) -> str:
-        """Hex digest of which coordinates exist; equal on every data-parallel rank."""
+        """Return a hex digest of the stored entries; equal on every data-parallel rank."""
         ...
 
 
 Masks = Mapping[str, "torch.Tensor"]
-"""Which entries of parameters exist: bool, 1-D, one for each entry of the flattened parameter as it
-lies in this rank's memory, by logical name. A parameter without a mask has all of its entries."""
+"""Masks by logical name: bool, 1-D, for the flattened parameter in this rank's memory.
+
+A parameter without a mask has all of its entries.
+"""
 
 
 class DenseLayout:
-    """Every coordinate exists: a parameter's slice is the parameter, flattened."""
+    """The layout that stores every entry: a slice is the flattened parameter."""
 
     def numel(self, name: str, param: torch.Tensor) -> int:
         return param.numel()
@@ -68,7 +73,7 @@ class DenseLayout:
         if flat.element_size() >= out.element_size() or flat.device.type != "cpu":
             out.add_(flat)
             return
-        # torch would widen all of it first, in memory of its own.
+        # torch would first widen the whole tensor in a temporary.
         for start in range(0, flat.numel(), PIECE):
             piece = flat[start : start + PIECE]
             out[start : start + PIECE].add_(piece.to(out.dtype))

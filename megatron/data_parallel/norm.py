@@ -1,4 +1,4 @@
-"""What is summed up over a flat bucket: the square of its norm, and how far its entries reach."""
+"""Reductions over a flat bucket: the square of its norm, and a bound of its entries."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from collections.abc import Iterator
 import torch
 
 NORM_ROW = 1 << 10
-"""Entries summed in fp32 before fp64 takes over. 64 times as many take as long, and are off by 40
-(bf16) to 350 times as much."""
+"""Number of entries summed in fp32 before fp64 takes over.
+
+Rows 64 times as long take equal time, with 40 (bf16) to 350 times the error.
+"""
 PIECE = 256 * 1024
-"""Entries widened at a time on a CPU: they stay in cache."""
+"""Number of entries that are widened at a time on a CPU, small enough for its cache."""
 WIDE_LIMIT = 2.0**59
-"""Of an fp32 or bf16 entry: a row of such ones still has a norm in fp32."""
+"""Bound of fp32 and bf16 entries: a row of entries of this size still has a finite fp32 norm."""
 
 
 def reach(values: torch.Tensor) -> torch.Tensor:
-    """A number that no entry of a 1-D tensor is larger than (fp32 scalar), not finite if an entry
-    is not; far cheaper than `isfinite().all()`.
+    """Return an upper bound of the absolute entries (fp32 scalar), non-finite if an entry is.
 
-    Of fp16 it is the largest entry: loss scaling keeps those near the dtype's end. Else it is the
-    norm, which is not finite either where squares overflow: an entry so large that a sparse path
-    does not send would wait in its residual and spoil every later norm. torch adds bf16 up in fp32
-    and rounds once, to a type of the same range.
+    The bound is far cheaper than `isfinite().all()`. For fp16 it is the largest absolute entry,
+    since loss scaling keeps entries near the limit of the dtype. For other dtypes it is the norm,
+    which also rejects entries whose squares overflow: such an entry could wait in the residual of a
+    sparse path and spoil every later norm. torch sums bf16 in fp32 and rounds once.
     """
     if values.dtype != torch.float16:
         return torch.linalg.vector_norm(values).float()
     if not values.numel():
         return torch.zeros((), device=values.device)
-    # A NaN is passed on.
+    # `aminmax` propagates NaN.
     least, most = torch.aminmax(values)
     return torch.maximum(-least, most).float()
 
@@ -36,17 +37,24 @@ def reach(values: torch.Tensor) -> torch.Tensor:
 def may_overflow(
     reached: torch.Tensor, dtype: torch.dtype, *, overflow_bound: float, ranks: int
 ) -> torch.Tensor:
-    """Whether sums over `ranks` of entries that reach so far might not be finite, or their norm
-    (bool scalar): an entry becomes `overflow_bound` times what one rank has, and each addition
-    rounds."""
+    """Return whether sums over `ranks` ranks, or their norm, might be non-finite (bool scalar).
+
+    Args:
+        reached: Largest `reach` of the ranks' entries.
+        dtype: The dtype of the sums.
+        overflow_bound: Maximum growth of an entry relative to one rank's entry, before rounding.
+        ranks: Number of terms, each of which adds a rounding error.
+    """
     limit = torch.finfo(dtype).max if dtype == torch.float16 else WIDE_LIMIT
-    # Not ">=": NaN is to count.
+    # Not ">=", because NaN must count as an overflow.
     return ~(reached * (overflow_bound * (1 + ranks * torch.finfo(dtype).eps)) < limit)
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Of a 1-D tensor, in fp64. Row by row: torch's fp32 norm on the CPU adds one term after
-    another and is off by a third of a percent at 40M entries."""
+    """Return the sum of squares of a 1-D tensor, in fp64.
+
+    It adds row by row: torch's fp32 norm on the CPU is off by a third of a percent at 40M entries.
+    """
     total = torch.zeros((), dtype=torch.float64, device=values.device)
     for piece in _pieces(values):
         whole = piece.numel() // NORM_ROW * NORM_ROW
@@ -58,9 +66,8 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A flat vector, in pieces where torch would take long for the whole: asked for an fp32 norm of
-    a 16-bit vector on a CPU, ten times as long as for its fp32 copy. A piece holds until the next.
-    On a GPU one kernel widens what it reads."""
+    """Yield a flat vector in fp32 pieces; each is valid until the next."""
+    # On a CPU an fp32 norm of 16-bit data takes ten times as long as of its fp32 copy.
     if values.dtype == torch.float32 or values.device.type != "cpu":
         yield values
         return

@@ -1,8 +1,8 @@
-"""Means of which each data-parallel rank keeps a part, for optimizer states that are sharded.
+"""Reduction to shards, for optimizer states that are sharded over data-parallel ranks.
 
-ZeRO-1 (Rajbhandari et al. 2020): a rank updates its own part of every bucket, so of the mean it
-needs no more, and of the others' parts it gets the updated values. By the ring model the halves of
-an all-reduce, before and after the update.
+ZeRO-1 (Rajbhandari et al. 2020): a rank updates only its own shard of every bucket, so it needs
+only that shard of the mean, and receives updated values of the others. The ring model counts these
+as the halves of an all-reduce, before and after the update.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 SUMMABLE = ("dense", "samo")
-"""Gradient paths that take plain means, and sums as well."""
+"""Gradient paths whose reducer averages plainly, and can sum as well."""
 
 
 def sums_gradients(config: Config) -> bool:
-    """Whether losses are divided by the whole global batch before backward, and gradients of ranks
-    only summed. In fp16 a gradient must not be larger, and overflow sooner, for being one of
-    several ranks'; paths that keep something back measure it against means."""
+    """Return whether losses are divided by the global batch, so that gradients are only summed."""
+    # A rank's term of a sum is smaller than its term of a mean, so in fp16 it overflows later.
+    # Paths that keep a residual compare it with means.
     precision = config.precision
     if precision.param_dtype != "float16":
         return precision.predivide_loss
@@ -39,7 +39,7 @@ def sums_gradients(config: Config) -> bool:
 
 
 def mean_reducer(config: Config, exchange: Exchange) -> AllReduceReducer:
-    """The reducer of a path that takes plain means of whole buckets."""
+    """Return the reducer of a path that averages whole buckets."""
     divides = not sums_gradients(config)
     if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
         return ReduceScatterReducer(exchange, divides)
@@ -62,18 +62,19 @@ class _PartWork:
 
 
 class ReduceScatterReducer(AllReduceReducer):
-    """Mean of buckets of which each rank keeps its shard; also the `ShardExchange` of
-    those shards. In place, one asynchronous collective each, in bucket order.
+    """Reducer that gives each rank its shard of the mean; also the `ShardExchange` of the shards.
 
-    `scatter`: whether a rank gets no more than its part. None: on a GPU it does; on a CPU the whole
-    bucket is all-reduced. gloo has no reduce-scatter: torch makes one of an all-reduce of a copy,
-    which sends as much, holds the bucket twice and takes 2.4 times as long (64 MB, 2 and 4 ranks:
-    108 against 259 ms, 166 against 442 ms). An exchange of all parts with all sends half, in 0.8 of
-    the time, but what it receives needs memory beside the gradients until the step is agreed on,
-    and to save memory is what shards are for. So on a CPU every sum is the plain path's, to the
-    last bit, for any number of ranks, and so is the norm. Where parts are scattered, sums of two
-    terms are equal too, longer ones to rounding: a ring adds up in an order that depends on the
-    place. Their norm, the sum of norms of parts, is equal to rounding.
+    It runs one asynchronous collective per bucket, in place and in bucket order.
+
+    Args:
+        exchange: Collectives over data-parallel ranks.
+        divides: If False, sum instead of average.
+        scatter: Reduce-scatter; otherwise all-reduce whole buckets. None: reduce-scatter on a GPU
+            only.
+
+    With an all-reduce, every sum and the norm equal those of the plain path to the last bit. With a
+    reduce-scatter, sums of more than two terms are equal up to rounding, since the order of a
+    ring's additions depends on the position; so is the norm, which sums the norms of the parts.
     """
 
     def __init__(
@@ -91,10 +92,14 @@ class ReduceScatterReducer(AllReduceReducer):
             own = Slice(self.exchange.rank * length, length)
             bucket.shard = BucketShard(where=own, length=ranks * length, exchange=self)
             bucket.storage = bucket.grad.new_zeros(ranks * length)
-            # Its length stays: by it a ring orders its sums.
+            # The length must not change: it determines the order of a ring's additions.
             bucket.grad = bucket.storage[: bucket.numel]
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
+        # gloo has no reduce-scatter. torch emulates one by an all-reduce of a copy, which holds the
+        # bucket twice and takes 2.4 times as long as an all-reduce (64 MB, 2 and 4 ranks: 259
+        # against 108 ms, 442 against 166 ms). An all-to-all sends half as much in 0.8 of the time,
+        # but needs receive buffers, and sharding is meant to save memory.
         scatter = self.scatter if self.scatter is not None else bucket.grad.is_cuda
         if bucket.shard is None or bucket.storage is None or not scatter:
             return super().reduce(bucket, step)
@@ -108,5 +113,5 @@ class ReduceScatterReducer(AllReduceReducer):
         return self.exchange.gather_in_place(parts)
 
     def fill(self, flat: torch.Tensor) -> None:
-        # As integers: a sum of numbers would lose the sign of a zero.
+        # Sum as integers: a floating-point sum would lose the sign of zero.
         self.exchange.sum(flat.view(torch.int32), about="collect").wait()

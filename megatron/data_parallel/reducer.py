@@ -1,7 +1,4 @@
-"""How the mean of a gradient over data-parallel ranks is found: the reducer and its results.
-
-Loads no torch, so that flags can be checked before torch is loaded.
-"""
+"""The interface of reducers, which average gradients over data-parallel ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a reducer may know of the step: `t`, the applied update it would become (Adam's t, from
-    1), and `loss_scale`, the factor by which this step's gradients are too large.
-    `layout_is_final`: the coordinates that exist now stay, so that state may be kept by them."""
+    """The facts about a step that a reducer may use: gradients are multiplied by `loss_scale`.
+
+    `t` is the number of the update that the step would become (Adam's t, from 1).
+    `layout_is_final`: stored entries will not change any more, so that state may be kept by entry.
+    """
 
     t: int
     loss_scale: float = 1.0
@@ -32,7 +31,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class IndexRange:
-    """Positions `[start, stop)` of a bucket, all of which are sent; their values begin at `at`."""
+    """Selected positions `[start, stop)` of a bucket, whose values begin at `at`."""
 
     start: int
     stop: int
@@ -40,15 +39,15 @@ class IndexRange:
 
     @property
     def values(self) -> slice:
-        """Where its values lie in `ReducedGrad.values`."""
+        """Slice of `ReducedGrad.values` that holds the values of the range."""
         return slice(self.at, self.at + self.stop - self.start)
 
 
 class SparseIndex(Protocol):
-    """Which positions of a flat bucket, in ascending order, a compact vector of values is for.
+    """The positions of a flat bucket, in ascending order, to which a compact vector belongs.
 
-    How positions are kept is the index's own affair, so it also is what brings values, weights and
-    moments together: int32 positions serve torch, a bitmap serves kernels.
+    The index chooses how to store positions, so it also combines values with weights and moments:
+    int32 positions suit torch, a bitmap suits kernels.
     """
 
     @property
@@ -58,12 +57,11 @@ class SparseIndex(Protocol):
 
     @property
     def runs(self) -> Sequence[IndexRange]:
-        """Ranges of which every position is sent in this step and whose corrected update the
-        reducer may want; empty where it wants none."""
+        """Fully selected ranges whose corrected update the reducer may want; may be empty."""
         ...
 
     def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the entries of a bucket-sized tensor at the positions to `out`, of its dtype."""
+        """Write the selected entries of a bucket-sized tensor to `out`, which has its dtype."""
         ...
 
     def apply(
@@ -76,9 +74,12 @@ class SparseIndex(Protocol):
         *,
         factor: float,
     ) -> None:
-        """Take the optimizer's step on bucket-sized weight and moments: `reduced.values` times
-        `factor` are the gradient at the positions, `reduced.rest` says what the others get.
-        "frozen" entries are left alone: their weight decay is the optimizer's own affair."""
+        """Apply the update rule in place to the bucket-sized `weight` and `moments`.
+
+        `reduced.values` times `factor` is the gradient at the positions; `reduced.unselected`
+        defines the rest. "frozen" entries are not touched: the optimizer applies their weight
+        decay.
+        """
         ...
 
 
@@ -88,19 +89,23 @@ def _all_are_there(stop: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedGrad:
-    """The gradient of the global batch's mean loss with respect to a bucket: the mean over
-    data-parallel ranks of what backward accumulated there, or its sum where each rank's loss was
-    divided by the whole batch beforehand (`--predivide-loss`), the same but for rounding. Norm,
-    clipping and optimizer read this and never `bucket.grad`.
+    """The gradient of the mean loss of the global batch with respect to a bucket.
 
-    `values`: 1-D, in units of the scaled loss: the loss scale times too large. `index`: positions
-    of the values in the bucket, or None for all of them. `unselected` tells what the positions
-    outside `index` mean to the optimizer: a zero gradient ("zero"), or no gradient, so that moments
-    stay and weights only decay ("frozen"). `steps_accumulated`: number of steps whose gradients
-    each value sums up (fp32, as long as the values), None for one. `part`: the positions of the
-    bucket that all of this is of, where other data-parallel ranks got the others; None for all.
-    `wait_until`: blocks until the values before a place are there, as all mostly are
-    (`ReducedGrads.begun`)."""
+    The gradient is the mean over data-parallel ranks or, up to rounding equally, the sum where each
+    rank's loss was divided by the whole batch (`--predivide-loss`). Norm, clipping and optimizer
+    read this object, never `bucket.grad`.
+
+    Attributes:
+        values: 1-D, multiplied by the loss scale.
+        index: Positions of the values in the bucket; None for all positions.
+        unselected: Gradient outside `index`: zero ("zero"), or none, so that moments stay and
+            weights only decay ("frozen").
+        steps_accumulated: Number of steps that each value sums (fp32, 1-D); None for one step.
+        part: Positions of the bucket that this rank got, if other data-parallel ranks got the
+            others.
+        wait_until: Blocks until `values[:stop]` have arrived; a no-op unless from
+            `ReducedGrads.begun`.
+    """
 
     values: torch.Tensor
     index: SparseIndex | None = None
@@ -111,15 +116,14 @@ class ReducedGrad:
 
 
 class Work(Protocol):
-    """A reduction under way. Either of its methods is called, once every rank has told whether
-    its gradients are finite."""
+    """A reduction in progress; one of its methods is called once ranks agree on the gradients."""
 
     def wait(self) -> ReducedGrad:
-        """Block until the mean is there; the values belong to the bucket until zeroing."""
+        """Block until the mean has arrived; its values are valid until the bucket is zeroed."""
         ...
 
     def drop(self) -> None:
-        """The gradients were not finite: let what is on its way end, there is no mean to take."""
+        """Let the reduction of non-finite gradients end, without a result."""
         ...
 
 
@@ -129,33 +133,36 @@ class PiecewiseWork(Work, Protocol):
 
     @property
     def pieces(self) -> Sequence[tuple[Slice, Work]]:
-        """Where in the bucket each is, in order, and its own reduction."""
+        """The slices of the bucket, in order, with the reduction of each."""
         ...
 
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """The optimizer's corrected update of a bucket, for reducers that asked for it: it lies where
-    the reduced gradient lay that the optimizer consumed; of a sparse one, in the index's runs."""
+    """The corrected update of a bucket, which overwrites the reduced gradient.
+
+    For a sparse gradient it is in the runs of the index only.
+    """
 
     slices: dict[str, Slice]
     values: torch.Tensor
 
     def update(self, name: str) -> torch.Tensor:
-        """View of m^ / (sqrt(v^) + eps) + lambda w over the parameter's slice (SGD: momentum +
-        lambda w), where the bucket was reduced whole."""
+        """Return a view of m^ / (sqrt(v^) + eps) + lambda w over the parameter's slice.
+
+        For SGD the update is momentum + lambda w. The bucket must have been reduced whole.
+        """
         return self.slices[name].of(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerEntryState:
-    """State that goes by the entries of a parameter, for the checkpoint, which holds it in terms of
-    the logical tensor, so that any grid can load it.
+    """Checkpoint state with one value per stored entry of the parameter `param`.
 
-    `values()`: 1-D, one for each stored entry of the parameter `param` on this rank, in order,
-    vocabulary padding left out; may be a view, good until the next step. `unless`: the name of
-    state of the same parameter (bool, equal on all data-parallel ranks); entries at which that is
-    True mean nothing, are not saved and come back as 0.
+    It is saved as a logical tensor, which any grid can load. `values()` returns a 1-D tensor of
+    this rank's stored entries in order, without vocabulary padding; it may be a view that is valid
+    until the next step. `unless` names a bool state of the same parameter, equal on all
+    data-parallel ranks; entries where that state is True are not saved and load as 0.
     """
 
     param: str
@@ -165,13 +172,14 @@ class PerEntryState:
 
 @dataclass(frozen=True)
 class ReducerStats:
-    """Counters of one step on this rank. `bytes_sent` follows the ring model: an all-reduce of b
-    bytes over n ranks sends 2 (n - 1) / n b, an all-gather (n - 1) times the rank's own bytes.
-    `density`: entries sent over entries stored, of the whole model. `wait_seconds`: time for which
-    `Work.wait` blocks the host, or on a GPU the stream, whose latest waits may count in the next
-    step. `extra`: numbers of the path's own, of the whole model too, for log line and metrics file,
-    under names that read well in both (`residual_norm`). `notes`: sentences for the log, each told
-    once."""
+    """Counters of one step on this rank.
+
+    `bytes_sent` follows the ring model (see `Exchange`). `density` is entries sent divided by
+    entries stored, of the whole model. `wait_seconds` is the time for which `Work.wait` blocks the
+    host, or on a GPU the stream, whose latest waits may count in the next step. `extra` has the
+    path's own numbers for the whole model, under names for log line and metrics file
+    (`residual_norm`). `notes` are new sentences for the log.
+    """
 
     bytes_sent: int = 0
     density: float = 1.0
@@ -181,17 +189,16 @@ class ReducerStats:
 
 
 class GradientReducer:
-    """How the mean over data-parallel ranks is found. One instance serves all buckets of a rank.
+    """Base class of reducers; one instance serves all buckets of a rank.
 
-    A stateless method implements `reduce` alone; every other method has a default that does
-    nothing. A reducer never calls torch.distributed: `exchange` has its collectives and counts
-    bytes and waiting times.
+    A stateless reducer implements only `reduce`; every other method has a default that does
+    nothing. A reducer never calls torch.distributed: `exchange` provides collectives and counts
+    bytes and waits.
 
-    `reduce` changes no state that is saved. `commit` changes it, once every rank agrees that the
-    step is good; else `abort` is called. Buckets are reduced in index order on every rank.
-
-    State that is equal on all data-parallel ranks is saved once (`shared_tensors`), state of each
-    rank for each of them (`state_tensors`); both go by logical name and are independent of buckets.
+    `reduce` does not change saved state. Once all ranks agree, either `commit` changes it or
+    `abort` is called. Every rank reduces buckets in index order. State that is equal on all
+    data-parallel ranks is saved once (`shared_tensors`), per-rank state for each rank
+    (`state_tensors`); both are keyed by logical name, independent of buckets.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -199,21 +206,24 @@ class GradientReducer:
 
     @property
     def overflow_bound(self) -> float | None:
-        """For a reducer of plain means: how many times the largest entry of any rank's gradient a
-        sum may reach on its way to the mean, but for rounding. Where that is known, some buckets
-        may be updated while others are still being reduced. None: only after all are reduced."""
+        """Maximum ratio of a plain mean's partial sum to the largest entry of any rank's gradient.
+
+        Rounding is not included. If the ratio is known, some buckets may be updated while others
+        are still being reduced. None: the update waits until all buckets are reduced.
+        """
         return None
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
         """Prepare for these buckets, in the entries of `layout`.
 
-        Called before anything else, and again when other entries exist
-        (`StepContext.layout_is_final` was False until then), when there is no state yet. A reducer
-        that shards optimizer states gives the buckets their `shard` and the memory of their
-        gradients. Collective over all ranks, except for no buckets at all."""
+        Called first, and again, before there is state, when the layout changes
+        (`StepContext.layout_is_final` was False until then). A reducer that shards optimizer states
+        sets `shard`, `storage` and `grad` of the buckets. Collective over all ranks, unless
+        `buckets` is empty.
+        """
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
-        """Start finding the mean of `bucket.grad`; return without waiting for any collective."""
+        """Start to average `bucket.grad`; must not wait for any collective."""
         raise NotImplementedError
 
     def wants_update(self, step: StepContext) -> bool:
@@ -221,47 +231,51 @@ class GradientReducer:
         return False
 
     def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
-        """Take into the state what was not sent: the step was applied."""
+        """Save in the state the values that were not sent; the step was applied."""
 
     def abort(self, bucket: GradBucket) -> None:
-        """Forget the step, which is dropped on every rank: the state is as before `reduce`."""
+        """Restore the state before `reduce`; every rank drops the step."""
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Return why this path would do nothing that the dense path does not do in the updates
-        `first` to `last`, with a way out, as one line of an error; "" where it does something."""
+        """Return why this path acts as the dense path in the updates `first` to `last`, else "".
+
+        The text is one line of an error and names a way out.
+        """
         return ""
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        """Return the counters since the last call, and reset them. `full` adds to `extra` what
-        takes a pass over the state to find. Collective over the model-parallel ranks."""
+        """Return and reset the counters since the last call.
+
+        `full` adds numbers that need a pass over the state. Collective over the model-parallel
+        ranks.
+        """
         sent, waited = self.exchange.take_counters()
         return ReducerStats(bytes_sent=sent, wait_seconds=waited)
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """Yield state that is equal on all data-parallel ranks, by name.
+        """Yield named state that is equal on all data-parallel ranks.
 
-        The name of `PerEntryState` ends in "/" and the name of their parameter. A plain tensor is
-        equal on all ranks, model-parallel ones too, that have state of its name: the name must tell
-        apart tensors that differ.
+        The name of a `PerEntryState` ends in "/" and the name of its parameter. A plain tensor must
+        be equal on all ranks, including model-parallel ranks, that have state of its name.
         """
         return iter(())
 
     def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Yield state of this data-parallel rank alone, by the name of the parameter: values that
-        were not sent yet. Another number of data-parallel ranks gets the mean."""
+        """Yield unsent values of this rank by parameter; another number of ranks loads the mean."""
         return iter(())
 
     def load_state_tensors(
         self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take back what `state_tensors` and `shared_tensors` yielded, on whatever ranks; plain
-        tensors of other ranks' parts may be among them. Each is read as it is asked for."""
+        """Load state from `state_tensors` and `shared_tensors`, possibly saved on another grid.
+
+        Plain tensors of other ranks may be included. Each tensor is read when it is accessed.
+        """
         assert not own, "a reducer without state of its own loads none"
 
 
 class ReducedGrads(Protocol):
-    """What was reduced in a step, one for each bucket, in index order. To ask for one may block
-    until it is there; those before it are there then too."""
+    """The reduced gradients of a step, in bucket order; access blocks until arrival."""
 
     def __len__(self) -> int: ...
 
@@ -270,24 +284,25 @@ class ReducedGrads(Protocol):
     def __iter__(self) -> Iterator[ReducedGrad]: ...
 
     def begun(self, index: int, /) -> ReducedGrad:
-        """One of them, of which the first values are there (`ReducedGrad.wait_until`)."""
+        """Return a gradient whose first values have arrived, see `ReducedGrad.wait_until`."""
         ...
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all gradients."""
         ...
 
 
 @dataclass(kw_only=True)
 class Step:
-    """What the engine found out about a step. `norm`: global L2 norm of the mean gradient in
-    unscaled units, not finite where the step is not ok. `factor`: what the optimizer multiplies
-    each reduced value by (loss scale and clipping). `reduced`: the means, one for each bucket, in
-    index order; none where a gradient was not finite. `request`: the largest of what the ranks
-    asked for after this step, 0 for nothing.
+    """The result of a step's agreement.
 
-    `arriving`: the step is ok, but sums may still be under way, and `norm` is NaN until the
-    engine's `commit` or `abort`, which find it."""
+    `ok`: the step may be applied. `norm` is the global L2 norm of the unscaled mean gradient, not
+    finite if the step is not ok. `factor` multiplies reduced values in the optimizer (loss scale
+    and clipping). `request` is the largest request of all ranks for after this step, 0 for none.
+    `reduced` has the reduced gradients by bucket, none if a gradient was not finite. `arriving`:
+    the step is ok, but sums may still be in progress; `norm` is NaN until `commit` or `abort` of
+    the engine.
+    """
 
     ok: bool
     norm: float

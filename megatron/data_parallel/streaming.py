@@ -1,4 +1,4 @@
-"""Means of which the first are used while the last are still being summed up."""
+"""Reduced gradients that are used while later ones are still being reduced."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from megatron.data_parallel.reducer import ReducedGrad, Work
 
 
 class PiecewiseArrival:
-    """`ReducedGrad.wait_until` of a bucket whose mean comes in pieces: each is waited for once, in
-    order, when a value of it is first asked for, and shown to `seen` before it may be
-    overwritten."""
+    """The `ReducedGrad.wait_until` of a bucket that is reduced in pieces.
+
+    It waits for each piece once, in order, and passes the piece to `seen` before an overwrite.
+    """
 
     def __init__(
         self, pieces: Sequence[tuple[Slice, Work]], seen: Callable[[ReducedGrad], None]
@@ -26,9 +27,10 @@ class PiecewiseArrival:
 
 
 class StreamedGrads:
-    """The means of a step's buckets in index order, `take(number)` each when it is first asked for:
-    nothing is waited for before that, and of a mean that comes in pieces no more than is asked for
-    of one that has `begun`."""
+    """The lazy `ReducedGrads` of a step: `take(number)` waits for a mean on first access.
+
+    Access by `begun` waits for no later piece of a mean than the caller needs.
+    """
 
     def __init__(self, take: Callable[[int], ReducedGrad], count: int) -> None:
         self._take, self._count = take, count
@@ -52,6 +54,6 @@ class StreamedGrads:
         return (self[number] for number in range(self._count))
 
     def clear(self) -> None:
-        """Forget them: their memory is about to be replaced."""
+        """Release the gradients, whose memory is about to be replaced."""
         self._taken.clear()
         self._count = 0

@@ -1,11 +1,10 @@
-"""fp32 master weights and moments in flat buckets, updated chunk by chunk.
+"""The optimizer: fp32 master weights and moments in flat buckets, updated chunk by chunk.
 
-The stock optimizers step over parameters; ours steps over the buckets in which gradients were
-reduced, in chunks that stay in cache between widening, scaling, updating and, for reducers that
-ask for it, recording the update. It owns its states and is what saves them.
+Chunks of the buckets in which gradients were reduced stay in cache between widening, scaling,
+updating and, if the reducer asks for it, recording the update.
 
-Where the reducer shards buckets (ZeRO-1), a rank keeps the states of its part of each. Once it has
-updated that, the values that the model reads travel, while it updates the next bucket:
+If the reducer shards buckets (ZeRO-1), a rank keeps the states of its shards. The updated values of
+a bucket are gathered while the next bucket is updated:
 
     bucket 0   update --> cast ~~~ gather ~~~> expand
     bucket 1              update --> cast ~~~ gather ~~~> expand
@@ -32,22 +31,23 @@ from megatron.optimizer.update_rules import Hyper, UpdateRule
 from megatron.transfer import to_device
 
 PARAM = "param"
-"""What the master weights are called among the kinds of state."""
+"""The kind of state that the master weights are."""
 
 
 @dataclass
 class BucketState:
-    """States of one bucket, 1-D fp32 tensors as long as its gradient, or as this rank's shard."""
+    """States of one bucket: 1-D fp32 tensors as long as its gradient, or as this rank's shard."""
 
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
 
 
 class BucketOptimizer:
-    """Applies an `UpdateRule` to the buckets of an engine, in chunks of at most `most` entries.
+    """The optimizer that applies an `UpdateRule` to the buckets of an engine.
 
-    Where parameters are fp32 and stored whole they become views of the master weights, unless
-    those are sharded; 16-bit parameters get the rounded result from `layout.scatter`.
+    A chunk has at most `most` entries. fp32 parameters that are stored whole become views of the
+    master weights, unless those are sharded; 16-bit parameters get the rounded result from
+    `layout.scatter`.
     """
 
     def __init__(self, engine: GradientEngine, rule: UpdateRule, *, most: int = CUDA_CHUNK) -> None:
@@ -60,13 +60,15 @@ class BucketOptimizer:
 
     @property
     def states(self) -> list[BucketState]:
-        """Those of every bucket, in order, to be read or written now."""
+        """States of all buckets, in order, complete and safe to read or write."""
         return self._states
 
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
-        """Apply a good step: `lr` and `weight_decay` are this update's; buckets whose parameters
-        do not decay use 0. The reduced values may be overwritten. Buckets are taken one after
-        another, so that a mean that is still arriving is waited for when its turn comes."""
+        """Apply a good step; may overwrite its reduced values.
+
+        Buckets are updated one after another, so that each waits only for its own mean. Buckets
+        whose parameters do not decay use a weight decay of 0.
+        """
         self.applied += 1
         updates = ShardUpdates(self.engine)
         for bucket in self.engine.buckets:
@@ -84,8 +86,10 @@ class BucketOptimizer:
         updates.finish()
 
     def rewire(self) -> None:
-        """After a step that was applied and committed: let the gradient path change which
-        coordinates exist. Every rank calls it after the same steps."""
+        """Let the mask updater change the layout, after a step was applied and committed.
+
+        Every rank calls this method after the same steps.
+        """
         if (mask_updater := self.engine.mask_updater) is None:
             return
         # Batch step 14: change which entries exist.
@@ -94,17 +98,16 @@ class BucketOptimizer:
             self.rebucket(change)
 
     def rebucket(self, change: LayoutChange) -> None:
-        """Go over to other coordinates, for the engine and the states. Collective, as
-        `GradientEngine.rebucket`."""
+        """Change the layout of engine and states. Collective as `GradientEngine.rebucket` is."""
         before, engine = self.engine.layout, self.engine
         old = {(kind, name): held for kind, name, held in self._held()}
         if change.reset_moments:
-            # Their bias is corrected by the updates that they have seen.
+            # Bias correction counts the updates since the moments began.
             self.moments_since = self.applied
             old = {(kind, name): held for (kind, name), held in old.items() if kind == PARAM}
         self._states.clear()
         engine.rebucket(change.layout)
-        # Bucket by bucket: old states go as the new ones come.
+        # Convert bucket by bucket, so that old states are freed as new ones are allocated.
         for bucket in engine.buckets:
             self._states.append(self._allocate(bucket))
             for name, kind, flat in self._slices(bucket):
@@ -112,7 +115,7 @@ class BucketOptimizer:
                     self._bind(name, flat)
                 held = old.pop((kind, name), None)
                 if held is not None:
-                    # By way of the whole tensor: layouts need not know of each other.
+                    # Convert by way of the dense tensor, since layouts do not know each other.
                     param = engine.infos[name].param
                     whole = torch.zeros(param.shape, dtype=torch.float32, device=flat.device)
                     beside(before, flat, param).scatter(name, held.whole(), whole)
@@ -123,29 +126,34 @@ class BucketOptimizer:
         self._bring_all_up()
 
     def weights(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
-        """The master weights of each parameter's stored entries: views, or where they are sharded
-        copies, one by one, which is collective over the data-parallel group."""
+        """Yield the master weights of each parameter's stored entries (1-D views).
+
+        Sharded weights are copied one by one, collectively over the data-parallel group.
+        """
         for kind, name, held in self._held():
             if kind == PARAM:
                 yield self.engine.infos[name], held.whole()
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Every state as (kind, logical name, stored entries): kind is "param" for the master
-        weight, else the moment's name. The tensors are views: writing to them loads them. Where
-        states are sharded they are those of `GradBucket.kept_of`, of which there may be none."""
+        """Yield every state as (kind, logical name, stored entries), for reading and loading.
+
+        The kind is "param" for the master weight, else the name of the moment. The tensors are
+        views; for sharded states of the entries of `GradBucket.kept_of`, possibly none.
+        """
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
                 yield kind, name, flat
 
     def whole_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """The same, all stored entries on every rank: where states are sharded copies, one by one,
-        which is collective over the data-parallel group."""
+        """Yield every state as `tensors` does, but with all stored entries on every rank.
+
+        Sharded states are copied one by one, collectively over the data-parallel group.
+        """
         for kind, name, held in self._held():
             yield kind, name, held.whole()
 
     def params_norm(self) -> float:
-        """L2 norm of the whole model's master weights; what `--log-params-norm` prints.
-        Collective over the world."""
+        """Return the L2 norm of the whole model's master weights. Collective over the world."""
         groups = self.engine.groups
         sums = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         for bucket, state in zip(self.engine.buckets, self.states, strict=True):
@@ -157,15 +165,17 @@ class BucketOptimizer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank keeps a part of the states."""
+        """True if this rank keeps only a shard of the states."""
         return self.engine.buckets[0].shard is not None
 
     def loaded(self) -> None:
-        """Master weights were written to: bring the parameters that are not views of them up to
-        date. Where states are sharded it is collective over the data-parallel group."""
+        """Update the parameters that are not views of the master weights, which were written to.
+
+        For sharded states this is collective over the data-parallel group.
+        """
         self._bring_all_up()
         if self.is_sharded:
-            self.engine.reducer.stats()  # what that sent is no step's
+            self.engine.reducer.stats()  # drop its bytes, which belong to no step
 
     def _bring_all_up(self) -> None:
         updates = ShardUpdates(self.engine)
@@ -179,7 +189,7 @@ class BucketOptimizer:
         updates.finish()
 
     def _open(self) -> None:
-        """States for the engine's buckets: the parameters' weights, and moments of zero."""
+        """Allocate states for the engine's buckets: the initial weights, and moments of zero."""
         self._states = [self._allocate(bucket) for bucket in self.engine.buckets]
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
@@ -188,30 +198,30 @@ class BucketOptimizer:
         self._size_scratch()
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:
-        """Fill a master weight from the parameter, and tie the two together."""
+        """Fill a master weight from the parameter, and share memory where possible."""
         bind(self.engine, name, flat)
 
     def _size_scratch(self) -> None:
-        """Have room to compute in, for the buckets that there are now."""
+        """Allocate scratch memory for the current buckets."""
         self._scratch = self._room()
 
     def _room(self) -> torch.Tensor:
-        """fp32, on the device, for a chunk of any bucket."""
+        """Return an fp32 tensor on the device, as long as the longest chunk."""
         longest = max(bucket.kept.numel for bucket in self.engine.buckets)
         return torch.empty(min(self._chunk, longest), dtype=torch.float32, device=self._device)
 
     def _slices(self, bucket: GradBucket) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Name, kind and the stored entries that this rank keeps of every state of a bucket."""
+        """Yield name, kind and the entries that this rank keeps of every state of a bucket."""
         kinds, state = (PARAM, *self.rule.moments), self.states[bucket.index]
         for name, where in bucket.slices.items():
             kept = bucket.kept_of(name)
-            # Where there are none, any place will do.
+            # An empty slice may start anywhere.
             own = Slice(max(where.start + kept.start - bucket.kept.start, 0), kept.numel)
             for kind, flat in zip(kinds, (state.master, *state.moments), strict=True):
                 yield name, kind, own.of(flat)
 
     def _held(self) -> Iterator[tuple[str, str, StateShard]]:
-        """Kind, name and what this rank has of every state."""
+        """Yield kind, name and this rank's shard of every state."""
         for bucket in self.engine.buckets:
             for name, kind, flat in self._slices(bucket):
                 yield kind, name, StateShard.of(bucket, name, flat)
@@ -230,8 +240,7 @@ class BucketOptimizer:
         hyper: Hyper,
         out: torch.Tensor | None = None,
     ) -> None:
-        """`out`: where the updated values of this rank's shard go, in the dtype that the model
-        reads; it may overwrite, entry by entry, the gradients of those and of earlier ones."""
+        """Update one bucket; `out`, for this rank's shard, may overwrite consumed gradients."""
         reduced.wait_until(reduced.values.numel())
         if reduced.index is not None:
             self._update_sparse(bucket, reduced.index, reduced, factor, hyper)
@@ -253,7 +262,7 @@ class BucketOptimizer:
                 continue
             if keep:
                 values.copy_(self.rule.direction(old_weight, moments, hyper))
-            # Parameters are brought up to date while their master weights are still in cache.
+            # Update parameters while their master weights are still in cache.
             while waiting and waiting[0][1].start + waiting[0][1].numel <= cut.stop:
                 name, where = waiting.pop(0)
                 self._bring_up(name, where.of(state.master))
@@ -268,13 +277,14 @@ class BucketOptimizer:
     ) -> None:
         state = self.states[bucket.index]
         runs = index.runs if self.engine.wants_update else ()
-        # The index takes all runs at once, so that old weights are copied whole where they matter.
+        # The index updates all runs at once, so old weights are copied first if the update needs
+        # them.
         weights = [state.master[run.start : run.stop] for run in runs]
         if hyper.weight_decay:
             weights = [weight.clone() for weight in weights]
         sent = hyper
         if reduced.unselected == "frozen" and hyper.weight_decay:
-            # Weight decay needs no gradient: an entry that waits for its turn must not miss it.
+            # Weight decay needs no gradient, so frozen entries decay, too.
             state.master.mul_(hyper.shrink)
             sent = dataclasses.replace(hyper, weight_decay=0.0)
         # Batch step 11: update the selected entries.
@@ -294,7 +304,7 @@ class BucketOptimizer:
             self._bring_up(name, where.of(state.master))
 
     def _scaled(self, values: torch.Tensor, factor: float) -> torch.Tensor:
-        """The chunk in fp32 times factor; the chunk itself where that is the same."""
+        """Return the chunk in fp32 times factor, which is the chunk itself if nothing changes."""
         if factor == 1.0 and values.dtype == torch.float32:
             return values
         out = self._scratch[: values.numel()]
@@ -303,5 +313,5 @@ class BucketOptimizer:
         return out.copy_(values).mul_(factor)
 
     def _bring_up(self, name: str, master: torch.Tensor) -> None:
-        """Batch step 12: put updated master weights into the parameter that the model reads."""
+        """Batch step 12: write updated master weights to the parameter that the model reads."""
         self.engine.layout.scatter(name, master, self.engine.infos[name].param.detach())

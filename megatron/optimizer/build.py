@@ -1,4 +1,4 @@
-"""The optimizer's parts as the configuration asks for them."""
+"""Builders of the optimizer's parts from the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.optimizer.update_rules import SGD, AdamW, ApexAdamW, UpdateRule
 
 
 def update_rule(config: Config) -> UpdateRule:
-    """The optimizer's arithmetic."""
+    """Return the update rule of the configured optimizer."""
     options = config.optimizer
     if options.optimizer == "sgd":
         return SGD(momentum=options.sgd_momentum)
@@ -18,7 +18,7 @@ def update_rule(config: Config) -> UpdateRule:
 
 
 def loss_scaler(config: Config) -> LossScaler:
-    """Dynamic for fp16 unless `--loss-scale` fixes it; 1 for bf16 and fp32."""
+    """Return a dynamic loss scaler for fp16 without `--loss-scale`, else a constant one."""
     options = config.precision
     if options.loss_scale is not None or not options.fp16:
         return ConstantScaler(options.loss_scale or 1.0)
@@ -31,7 +31,7 @@ def loss_scaler(config: Config) -> LossScaler:
 
 
 def learning_rate(config: Config) -> LearningRate:
-    """The schedule in samples: flags in iterations are that many global batches."""
+    """Return the schedule in samples; one iteration counts as a global batch."""
     options, total = config.optimizer, config.total_samples()
 
     def samples(in_iterations: int | None, in_samples: int | None, default: int) -> int:
@@ -57,7 +57,7 @@ def learning_rate(config: Config) -> LearningRate:
 
 
 def weight_decay(config: Config) -> WeightDecay:
-    """Constant, or from `--start-weight-decay` to `--end-weight-decay` over the run."""
+    """Return the weight decay: constant, or from `--start-weight-decay` to `--end-weight-decay`."""
     options = config.optimizer
     constant = options.weight_decay_incr_style == "constant"
     end = options.weight_decay if constant else options.end_weight_decay

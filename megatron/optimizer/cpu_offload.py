@@ -1,16 +1,16 @@
-"""Master weights and moments in host memory, which visit the device to be updated (AxoNN V-B).
+"""Optimizer offloading: master weights and moments in host memory (AxoNN, section V-B).
 
-On the device are the 16-bit parameters and gradients and, of the states, two pieces of half a
-bucket (`--offload-bucket-size`): one comes and goes while the other is updated.
+The device holds 16-bit parameters and gradients, and state buffers for two pieces of half a bucket
+(`--offload-bucket-size`): one piece is copied while the other is updated.
 
     copied in        0  1     2  3
     updated             0  1     2  3
-    copied out             0  1     2  3        by turns in two sets of buffers
+    copied out             0  1     2  3        alternating between two sets of buffers
 
-So a bucket has 4 bytes for its master weights, 8 for its moments and 2 for its widened gradient,
-where the paper counts 4. Updated values lie, in the parameters' dtype, where the gradients were
-that made them, until their bucket is done and they are put into the parameters: no value is written
-before the gradients whose place it takes were read, since theirs begin at no earlier byte.
+An entry of the bucket needs 4 bytes for the master weight, 8 for moments and 2 for the widened
+gradient, where the paper counts 4. Updated values, in the parameters' dtype, overwrite the
+gradients of their bucket until they are scattered to the parameters. No gradient is overwritten
+before it was read, since no gradient begins at an earlier byte than its updated value.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from megatron.optimizer.update_rules import Hyper, UpdateRule
 
 
 class Lanes(Protocol):
-    """Copies beside the computing, each set of buffers in its order: in, updated, out."""
+    """Copies concurrent with computation; each buffer set is copied in, updated, copied out."""
 
     def coming(self, number: int) -> AbstractContextManager[None]:
-        """Copies into set `number` are issued within; what follows finds them done."""
+        """Return a context for copies into set `number`, which complete before later operations."""
         ...
 
     def going(self, number: int) -> AbstractContextManager[None]:
-        """Copies out of it are issued within, once all that was issued before is done."""
+        """Return a context for copies out of set `number`, which wait for earlier operations."""
         ...
 
     def settle(self) -> None:
-        """Block until all is in host memory."""
+        """Block until all copies to host memory are complete."""
         ...
 
 
 class OneLane:
-    """Of a CPU, which does one after the other."""
+    """Synchronous copies on a CPU."""
 
     def coming(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -61,20 +61,20 @@ class OneLane:
 
 
 class CudaLanes:
-    """Streams to copy in and out, beside whichever is current."""
+    """Streams for copies in and out, concurrent with the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._came, self._updated, self._left = (
             [torch.cuda.Event() for _ in range(SETS)] for _ in range(3)
         )
-        # The buffers' memory may still be in use by what was issued before they were made.
+        # Earlier operations may still use the memory of the new buffers.
         self._in.wait_stream(torch.cuda.current_stream(device))
 
     @contextmanager
     def coming(self, number: int) -> Iterator[None]:
         with torch.cuda.stream(self._in):
-            # Copies out are in order: whatever left before this set did has left, too.
+            # Copies out are in order, so all copies before this set's are complete, too.
             self._in.wait_event(self._left[number])
             yield
             self._came[number].record(self._in)
@@ -93,11 +93,11 @@ class CudaLanes:
 
 
 class OffloadedOptimizer(BucketOptimizer):
-    """A `BucketOptimizer` whose states are in host memory, pinned where the device is a GPU, and
-    make the same bits. `bucket_size`: entries whose states the device has room for; a CPU takes
-    fewer at a time, as many as stay in its cache.
+    """A `BucketOptimizer` with states in host memory (pinned for a GPU) and bit-identical results.
 
-    For means of whole buckets that are not sharded, by reducers that want no update.
+    `bucket_size` is the number of entries whose states fit in the device buffers; a CPU uses
+    smaller pieces, which fit in cache. Sharded buckets, sparse gradients and reducers that want the
+    update are not supported.
     """
 
     def __init__(self, engine: GradientEngine, rule: UpdateRule, *, bucket_size: int) -> None:
@@ -112,7 +112,7 @@ class OffloadedOptimizer(BucketOptimizer):
 
     @property
     def device_bytes(self) -> int:
-        """Memory on the device beside parameters and gradients."""
+        """Bytes on the device in addition to parameters and gradients."""
         buffers = [t for s in self._sets for t in (s.master, *s.moments)]
         return sum(tensor.nbytes for tensor in (*buffers, self._scratch))
 
@@ -122,7 +122,7 @@ class OffloadedOptimizer(BucketOptimizer):
         return sum(t.nbytes for s in self._states for t in (s.master, *s.moments))
 
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
-        # A piece meets the same set in every step, and so comes after it has left.
+        # Each piece uses the same set in every step, so its copy in follows its last copy out.
         self._piece = 0
         super().step(step, lr=lr, weight_decay=weight_decay)
 
@@ -143,12 +143,12 @@ class OffloadedOptimizer(BucketOptimizer):
         ]
         if self._device.type == "cuda":
             self._lanes = CudaLanes(self._device)
-            # Buffers and pinned memory must outlast the copies between them, also where the
-            # optimizer goes before the process does.
+            # Buffers and pinned memory must outlive the copies between them, even if the optimizer
+            # is freed before the process ends.
             weakref.finalize(self, self._lanes.settle).atexit = False
 
     def _bind(self, name: str, flat: torch.Tensor) -> None:
-        """As `BucketLayout.bind`, by way of the gradient's memory, which nothing is in yet."""
+        """Bind as `BucketLayout.bind` does, with the still unused gradient memory as scratch."""
         bucket, where = self.engine.place(name)
         param, layout = self.engine.infos[name].param.detach(), self.engine.layout
         stored = where.of(bucket.grad)
@@ -194,7 +194,7 @@ class OffloadedOptimizer(BucketOptimizer):
                     _copy([host.master[cut]], [weight])
                 values[cut].copy_(weight)
                 with self._lanes.going(0):
-                    pass  # it stays what it is there
+                    pass  # the host copy is unchanged
             self._expand(bucket, values)
 
     def _cuts(self, bucket: GradBucket) -> Iterator[slice]:
@@ -202,18 +202,18 @@ class OffloadedOptimizer(BucketOptimizer):
             yield slice(start, min(start + self._chunk, bucket.numel))
 
     def _buffers(self, number: int, cut: slice) -> list[torch.Tensor]:
-        """Room for the master weights and moments of a piece."""
+        """Return the device buffers for the master weights and moments of a piece."""
         held, length = self._sets[number], cut.stop - cut.start
         return [tensor[:length] for tensor in (held.master, *held.moments)]
 
     def _values(self, bucket: GradBucket) -> torch.Tensor:
-        """Where its updated values go, in the parameters' dtype."""
+        """Return a view of the gradient memory for updated values in the parameters' dtype."""
         dtype = self.engine.infos[bucket.names[0]].param.dtype
         assert dtype.itemsize <= bucket.grad.element_size(), "gradients are no narrower"
         return bucket.grad.view(dtype)[: bucket.numel]
 
     def _expand(self, bucket: GradBucket, values: torch.Tensor) -> None:
-        """Put them into the parameters, and leave the bucket as it is between steps."""
+        """Scatter updated values to the parameters, and restore the zeros of the bucket."""
         for name, where in bucket.slices.items():
             self._bring_up(name, where.of(values))
         bucket.zero_gaps()

@@ -1,9 +1,8 @@
-"""Optimizer states of which each data-parallel rank keeps a part (ZeRO-1).
+"""Optimizer states that are sharded over data-parallel ranks (ZeRO-1).
 
-The cuts are those of the reducer's shards, wherever in a parameter they fall. Here is what follows
-from that: how updated values reach every rank, how a state is put together again, and what of the
-logical tensor a rank writes to a checkpoint and takes from it. Where nothing is sharded a rank's
-part is the whole, and all of this holds.
+Shards follow the reducer's shards of a bucket, whose boundaries may lie inside a parameter. This
+module distributes updated values, gathers whole states, and maps a rank's shard to the logical
+tensors of a checkpoint. Without sharding, a rank's shard is the whole state.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from megatron.parallel.tensor_shard import Corner
 from megatron.transfer import to_device
 
 PIECE = 1 << 20
-"""Entries of a mask looked through at a time."""
+"""Number of mask entries that are scanned at a time."""
 
 
 class ShardUpdates:
-    """Brings updated values to every data-parallel rank and into its parameters, one bucket while
-    the next is being updated: `open`, `send` for each bucket in order, then `finish`.
+    """The all-gather of updated values, overlapped with the update of the next bucket.
 
-    What travels is in the parameters' dtype. Where the gradients' entries are no narrower it lies
-    in their memory, which the update is done with: no value is written before the gradients whose
-    place it takes have been read, since entry i of it begins at no later byte than theirs.
+    Call `open` and `send` for each bucket in order, then `finish`. Values travel in the parameters'
+    dtype. If gradients are no narrower, the values reuse the gradients' memory: value i begins at
+    no later byte than gradient i, so no unread gradient is overwritten.
     """
 
     def __init__(self, engine: GradientEngine) -> None:
@@ -38,7 +36,7 @@ class ShardUpdates:
         self._sent: list[tuple[GradBucket, torch.Tensor, Pending]] = []
 
     def open(self, bucket: GradBucket) -> torch.Tensor:
-        """Where the values of this rank's shard are to be written."""
+        """Return the tensor to which the values of this rank's shard must be written."""
         assert bucket.shard is not None and bucket.storage is not None
         dtype = self._engine.infos[bucket.names[0]].param.dtype
         if dtype.itemsize <= bucket.storage.element_size():
@@ -49,7 +47,7 @@ class ShardUpdates:
         return bucket.shard.where.of(parts)
 
     def send(self) -> None:
-        """They are written: let them go; take in those of the bucket before."""
+        """Start to gather the written values; then receive those of the previous bucket."""
         assert self._open is not None
         bucket, parts = self._open
         assert bucket.shard is not None
@@ -58,7 +56,7 @@ class ShardUpdates:
             self._receive()
 
     def finish(self) -> None:
-        """Take in what is left: parameters are up to date."""
+        """Receive the remaining values; all parameters are then up to date."""
         while self._sent:
             self._receive()
 
@@ -74,8 +72,10 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StateShard:
-    """What this rank has of a state of a parameter: `flat`, of its `stored` entries those from
-    `first` on; `exchange` gets the others, None where there are no others."""
+    """This rank's shard `flat` of a parameter's state: `stored` entries in all, from `first` on.
+
+    `exchange` gathers the other shards; None if the state is not sharded.
+    """
 
     flat: torch.Tensor
     first: int
@@ -84,13 +84,12 @@ class StateShard:
 
     @classmethod
     def of(cls, bucket: GradBucket, name: str, flat: torch.Tensor) -> StateShard:
-        """Of a parameter of this bucket."""
+        """Construct the shard of a parameter of this bucket."""
         exchange = None if bucket.shard is None else bucket.shard.exchange
         return cls(flat, bucket.kept_of(name).start, bucket.slices[name].numel, exchange)
 
     def whole(self) -> torch.Tensor:
-        """All stored entries: a copy, and collective over the data-parallel group, unless this rank
-        has them."""
+        """Return all stored entries; copies a sharded state, collectively over its ranks."""
         if self.exchange is None:
             return self.flat
         whole = self.flat.new_zeros(self.stored)
@@ -100,8 +99,10 @@ class StateShard:
 
 
 def bind(engine: GradientEngine, name: str, flat: torch.Tensor) -> None:
-    """`BucketLayout.bind` of the entries that this rank keeps: what is sharded cannot be what the
-    model reads, so parameters keep a storage of their own."""
+    """Bind the entries that this rank keeps, as `BucketLayout.bind` does.
+
+    A sharded state cannot be what the model reads, so its parameter keeps a storage of its own.
+    """
     bucket, where = engine.place(name)
     info = engine.infos[name]
     if bucket.shard is None:
@@ -117,9 +118,14 @@ def bind(engine: GradientEngine, name: str, flat: torch.Tensor) -> None:
 
 
 def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Tensor) -> None:
-    """Write to `flat`, the entries of a state that this rank keeps as `BucketOptimizer.tensors`
-    gives them, from the dense tensor on this tensor-parallel rank, with or without the padding at
-    its end."""
+    """Write this rank's entries of a dense tensor to its state.
+
+    Args:
+        engine: The engine.
+        name: Logical name of the parameter.
+        flat: The state, as `BucketOptimizer.tensors` yields it; written in place.
+        dense: The tensor on this tensor-parallel rank, with or without padding at its end.
+    """
     bucket, where = engine.place(name)
     param = engine.infos[name].param
     if dense.numel() < param.numel():
@@ -137,9 +143,11 @@ def fill(engine: GradientEngine, name: str, flat: torch.Tensor, dense: torch.Ten
 
 @dataclass(frozen=True)
 class StateSlice:
-    """What a rank saves of a state: entries `[flat[0], flat[1])` of the flattened box
-    `[start, stop)` of the logical tensor, None for all of it, or of those the ones that are stored.
-    `values`: 1-D."""
+    """A rank's part of a state in a checkpoint.
+
+    `values` (1-D) are the stored ones among entries `[flat[0], flat[1])`, or all for None, of the
+    flattened box `[start, stop)` of the logical tensor.
+    """
 
     start: Corner
     stop: Corner
@@ -148,9 +156,11 @@ class StateSlice:
 
 
 def pieces(engine: GradientEngine, name: str, flat: torch.Tensor) -> Iterator[StateSlice]:
-    """How to save the entries of a state that this rank keeps, `flat` as `BucketOptimizer.tensors`
-    gives them; over the ranks that share a tensor they leave out none and bring none twice.
-    Vocabulary padding is left out. A rank may have nothing to save."""
+    """Yield the slices in which to save this rank's entries of a state, possibly none.
+
+    `flat` is the state as `BucketOptimizer.tensors` yields it. Over the ranks that share a tensor,
+    the slices are disjoint and complete. Vocabulary padding is excluded.
+    """
     bucket, where = engine.place(name)
     info, mask = engine.infos[name], engine.layout.mask(name)
     kept = bucket.kept_of(name)
@@ -170,8 +180,7 @@ def pieces(engine: GradientEngine, name: str, flat: torch.Tensor) -> Iterator[St
 
 
 def _ranges(info: ParamInfo) -> Iterator[tuple[tuple[Corner, Corner], tuple[int, int]]]:
-    """The boxes of the logical tensor that are here, and where in the flattened one here each
-    lies without gaps."""
+    """Yield this rank's boxes of the logical tensor, with their ranges in the local flat tensor."""
     shape = info.logical_shape
     if info.tp_shard is None:
         yield ((0,) * len(shape), shape), (0, info.entries)
@@ -185,8 +194,7 @@ def _ranges(info: ParamInfo) -> Iterator[tuple[tuple[Corner, Corner], tuple[int,
 
 
 def _place(mask: torch.Tensor | None, number: int, stored: int, entries: int) -> int:
-    """Where in the flattened parameter of so many `entries` to cut before its stored entry
-    `number`, of `stored`: at its ends if no stored entry is left out there."""
+    """Return where the flat parameter splits before stored entry `number`."""
     if mask is None or number == 0:
         return min(number, entries)
     if number == stored:
@@ -202,5 +210,5 @@ def _place(mask: torch.Tensor | None, number: int, stored: int, entries: int) ->
 
 
 def _count(mask: torch.Tensor | None, place: int) -> int:
-    """Number of stored entries before a place."""
+    """Return the number of stored entries before a position."""
     return place if mask is None else int(mask[:place].count_nonzero())

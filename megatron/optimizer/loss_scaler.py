@@ -1,4 +1,4 @@
-"""The fp16 loss scale, by Megatron's rule."""
+"""The fp16 loss scale, with Megatron's rule."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Protocol
 
 
 class LossScaler(Protocol):
-    """Factor the loss is multiplied by before backward."""
+    """The factor by which the loss is multiplied before backward."""
 
     scale: float
 
     @property
     def is_lowest(self) -> bool:
-        """Whether a lower scale cannot be tried against overflow."""
+        """True if the scale cannot decrease any more after an overflow."""
         ...
 
     def update(self, *, overflow: bool) -> None:
-        """Learn whether the step just taken had non-finite gradients on any rank."""
+        """Adjust the scale; `overflow`: the last step had non-finite gradients on some rank."""
         ...
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         ...
 
     def load(self, state: dict[str, float]) -> None:
-        """Take back what `state` gave."""
+        """Load the state that `state` returned."""
         ...
 
 
 @dataclass
 class ConstantScaler:
-    """A scale that never changes: 1 for fp32 and bf16, `--loss-scale` for fp16."""
+    """A constant scale: 1 for fp32 and bf16, `--loss-scale` for fp16."""
 
     scale: float = 1.0
 
@@ -51,10 +51,10 @@ class ConstantScaler:
 
 @dataclass
 class DynamicScaler:
-    """Halve after `hysteresis` overflows, double after `window` clean steps in a row.
+    """A scale that halves after `hysteresis` overflows and doubles after `window` clean steps.
 
-    An overflow resets the count of clean steps and uses up one of the hysteresis; when none is
-    left, each further overflow halves the scale, down to `min_scale`. Growth restores the
+    An overflow resets the count of clean steps and decrements the hysteresis; once the hysteresis
+    is used up, each further overflow halves the scale, down to `min_scale`. Growth restores the
     hysteresis.
     """
 
@@ -92,7 +92,7 @@ class DynamicScaler:
         }
 
     def load(self, state: dict[str, float]) -> None:
-        if not state:  # the checkpoint comes from a run without a dynamic scale: begin one
+        if not state:  # the checkpoint was saved without a dynamic scale: start one
             return
         self.scale = float(state["scale"])
         self._clean_steps = int(state["clean_steps"])

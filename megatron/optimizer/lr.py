@@ -1,7 +1,7 @@
 """Learning rate and weight decay as functions of the samples in applied steps.
 
-Megatron counts samples, not steps, so that batch ramp-up stretches the schedule rather than
-bending it: a flag in iterations is that many global batches. A skipped step does not advance.
+Like Megatron, the schedules count samples, so that batch ramp-up stretches the schedule. A flag in
+iterations counts as that many global batches. A skipped step does not advance the schedule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Each maps progress in [0, 1] through the decay to the part of (max - min) that is left.
+# Each maps decay progress in [0, 1] to the remaining fraction of (max - min).
 _DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
@@ -21,10 +21,10 @@ _DECAY: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """`at(samples)`: the rate of the update that follows `samples` samples.
+    """The learning-rate schedule: `at(samples)` is the rate of the update after `samples` samples.
 
-    Rises linearly from `warmup_init` over `warmup_samples` (the first step of a warm-up from 0
-    therefore has rate 0, as in Megatron), falls by `style` until `decay_samples`, then stays at
+    The rate rises linearly from `warmup_init` over `warmup_samples` (so the first step of a warm-up
+    from 0 has rate 0, as in Megatron), decays by `style` until `decay_samples`, then stays at
     `min_lr`.
     """
 
@@ -51,7 +51,7 @@ class LearningRate:
         return self.min_lr + (self.max_lr - self.min_lr) * self._left(samples)
 
     def _left(self, samples: int) -> float:
-        """Part of the distance to `min_lr` that remains."""
+        """Return the remaining fraction of (max_lr - min_lr)."""
         if self.style == "WSD":
             anneal_from = self.decay_samples - self.wsd_decay_samples
             if samples <= anneal_from:
@@ -63,7 +63,7 @@ class LearningRate:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecay:
-    """`at(samples)`: constant, or rising from `start` to `end` over the run."""
+    """The weight-decay schedule: `at(samples)` is constant or rises from `start` to `end`."""
 
     start: float
     end: float

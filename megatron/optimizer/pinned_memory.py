@@ -1,5 +1,4 @@
-"""Host memory that a CUDA device copies from and to by itself, and no more of it than asked for:
-torch's own `pin_memory` takes the next power of two, up to twice as much."""
+"""Pinned host memory of the exact size; torch's `pin_memory` rounds up to a power of two."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ import torch
 
 
 class _Pages(mmap.mmap):
-    """Zeroed memory, page-locked for CUDA from `lock` until it is let go. Shared, so that a forked
-    data worker does not leave its parent with copies of pages that the device still writes to."""
+    """Zeroed memory that is page-locked for CUDA from `lock` until it is freed."""
 
+    # The mapping is shared, so that no write after a fork copies pages that the device uses.
     locked_at = 0
 
     def lock(self, address: int) -> None:
@@ -20,22 +19,24 @@ class _Pages(mmap.mmap):
         self.locked_at = address
 
     def __del__(self) -> None:
-        # Before the pages are unmapped: their address may soon be another's.
+        # Unregister before the pages are unmapped and their address is reused.
         if self.locked_at:
             _runtime().cudaHostUnregister(self.locked_at)
 
 
 def _runtime() -> Any:
-    """CUDA's runtime library, as torch binds it."""
+    """Return CUDA's runtime library, as torch binds it."""
     runtime = torch.cuda.cudart()
     assert runtime is not None, "there is a CUDA device"
     return runtime
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor in page-locked memory of its own, whole pages. Raises torch's `CudaError` where
-    there is not so much."""
-    room = max(1, numel)  # there is no memory of no bytes
+    """Return a 1-D tensor of zeros in page-locked memory of its own.
+
+    Raises torch's `CudaError` if the memory cannot be locked.
+    """
+    room = max(1, numel)  # mmap refuses a length of 0
     pages = _Pages(-1, room * dtype.itemsize)
     tensor = torch.frombuffer(pages, dtype=dtype, count=room)
     pages.lock(tensor.data_ptr())

@@ -1,8 +1,7 @@
 """Update rules on flat chunks: AdamW (torch's or Apex's fused kernel) and SGD with momentum.
 
-A rule knows arithmetic alone. What is stored, in which order chunks are visited and where the
-result goes is `bucket_optimizer`'s business, so that a rule serves resident, compressed and
-offloaded states alike.
+A rule is arithmetic only. `bucket_optimizer` chooses storage, order of chunks and destination, so
+that a rule serves resident, compressed and offloaded states.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from megatron.errors import ConfigError, missing_extra
 
 LEAST = 1e-38
-"""Stands for a beta of 0, which has no logarithm."""
+"""The replacement for a beta of 0, whose logarithm is infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:
-    """What may differ from step to step. `t` counts applied updates from 1."""
+    """Hyperparameters that may change between steps. `t` counts applied updates from 1."""
 
     t: int
     lr: float
@@ -30,12 +29,12 @@ class Hyper:
 
     @property
     def shrink(self) -> float:
-        """The factor that decoupled weight decay, the decay of every rule, applies to a weight."""
+        """The factor of decoupled weight decay, which every rule applies to the weight."""
         return 1.0 - self.lr * self.weight_decay
 
 
 class AdamWConstants(NamedTuple):
-    """What AdamW is told once."""
+    """Hyperparameters of AdamW that are constant in a run."""
 
     beta1: float
     beta2: float
@@ -43,17 +42,16 @@ class AdamWConstants(NamedTuple):
 
 
 class UpdateRule(Protocol):
-    """Arithmetic of one optimizer. Tensors are 1-D fp32 of equal length, changed in place."""
+    """The arithmetic of an optimizer on 1-D fp32 tensors of equal length, changed in place."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the state it keeps for each entry, as checkpoints call them."""
+        """Names of the state per entry, as in checkpoints."""
         ...
 
     @property
     def adamw(self) -> AdamWConstants | None:
-        """Its constants if its arithmetic is AdamW's, for those who read gradients in a form that
-        `apply` does not take; else None."""
+        """Constants of AdamW, for kernels that replace `apply`; None if the rule is not AdamW."""
         ...
 
     def apply(
@@ -64,12 +62,13 @@ class UpdateRule(Protocol):
         hyper: Hyper,
         steps_accumulated: torch.Tensor | None = None,
     ) -> None:
-        """Update weight and moments from the gradient, which may be used as scratch.
+        """Update weight and moments in place; may use `grad` as scratch.
 
-        `steps_accumulated`: number of steps whose gradients each entry sums up, None for one. A
-        second moment takes such a sum over c steps as c gradients of square g^2 / c each, which is
-        what c noisy ones would have brought to it: beta2^c v + (1 - beta2^c) g^2 / c. It then is as
-        old as the step count says, by which its bias is corrected."""
+        `steps_accumulated` is the number of steps c whose gradients each entry sums, None for one.
+        The second moment treats such a sum g as c gradients of square g^2 / c each, as c noisy
+        gradients would give: beta2^c v + (1 - beta2^c) g^2 / c. Its bias correction by the step
+        count then remains valid.
+        """
         ...
 
     def direction(
@@ -79,19 +78,21 @@ class UpdateRule(Protocol):
         hyper: Hyper,
         steps_accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The corrected update that `apply` has just multiplied by the learning rate, from the
-        new moments and the weight before it (Algorithm 2, line 5 of the Radius paper).
+        """Return the corrected update that `apply` has just multiplied by the learning rate.
 
-        With `steps_accumulated` as in `apply`, the update that entries would have of single
-        gradients: a first moment of sums over c steps is divided by sqrt(c), since noise makes it
-        that much larger than one that missed no step."""
+        `moments` are the new moments, `old_weight` is the weight before `apply` (Algorithm 2, line
+        5 of the Radius paper). With `steps_accumulated`, the first moment is divided by sqrt(c),
+        since noise makes a moment of sums over c steps larger by that factor.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), torch's fused kernel: lines
-    1 to 4 of Algorithm 2 of the Radius paper, whose line 5 is `direction`."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), by torch's fused kernel.
+
+    `apply` is lines 1 to 4 of Algorithm 2 of the Radius paper, `direction` is line 5.
+    """
 
     beta1: float
     beta2: float
@@ -118,7 +119,7 @@ class AdamW:
             [exp_avg],
             [exp_avg_sq],
             [],
-            # Filled on the device: copying a number there would wait for it.
+            # Filled on the device, since a copy from the host would synchronize.
             [torch.full((), float(hyper.t), device=weight.device)],
             lr=hyper.lr,
             beta1=self.beta1,
@@ -136,11 +137,11 @@ class AdamW:
         grad: torch.Tensor,
         steps_accumulated: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient to give a fused kernel so that the second moment takes it as c gradients:
-        less than g, and what the first moment would then lack is added to that beforehand. Where c
-        is 1 no bit changes."""
+        """Prepare the moments, and return the gradient with which a fused kernel updates both."""
         if steps_accumulated is None:
             return grad
+        # The kernel gets a smaller gradient, which suits the second moment; the difference is added
+        # to the first moment beforehand. Where c is 1 no bit changes.
         assert self.beta1 > 0, "a first moment that forgets at once cannot be prepared"
         exp_avg_sq.mul_(torch.pow(self.beta2, steps_accumulated - 1))
         # 1 - beta2^c without the cancellation of a beta2 near 1.
@@ -167,7 +168,7 @@ class AdamW:
 
 @dataclass(frozen=True, kw_only=True)
 class ApexAdamW(AdamW):
-    """The same arithmetic by Apex's multi-tensor kernel. Raises `ConfigError` if Apex is absent."""
+    """AdamW by Apex's multi-tensor kernel. Raises `ConfigError` if Apex is not installed."""
 
     def __post_init__(self) -> None:
         try:
@@ -212,7 +213,7 @@ class ApexAdamW(AdamW):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """Momentum without dampening; weight decay is decoupled, as in AdamW."""
+    """SGD with momentum, without dampening; weight decay is decoupled, as in AdamW."""
 
     momentum: float
     moments: tuple[str, ...] = ("momentum",)

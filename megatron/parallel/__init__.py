@@ -1,1 +1,1 @@
-"""Where a rank stands in the grid (`dims`, pure arithmetic) and whom it talks to (`groups`)."""
+"""The grid of ranks (`dims`, pure arithmetic) and its process groups (`groups`)."""

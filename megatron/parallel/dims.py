@@ -1,4 +1,4 @@
-"""Rank arithmetic of the tensor x data x pipeline grid. No torch, so tools can plan with it."""
+"""Rank arithmetic of the tensor x data x pipeline grid. Imports no torch, for the planner."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron.errors import ConfigError
 
 Axis = Literal["tp", "dp", "pp"]
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""Axes of the grid, the one along which consecutive ranks lie first."""
+"""Axes of the grid from fastest to slowest varying in rank."""
 
 
 class Coordinates(NamedTuple):
-    """Place of a rank on each axis of the grid."""
+    """Coordinates of a rank in the grid."""
 
     tp: int
     dp: int
@@ -22,12 +22,11 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees of tensor, data and pipeline parallelism, and which ranks lie next to each other.
+    """Degrees of tensor, data and pipeline parallelism, and the order of ranks in the grid.
 
     Consecutive ranks share a node, so tp, the axis with most traffic, always varies fastest. With
-    `order` "tp-dp-pp" the ranks of a data-parallel group lie closer together than those of a
-    pipeline; with "tp-pp-dp" the pipelines come first. The order decides where a rank stands and
-    nothing that it computes.
+    `order` "tp-dp-pp" data-parallel groups are closer together than pipelines, with "tp-pp-dp" the
+    reverse. The order changes the placement of ranks only, not their results.
     """
 
     tp: int
@@ -43,7 +42,11 @@ class ParallelDims:
     def from_world(
         cls, world_size: int, *, tp: int, pp: int, order: Order = "tp-dp-pp"
     ) -> ParallelDims:
-        """The grid that fills `world_size` ranks; `ConfigError` names the nearest that would."""
+        """Return the grid that fills `world_size` ranks.
+
+        Raises:
+            ConfigError: No such grid exists; the text names the nearest world sizes.
+        """
         model_ranks = tp * pp
         if world_size % model_ranks:
             below = world_size // model_ranks * model_ranks
@@ -62,11 +65,11 @@ class ParallelDims:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The degree of each axis, without the order of the ranks."""
+        """Degree of each axis, without the order of the ranks."""
         return {"tp": self.tp, "dp": self.dp, "pp": self.pp}
 
     def stride(self, axis: Axis) -> int:
-        """The distance in rank between neighbours along an axis."""
+        """Return the distance in rank between neighbours along an axis."""
         distances: dict[Axis, int] = {
             "tp": 1,
             "dp": self.tp * (self.pp if self.order == "tp-pp-dp" else 1),
@@ -75,7 +78,7 @@ class ParallelDims:
         return distances[axis]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a global rank stands."""
+        """Return the coordinates of a global rank."""
         return Coordinates(
             tp=rank // self.stride("tp") % self.tp,
             dp=rank // self.stride("dp") % self.dp,
@@ -83,12 +86,14 @@ class ParallelDims:
         )
 
     def rank(self, at: Coordinates) -> int:
-        """The global rank that stands there."""
+        """Return the global rank at these coordinates."""
         return at.tp * self.stride("tp") + at.dp * self.stride("dp") + at.pp * self.stride("pp")
 
     def lines(self, axis: Axis) -> list[tuple[int, ...]]:
-        """All groups along an axis: the sets of global ranks that differ in this axis alone,
-        each ascending, in an order every rank computes alike."""
+        """Return all groups along an axis: global ranks that differ in this coordinate only.
+
+        Each group is ascending; the order of groups is equal on every rank.
+        """
         groups: dict[Coordinates, list[int]] = {}
         for rank in range(self.world_size):
             line = self.coordinates(rank)._replace(**{axis: 0})

@@ -1,7 +1,7 @@
-"""Process-group handles, built once from `ParallelDims` and passed to whoever needs one.
+"""Process groups, which are built once from `ParallelDims`.
 
-A group of one is a no-op: nothing is sent, nothing is waited for, and no backend is needed, so a
-run alone on one rank never initialises torch.distributed.
+A group of one rank sends nothing, waits for nothing and needs no backend, so a run on a single rank
+never initialises torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from megatron.errors import ERRORS_BY_CODE, SparsetronError
 from megatron.parallel.dims import ParallelDims
 
 T = TypeVar("T")
-# torch 2.13 gave them new names and warns of these.
+# torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Calls:
-    """The collectives that this rank issued over one set of connections, which `name` tells from
-    others alike on all its ranks. gloo pairs the n-th of one rank with the n-th of another,
-    whatever they are; `tell`, if set, hears each one's number, what it is and the name, so that
-    ranks which issued different ones can be told."""
+    """The log of collectives that this rank issued over one set of connections.
+
+    gloo pairs the n-th collective of one rank with the n-th of another, whatever they are. `tell`,
+    if set, receives the number and the description of each collective and `name`, which is equal on
+    all ranks of the connections, so that desynchronised ranks can be found.
+    """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -36,7 +38,7 @@ class Calls:
         self.tell: Callable[[int, str, str], None] | None = None
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
-        """The next one is about to be issued."""
+        """Record a collective that is about to be issued."""
         self.count += 1
         if self.tell is not None:
             text = f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}"
@@ -44,7 +46,7 @@ class Calls:
 
 
 class Traffic:
-    """Bytes that this rank sent along one axis of the grid, collectives by the ring model."""
+    """Counter of bytes that this rank sent along one axis, collectives by the ring model."""
 
     def __init__(self) -> None:
         self._sent = 0
@@ -54,17 +56,20 @@ class Traffic:
         self._sent += sent
 
     def take(self) -> int:
-        """Bytes since the last call."""
+        """Return the bytes since the last call."""
         sent, self._sent = self._sent, 0
         return sent
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one collective and this rank's place among them.
+    """The ranks of a process group and this rank's index among them.
 
-    `handle` is None for a group of one. Groups that share connections share `calls`; what is sent
-    adds to `traffic`. `timeout`: of its collectives (None = torch's own).
+    `handle` is None for a group of one rank. Groups that share connections share `calls`. Sent
+    bytes are added to `traffic`. `timeout` applies to collectives (None: torch's default).
+
+    Collectives return None if there is nothing to wait for. Their `about` names the collective in
+    reports of desynchronised ranks.
     """
 
     ranks: tuple[int, ...]
@@ -87,8 +92,7 @@ class Group:
         async_op: bool = False,
         about: str = "",
     ) -> dist.Work | None:
-        """Reduce in place over the group; None where there is nothing to wait for. `about`: what
-        tells it from others of its kind, should ranks get out of step."""
+        """Reduce a tensor in place over the group."""
         if self.handle is None:
             return None
         self.calls.note(about or _last_part(op).lower(), tensor)
@@ -98,8 +102,10 @@ class Group:
     def all_gather(
         self, out: torch.Tensor, mine: torch.Tensor, *, async_op: bool = False, about: str = ""
     ) -> dist.Work | None:
-        """Every rank's `mine`, in group order, into `out`, which has as many times its rows; both
-        contiguous, of one dtype. None where there is nothing to wait for."""
+        """Gather `mine` of every rank into `out`, in group order.
+
+        Both are contiguous and of one dtype; `out` has `size` times as many rows as `mine`.
+        """
         if self.handle is None:
             out.view(-1).copy_(mine.view(-1))
             return None
@@ -110,12 +116,11 @@ class Group:
     def broadcast(
         self, tensor: torch.Tensor, source: int, *, async_op: bool = False, about: str = ""
     ) -> dist.Work | None:
-        """The tensor of the group's rank `source`, in place on the others. None where there is
-        nothing to wait for."""
+        """Broadcast in place the tensor of the rank at index `source` of the group."""
         if self.handle is None:
             return None
         self.calls.note(about or "broadcast", tensor)
-        # What a rank passes on depends on the way; this is the mean over the ranks.
+        # The bytes that a rank forwards depend on the algorithm; this is the mean over the ranks.
         self.traffic.add((self.size - 1) * tensor.nbytes // self.size)
         return dist.broadcast(tensor, src=self.ranks[source], group=self.handle, async_op=async_op)
 
@@ -128,7 +133,7 @@ class Group:
         async_op: bool = False,
         about: str = "",
     ) -> dist.Work | None:
-        """This rank's rows of `whole` reduced over the group, into `out`; as `all_gather`."""
+        """Reduce `whole` over the group into `out`, which gets this rank's rows of `whole`."""
         if self.handle is None:
             out.view(-1).copy_(whole.view(-1))
             return None
@@ -137,8 +142,11 @@ class Group:
         return _reduce_scatter(out, whole, op=op, group=self.handle, async_op=async_op)
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
-        """Begin to send a contiguous tensor to the rank at place `to`; it must stay as it is until
-        the work is waited for. `tag` pairs it with a `receive` there; NCCL pairs by order."""
+        """Start to send a contiguous tensor to the rank at index `to`.
+
+        The caller must not modify the tensor before the work was waited for. `tag` pairs the
+        message with a `receive`; NCCL pairs by order.
+        """
         assert self.handle is not None, "nobody to send to"
         self.calls.note(about, tensor)
         self.traffic.add(tensor.nbytes)
@@ -147,8 +155,7 @@ class Group:
         return work
 
     def receive(self, out: torch.Tensor, *, source: int, tag: int = 0, about: str) -> dist.Work:
-        """Begin to receive what the rank at place `source` sends, of the size of `out`, into it;
-        it is there once the work was waited for."""
+        """Start to receive into `out` a tensor of its size from the rank at index `source`."""
         assert self.handle is not None, "nobody to receive from"
         self.calls.note(about, out)
         work = dist.irecv(out, self.ranks[source], group=self.handle, tag=tag)
@@ -156,8 +163,10 @@ class Group:
         return work
 
     def new_gloo_group(self) -> Group:
-        """The same ranks over connections of their own, for a thread that talks while others do.
-        CPU tensors only. Every rank of the world calls this once, in step."""
+        """Return a group of the same ranks with its own connections, for use by another thread.
+
+        CPU tensors only. Collective over the world.
+        """
         if self.handle is None:
             return self
         handle = dist.new_group(list(self.ranks), self.timeout, backend="gloo")
@@ -165,11 +174,11 @@ class Group:
         return Group(self.ranks, self.rank, handle, self.timeout)
 
     def barrier(self) -> None:
-        """Wait until every rank of the group is here (on CPU tensors, so that it blocks)."""
+        """Wait until every rank of the group arrives; uses CPU tensors, so that the host blocks."""
         self.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def all_gather_str(self, text: str) -> list[str]:
-        """Every rank's text, in group order, on every rank. Bytes only: nothing is unpickled."""
+        """Gather the text of every rank on every rank, in group order; nothing is unpickled."""
         if self.handle is None:
             return [text]
         payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
@@ -189,8 +198,11 @@ class Group:
         ]
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and fail together: if it raises a `SparsetronError` anywhere,
-        every rank raises the first one, so that none is left waiting in a later collective."""
+        """Run `work` on every rank; if it raises a `SparsetronError` on any rank, raise on all.
+
+        Every rank raises the error of the first failed rank, so that no rank waits in a later
+        collective.
+        """
         result: T | None = None
         mine: SparsetronError | None = None
         problem: dict[str, Any] = {}
@@ -210,18 +222,19 @@ class Group:
 
 
 ALONE = Group((0,), 0)
-"""A group of one rank, wherever that stands."""
+"""A group of one rank, usable on any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """A stage's one-way connections, each a group of (sender, receiver): of activations from the
-    stage before and to the one after, of gradients the other way. The last stage comes before the
-    first, for chunks of layers that go round more than once.
+    """A stage's one-way connections, each a group of (sender, receiver).
 
-    NCCL carries out what is issued over one communicator in order, and a send waits there for its
-    receiver: were two directions to share one, a send could hold back a receive on which its own
-    receiver depends. So with NCCL each edge is a communicator of its own. gloo pairs by tag.
+    Activations come from the previous stage and go to the next, gradients the other way. The
+    pipeline is a ring (the last stage precedes the first), for interleaved model chunks.
+
+    NCCL executes the operations of a communicator in order, and a send waits for its receiver: with
+    a shared communicator, a send could block a receive on which its own receiver depends. So with
+    NCCL each edge has its own communicator. gloo pairs messages by tag.
     """
 
     activations_in: Group
@@ -240,8 +253,10 @@ class Edges:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """This rank's groups: along each axis of the grid, the ends of its pipeline that share a tied
-    embedding, and everybody. `edges`: to the neighbours in the pipeline, None without one."""
+    """This rank's groups along each axis, of the stages with a tied embedding, and of the world.
+
+    `edges` connect neighbours in the pipeline; None for a single stage.
+    """
 
     dims: ParallelDims
     tp: Group
@@ -252,30 +267,27 @@ class ProcessGroups:
     edges: Edges | None = None
 
     def listen(self, tell: Callable[[int, str, str], None]) -> None:
-        """Have `tell` hear of every collective and transfer that this rank issues from now on: its
-        number among those of its connections, what it is, and the connections' name."""
+        """Set `Calls.tell` for every group, to observe all communication of this rank."""
         for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
             group.calls.tell = tell
 
     def connect(self, device: torch.device) -> None:
-        """Make the NCCL communicators of all groups now, by one small all-reduce over each.
+        """Create the NCCL communicators of all groups by one small all-reduce over each.
 
-        NCCL makes a communicator at its first use, for which all members wait for each other and
-        memory is allocated: in the middle of a step a receive that runs on one member's device
-        could hold up both. With NCCL_RUNTIME_CONNECT=0, which ranks of a pipeline set, a
-        communicator has the connections of every algorithm from its start. The groups of an axis
-        are disjoint and every rank takes the axes in one order, so that no two ranks wait for each
-        other in different groups. The transport connects the edges. Does nothing where tensors of
-        `device` do not travel by NCCL. Collective over the world.
+        Does nothing if tensors of `device` do not use NCCL. The transport connects the edges.
+        Collective over the world.
         """
         if self.world.handle is None or _backend_of(device) != "nccl":
             return
+        # NCCL creates a communicator at its first use, for which all members wait and memory is
+        # allocated. Within a step, a running receive could block both. With NCCL_RUNTIME_CONNECT=0,
+        # which pipeline ranks set, the connections of every algorithm exist from then on. Groups of
+        # an axis are disjoint and all ranks use one order of axes, so there is no deadlock.
         for group in (self.world, self.tp, self.dp, self.pp, self.embedding):
             group.all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, about="connect")
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
-        """Add up in place, over the tensor- and pipeline-parallel ranks of one copy of the model,
-        what each counts of its own part."""
+        """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy."""
         for group in (self.tp, self.pp):
             group.all_reduce(value, dist.ReduceOp.SUM)
         return value
@@ -284,8 +296,10 @@ class ProcessGroups:
     def build(
         cls, dims: ParallelDims, *, rank: int, timeout: timedelta | None = None
     ) -> ProcessGroups:
-        """Create the groups; every rank of the world calls this once, in step. `timeout`: of their
-        collectives (None = torch's own; that of the whole world's was given with the world)."""
+        """Create the groups. Collective over the world.
+
+        `timeout` applies to collectives of all groups but the world (None: torch's default).
+        """
         world = tuple(range(dims.world_size))
         pipelines = dims.lines("pp")
         ends = [tuple(dict.fromkeys((line[0], line[-1]))) for line in pipelines]
@@ -296,7 +310,7 @@ class ProcessGroups:
             tp=_join("tp", dims.lines("tp"), rank, everybody, timeout),
             dp=_join("dp", dims.lines("dp"), rank, everybody, timeout),
             pp=pp,
-            # Its sums go from stage to stage: they count with what else does.
+            # Its sums travel between stages, so they count as pipeline traffic.
             embedding=_join("embedding", ends, rank, everybody, timeout, pp.traffic),
             world=_join("world", [world], rank, everybody, timeout),
             edges=_edges(pipelines, rank, pp, timeout) if dims.pp > 1 else None,
@@ -311,14 +325,10 @@ def _join(
     timeout: timedelta | None,
     traffic: Traffic | None = None,
 ) -> Group:
-    """Make every group of a family, as torch.distributed demands, and return the one we are in.
-    `everybody`: calls over the connections that all groups of the whole world share.
-
-    A rank that is not in a group only counts it, and waits for nobody: torch names groups by that
-    count. `use_local_synchronization` would spare the counting, but names a group by the number of
-    groups that a rank is in, which differs here: the ends of a pipeline are in one more than its
-    middle.
-    """
+    """Create all groups of a family on every rank, as torch demands, and return this rank's."""
+    # A rank outside a group only counts it, without waiting: torch names groups by that count.
+    # `use_local_synchronization` names a group by the number of groups that a rank is in, which
+    # differs here: the ends of a pipeline are in one more group than its middle.
     mine = Group((rank,), 0)
     traffic = traffic or Traffic()
     for ranks in lines:
@@ -336,9 +346,8 @@ def _join(
 def _edges(
     pipelines: list[tuple[int, ...]], rank: int, pp: Group, timeout: timedelta | None
 ) -> Edges:
-    """This stage's edges. With NCCL every rank of the world counts the communicators of all stages
-    and waits for the other ends of its own alone, see `_join`."""
-    # "cpu:gloo,cuda:nccl": a backend for each device.
+    """Return this stage's edges; with NCCL every rank counts all communicators (see `_join`)."""
+    # The backend may be "cpu:gloo,cuda:nccl".
     apart = "nccl" in dist.get_backend()
     found: dict[str, Group] = {}
     for line in pipelines:
@@ -357,8 +366,7 @@ def _edges(
 
 
 def _backend_of(device: torch.device) -> str:
-    """The backend that carries tensors of a device: torch names one for all devices ("gloo"), or
-    one for each ("cpu:gloo,cuda:nccl")."""
+    """Return the backend for tensors of a device, from "gloo" or "cpu:gloo,cuda:nccl"."""
     name = dist.get_backend()
     if ":" not in name:
         return name

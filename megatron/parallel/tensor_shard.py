@@ -1,7 +1,4 @@
-"""The part of a tensor and of a model that a rank holds, and which rank owns it.
-
-The module imports torch in the functions that need it alone.
-"""
+"""The shard of a tensor and of a model on a rank, and its owner. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ Corner = tuple[int, ...]
 
 
 def even_share(length: int, *, rank: int, ranks: int) -> tuple[int, int]:
-    """`[start, stop)`, the `rank`-th of `ranks` shares of `length` entries, as equal as can be."""
+    """Return `[start, stop)` of one of `ranks` nearly equal shares of `length` entries."""
     return length * rank // ranks, length * (rank + 1) // ranks
 
 
 def padded_rows(length: int, *, rank: int, ranks: int, multiple: int) -> int:
-    """Rows in a rank's memory of a table of `length` rows, of which it holds an even share."""
+    """Return the rows in memory of a rank's even share of `length` rows, padded to `multiple`."""
     start, stop = even_share(length, rank=rank, ranks=ranks)
     return -(-(stop - start) // multiple) * multiple
 
@@ -33,10 +30,9 @@ def padded_rows(length: int, *, rank: int, ranks: int, multiple: int) -> int:
 class TensorShard:
     """A tensor-parallel rank's part of a tensor: entries `[start, stop)` of each block of an axis.
 
-    `shape` is that of the whole tensor, whose `axis` consists of `blocks` equal blocks.
-
-    Most tensors have one block. A gated MLP's first projection, gate upon value, has two: a rank
-    needs the same columns of both, and the whole tensor stays the same whatever the grid is.
+    `shape` is the shape of the whole tensor, whose `axis` consists of `blocks` equal blocks. Most
+    tensors have one block. The first projection of a gated MLP (gate and value) has two, because a
+    rank needs the same columns of both.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +49,7 @@ class TensorShard:
     def evenly(
         cls, shape: tuple[int, ...], *, axis: int, rank: int, ranks: int, blocks: int = 1
     ) -> TensorShard:
-        """The `rank`-th of shares of each block that are as equal as can be."""
+        """Return the `rank`-th of `ranks` nearly equal shards of each block."""
         start, stop = even_share(shape[axis] // blocks, rank=rank, ranks=ranks)
         return cls(shape, axis, start, stop, blocks)
 
@@ -64,25 +60,24 @@ class TensorShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part: the shares of the blocks one after another."""
+        """Shape of the shard: the shares of all blocks, concatenated."""
         length = self.blocks * (self.stop - self.start)
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     @property
     def local_entries(self) -> int:
-        """Number of entries of the part."""
+        """Number of entries of the shard."""
         return math.prod(self.local_shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of `shape`, as a tensor of `local_shape`; contiguous."""
+        """Return the shard of a tensor of `shape`, as a contiguous tensor of `local_shape`."""
         inner = self.shape[self.axis + 1 :]
         folded = whole.reshape(*self.shape[: self.axis], self.blocks, self.block, *inner)
         part = folded.narrow(self.axis + 1, self.start, self.stop - self.start)
         return part.reshape(self.local_shape).contiguous()
 
     def boxes(self) -> Iterator[tuple[tuple[Corner, Corner], tuple[Corner, Corner]]]:
-        """For each block its share, as a box (start and stop corners) of the whole tensor and as
-        one of the part."""
+        """Yield each block's box (start and stop corners) in the whole tensor and in the shard."""
         share = self.stop - self.start
         for number in range(self.blocks):
             first, mine = number * self.block + self.start, number * share
@@ -99,21 +94,21 @@ def _box(shape: tuple[int, ...], axis: int, start: int, stop: int) -> tuple[Corn
 
 
 class Parameter(Protocol):
-    """A parameter, or a bucket of parameters of one kind, as `ModelShard.owns` sees it."""
+    """The properties of a parameter, or of a bucket, that `ModelShard.owns` needs."""
 
     @property
     def tp_sharded(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts."""
+        """True if tensor-parallel ranks hold different parts."""
         ...
 
     @property
     def tied(self) -> bool:
-        """Whether the first and the last pipeline stage hold a copy each."""
+        """True if the first and the last pipeline stage hold a copy each."""
         ...
 
 
 class NamedParameter(Parameter, Protocol):
-    """A parameter by name."""
+    """A parameter with its logical name and its shard."""
 
     @property
     def name(self) -> str:
@@ -127,12 +122,11 @@ class NamedParameter(Parameter, Protocol):
 
 
 class ModelShard:
-    """This rank's part of a model whose copy spans tensor- and pipeline-parallel ranks.
+    """This rank's part of a model copy, which spans tensor- and pipeline-parallel ranks.
 
     Args:
-        infos: the parameters of this rank.
-        groups: the groups of this rank. Without groups every tensor is whole, and every sum over
-            the ranks of a model copy is this rank's own.
+        infos: Parameters of this rank.
+        groups: Process groups of this rank; None if the rank holds the whole model.
     """
 
     def __init__(
@@ -147,11 +141,10 @@ class ModelShard:
         return None if self._groups is None else self._groups.tp
 
     def owns(self, parameter: Parameter) -> bool:
-        """Return whether this rank accounts for `parameter` in a sum over a copy of the model, and
-        writes it to a checkpoint: exactly one rank does so for each part of each tensor.
+        """Return whether this rank counts `parameter` in sums over the model and saves it.
 
-        The first tensor-parallel rank owns what all of them hold whole; of the copies of a tied
-        parameter the first stage's counts.
+        Exactly one rank of a model copy owns each part of each tensor: the first tensor-parallel
+        rank owns replicated tensors, the first stage owns tied parameters.
         """
         if self._groups is None:
             return True
@@ -160,11 +153,11 @@ class ModelShard:
         return parameter.tp_sharded or self._groups.tp.rank == 0
 
     def tp_shard(self, name: str) -> TensorShard | None:
-        """Return this rank's part of a tensor; None where this rank holds the whole tensor."""
+        """Return this rank's part of a tensor; None if this rank holds the whole tensor."""
         return self._by_name[name].tp_shard if name in self._by_name else None
 
     def holders(self, name: str) -> Group | None:
-        """Return the ranks that hold the parts of a tensor; None where this rank holds it whole."""
+        """Return the group of ranks that share a tensor; None if this rank holds it whole."""
         if self._groups is None or self.tp_shard(name) is None:
             return None
         return self._groups.tp
@@ -175,16 +168,14 @@ class ModelShard:
         return None if tp is None else lambda counts: _sum(tp, counts)
 
     def sum_over_model(self, counts: torch.Tensor) -> torch.Tensor:
-        """Sum `counts` in place over the ranks of one copy of the model. Collective over these."""
+        """Sum `counts` in place over the ranks of a model copy. Collective over these ranks."""
         return counts if self._groups is None else self._groups.sum_over_model(counts)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """Sum each number over the ranks of one copy of the model. Collective over these ranks.
-
-        The sum is of a CPU tensor, so that the host waits for no device.
-        """
+        """Sum each number over the ranks of a model copy. Collective over these ranks."""
         import torch
 
+        # A CPU tensor, so that the host does not wait for a device.
         return self.sum_over_model(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
 

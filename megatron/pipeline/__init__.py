@@ -1,3 +1,5 @@
-"""A model over several ranks: `schedule` decides, or `message_driven` by what has arrived,
-`transport` moves, `stage` computes; `runner` has the three take a batch through. `timeline` plays
-it on paper."""
+"""Pipeline parallelism, which splits the layers of a model over several ranks.
+
+`schedule` or `message_driven` orders passes, `transport` moves tensors, `stage` computes, and
+`runner` runs a batch with them. tools/planner/timeline.py simulates a batch.
+"""

@@ -1,8 +1,8 @@
-"""AxoNN's message-driven schedule: whichever message arrived decides the next operation.
+"""AxoNN's message-driven schedule, in which the message that arrives first decides the next pass.
 
-`BatchProgress` is the pure decision. `MessageDriven` applies it once for all tensor-parallel ranks
-of a stage: their passes hold collectives that must meet, so rank 0 decides and tells the others,
-which wait for the very message that rank 0 found.
+`BatchProgress` is the pure decision. `MessageDriven` applies the decision for all tensor-parallel
+ranks of a stage: their passes contain collectives that must match, so rank 0 decides, and the
+others follow and wait for the same message.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchProgress:
-    """How far a rank is in a batch of `microbatches`: it ran so many `forwards` and `backwards`,
-    each in the order of the microbatches, and holds at most `limit` between the two.
+    """The progress of a rank in a batch of `microbatches`.
 
-    Nobody waits for ever, whatever the limit: the first stage holds whatever another one does, so
-    to a stage that holds `limit` no activation is on its way.
+    The rank has run `forwards` and `backwards` passes in microbatch order and holds at most `limit`
+    microbatches between the two. There is no deadlock for any limit: the first stage holds all
+    microbatches that any other stage holds, so no activation is on its way to a stage at its limit.
     """
 
     place: StagePosition
@@ -40,12 +40,11 @@ class BatchProgress:
         assert self.place.chunks == 1 and self.limit >= 1, "the configuration is checked for it"
 
     def possible(self) -> tuple[Operation, ...]:
-        """What may come next, as soon as its message is there, the more urgent first; a single one
-        comes next whatever arrives. None: the batch is over.
+        """Return the passes that may come next, most urgent first; empty if the batch is over.
 
-        With messages of both kinds there, backward goes first. The first stage injects microbatches
-        up to the limit before it looks for gradients, and the last runs backward right after
-        forward: neither has a choice.
+        A single pass comes next whatever arrives. If both messages have arrived, backward goes
+        first. The first stage injects microbatches up to the limit before it waits for gradients,
+        and the last stage runs backward right after forward: neither has a choice.
         """
         backward = Operation(Kind.BACKWARD, self.backwards)
         forward = Operation(Kind.FORWARD, self.forwards)
@@ -58,8 +57,7 @@ class BatchProgress:
         return (forward,) if self.place.needs(forward) is None else (backward, forward)
 
     def choose(self, arrived: Container[Message]) -> Operation | None:
-        """The pass to run next where these messages are there; None: wait for another one, or the
-        batch is over."""
+        """Return the next pass given the arrived messages; None means to wait, or the end."""
         for operation in self.possible():
             needed = self.place.needs(operation)
             if needed is None or needed in arrived:
@@ -67,26 +65,29 @@ class BatchProgress:
         return None
 
     def after(self, operation: Operation) -> BatchProgress:
-        """How far the rank is once one of the possible passes has run."""
+        """Return the progress after one of the possible passes."""
         assert operation in self.possible(), f"{operation} does not come after {self}"
         if operation.kind is Kind.FORWARD:
             return replace(self, forwards=self.forwards + 1)
         return replace(self, backwards=self.backwards + 1)
 
     def messages(self) -> list[Message]:
-        """All that a whole batch needs, those of each kind in the order in which they come."""
+        """Return all messages that a batch needs, each kind in order of arrival."""
         passes = [Operation(kind, i) for i in range(self.microbatches) for kind in Kind]
         return [message for each in passes if (message := self.place.needs(each)) is not None]
 
 
 WAIT = "any-recv"
-"""Timer of waiting for whichever message comes first; the others of a stage wait for word of it."""
+"""Timer of the wait for any message, or on other tensor-parallel ranks for the decision."""
 _KINDS = tuple(Kind)
 
 
 class MessageDriven:
-    """What a rank of a message-driven pipeline runs. `limit`: microbatches in flight at most (None:
-    as many as stages); `tp`: the ranks that share the stage; `device`: that which computes."""
+    """The driver of a rank in a message-driven pipeline.
+
+    `limit` is the maximum number of microbatches in flight (None: number of stages), `tp` are the
+    ranks that share the stage, `device` computes, `at` is called with each phase.
+    """
 
     def __init__(
         self,
@@ -104,20 +105,22 @@ class MessageDriven:
         self._device, self._timers, self._at = device, timers, at
 
     def begin(self, microbatches: int) -> BatchProgress:
-        """The progress at the start of a batch."""
+        """Return the progress at the start of a batch."""
         return BatchProgress(place=self._place, microbatches=microbatches, limit=self.limit)
 
     def passes(self, progress: BatchProgress) -> Iterator[Operation]:
-        """The rest of the batch, pass by pass, each decided on when it is asked for; the caller has
-        told the transport what to expect, and runs it before it asks for the next one. Collective
-        over `tp`."""
+        """Yield the remaining passes of the batch, each chosen on demand. Collective over `tp`.
+
+        The caller must have announced the messages to the transport, and runs each pass before the
+        next.
+        """
         while possible := progress.possible():
             operation = possible[0] if len(possible) == 1 else self._agree(progress)
             yield operation
             progress = progress.after(operation)
 
     def _agree(self, progress: BatchProgress) -> Operation:
-        import torch  # Here, so that the simulator of tools/planner needs none for `BatchProgress`.
+        import torch  # lazily, since tools/planner simulates `BatchProgress` without torch
 
         if self._tp.rank == 0:
             operation = self._decide(progress)
@@ -131,14 +134,14 @@ class MessageDriven:
         return Operation(_KINDS[kind], microbatch)
 
     def _tell(self, what: torch.Tensor) -> None:
-        """On the CPU on every device: the next pass is launched by it."""
+        """Broadcast on the CPU, since the host launches the next pass."""
         self._tp.broadcast(what, source=0, about="next pass")
 
     def _decide(self, progress: BatchProgress) -> Operation:
         if self._device.type == "cuda":
             import torch
 
-            # Until the last pass is computed, more may arrive to choose from.
+            # More messages may arrive until the device has finished the last pass.
             torch.cuda.current_stream(self._device).synchronize()
         operation = progress.choose(self._transport.arrived(wait=False))
         if operation is None:

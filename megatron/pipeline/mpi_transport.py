@@ -1,4 +1,4 @@
-"""Pipeline messages over MPI: staging buffers, the progress thread, and the transport."""
+"""Pipeline messages over MPI: staging buffers, the progress thread and the transport."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 
 
 class StreamEvent(Protocol):
-    """A place in a stream."""
+    """An event recorded in a stream."""
 
     def query(self) -> bool:
-        """Whether the stream got there."""
+        """Return whether the stream has reached the event."""
         ...
 
 
 class Streams(Protocol):
-    """A device's queues: the one that computes, and one at its side for copies."""
+    """The compute stream of a device and its side streams for copies."""
 
     def mark(self) -> StreamEvent:
-        """What the computing stream was given until now."""
+        """Record an event at the current end of the compute stream."""
         ...
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
-        """A copy in pinned memory, made at the side once the tensor is computed."""
+        """Copy to pinned memory on a side stream, once the tensor is computed."""
         ...
 
     def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
-        """A copy on the device, made at the side at once, whichever thread asks."""
+        """Copy to the device on a side stream, without waiting; callable from any thread."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device reads and writes by itself."""
+        """Allocate host memory that the device can access asynchronously."""
         ...
 
     def use(self, tensor: torch.Tensor, copied: StreamEvent) -> None:
-        """Let the computing stream wait for a copy and have it from then on."""
+        """Let the compute stream wait for a copy, and keep the tensor's memory until then."""
         ...
 
 
@@ -62,8 +62,10 @@ def _nothing() -> None:
 
 @dataclass(kw_only=True)
 class MessageBuffer:
-    """One message's memory. `buffer`: contiguous, for MPI, which may touch it once `ready`.
-    `landed` must be called when MPI has written to it, by any thread."""
+    """The memory of one message; `buffer` is contiguous, and MPI may access it once `ready()`.
+
+    Any thread may call `landed`, which is due when MPI has received into `buffer`.
+    """
 
     buffer: torch.Tensor
     ready: Callable[[], bool] = lambda: True
@@ -71,24 +73,24 @@ class MessageBuffer:
     fetch: Callable[[], torch.Tensor] | None = None
 
     def take(self) -> torch.Tensor:
-        """The tensor that landed, for the computing stream."""
+        """Return the received tensor, for use on the compute stream."""
         return self.buffer if self.fetch is None else self.fetch()
 
 
 class Staging(Protocol):
-    """Makes the parcels of a transport's messages."""
+    """Factory of the buffers of a transport's messages."""
 
     def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
-        """For a contiguous tensor that is about to be sent."""
+        """Return the buffer that sends a contiguous tensor."""
         ...
 
     def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
-        """For one that is to be received."""
+        """Return the buffer for a tensor that will be received."""
         ...
 
 
 class HostStaging:
-    """Tensors in host memory."""
+    """Staging of tensors in host memory."""
 
     def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
         return MessageBuffer(buffer=tensor)
@@ -98,7 +100,7 @@ class HostStaging:
 
 
 class DirectStaging:
-    """Tensors on a device whose memory MPI reads and writes itself."""
+    """Staging of device tensors that a CUDA-aware MPI accesses directly."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams, self._device = streams, device
@@ -107,14 +109,13 @@ class DirectStaging:
         return MessageBuffer(buffer=tensor, ready=self._streams.mark().query)
 
     def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> MessageBuffer:
-        # The allocator hands out memory that kernels in the queue still use: they come first in the
-        # stream, but MPI is not in the stream.
+        # Queued kernels may still use the allocated memory; MPI is not ordered by the stream.
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return MessageBuffer(buffer=tensor, ready=self._streams.mark().query)
 
 
 class PinnedStaging:
-    """Tensors on a device that MPI does not know of."""
+    """Staging of device tensors in pinned memory, for an MPI without device support."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -139,7 +140,7 @@ class PinnedStaging:
 
 
 class CudaStreams:
-    """The current stream of a CUDA device, and one at its side for each direction."""
+    """The current stream of a CUDA device, and a side stream for each copy direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,14 +156,14 @@ class CudaStreams:
         self._down.wait_event(self.mark())
         with torch.cuda.stream(self._down):
             pinned.copy_(tensor, non_blocking=True)
-        # Its memory may not go to another tensor before the copy is made.
+        # Do not reuse the tensor's memory before the copy is complete.
         tensor.record_stream(self._down)
         event = torch.cuda.Event()
         event.record(self._down)
         return pinned, event
 
     def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        # Allocated at the side too, so that the copy waits for nothing that is being computed.
+        # Allocate on the side stream, too, so that the copy does not wait for computation.
         with torch.cuda.stream(self._up):
             tensor = pinned.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
@@ -170,7 +171,7 @@ class CudaStreams:
         return tensor, event
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # From a cache, which does not give a block out again before copies from it are made.
+        # The caching host allocator does not reuse a block before copies from it are complete.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def use(self, tensor: torch.Tensor, copied: StreamEvent) -> None:
@@ -181,7 +182,7 @@ class CudaStreams:
 
 
 def staging_for(device: torch.device, *, mpi_has_cuda: bool) -> Staging:
-    """How messages of tensors on `device` reach MPI."""
+    """Return the staging for tensors on `device`."""
     if device.type != "cuda":
         return HostStaging()
     streams = CudaStreams(device)
@@ -193,8 +194,10 @@ _CLOSING_SECONDS = 0.5
 
 @dataclass(kw_only=True, eq=False)
 class MPITransfer:
-    """A message on its way. `line`: those of one line are handed to MPI in the order in which they
-    were begun, by `issue`. `place`: that of its end among all that ended."""
+    """A send or receive, issued to MPI in order of `begin` among the transfers of its `line`.
+
+    `place` is the position of the transfer in the order of completion.
+    """
 
     line: Hashable
     parcel: MessageBuffer
@@ -203,17 +206,17 @@ class MPITransfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether MPI is through with it."""
+        """True if MPI has completed the transfer."""
         return self.place is not None
 
 
 @dataclass
 class _State:
-    """What the thread shares with those who begin transfers, under one lock."""
+    """The state that the thread shares with callers of `MessageMover`, protected by one lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     some: threading.Event = field(default_factory=threading.Event)
-    """Whether there may be anything to ask about."""
+    """Set if there may be transfers to poll."""
     unready: list[MPITransfer] = field(default_factory=list)
     issued: list[MPITransfer] = field(default_factory=list)
     requests: list[MPI.Request] = field(default_factory=list)
@@ -223,7 +226,7 @@ class _State:
     is_closing: bool = False
 
     def sweep(self) -> None:
-        """Hand MPI what is ready, and see what ended. Under the lock."""
+        """Issue ready transfers and poll issued ones. The caller holds the lock."""
         if self.error is not None:
             raise self.error
         try:
@@ -258,12 +261,12 @@ class _State:
 
 
 class MessageMover:
-    """The transfers of one rank; the only one in its process that calls MPI while it is open."""
+    """The transfers of one rank; while open, it alone calls MPI in the process."""
 
     def __init__(
         self, *, with_thread: bool = True, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        """`prepare`: called first by the thread, such as to choose its device."""
+        """Start the thread, which first calls `prepare`, for example to choose its device."""
         self._state = _State()
         self._thread: threading.Thread | None = None
         if with_thread:
@@ -275,11 +278,11 @@ class MessageMover:
 
     @property
     def outstanding(self) -> int:
-        """Transfers begun and not done."""
+        """Number of transfers that are not done."""
         return len(self._state.unready) + len(self._state.issued)
 
     def begin(self, transfer: MPITransfer) -> None:
-        """Have a message move; returns at once."""
+        """Begin a transfer; returns at once."""
         state = self._state
         with state.lock:
             state.unready.append(transfer)
@@ -287,12 +290,12 @@ class MessageMover:
         state.some.set()
 
     def look(self) -> None:
-        """See what happened meanwhile. Raises `PeerError` where MPI says that a peer is lost."""
+        """Poll all transfers. Raises `PeerError` if MPI reports an error."""
         with self._state.lock:
             self._state.sweep()
 
     def wait(self, done: Callable[[], bool], *, seconds: float) -> bool:
-        """Look until `done`; False if that is not so after `seconds`."""
+        """Poll until `done()`; return False after a timeout of `seconds`."""
         if done():
             return True
 
@@ -307,7 +310,7 @@ class MessageMover:
             self._state.is_watched = False
 
     def close(self) -> None:
-        """End the thread, and cancel what is under way: nothing is, after an orderly end."""
+        """Stop the thread and cancel unfinished transfers; an orderly end leaves none."""
         state = self._state
         if self._thread is not None:
             _end(state, self._thread)
@@ -322,19 +325,19 @@ class MessageMover:
 def _end(state: _State, thread: threading.Thread) -> None:
     state.is_closing = True
     state.some.set()
-    if thread is not threading.current_thread():  # which the garbage collector may run in
+    if thread is not threading.current_thread():  # the garbage collector may run in the thread
         thread.join()
 
 
 def _keep_moving(state: _State, prepare: Callable[[], None]) -> None:
     prepare()
     while state.some.wait():
-        # Asked after `clear` too, which may come between the two lines of `_end`.
+        # Also checked after `clear`, which may run between the two lines of `_end`.
         if state.is_closing:
             return
         time.sleep(LONGEST_PAUSE)
         if state.is_watched:
-            continue  # the main thread asks by itself
+            continue  # the main thread polls
         with state.lock:
             if not state.issued and not state.unready:
                 state.some.clear()
@@ -344,18 +347,18 @@ def _keep_moving(state: _State, prepare: Callable[[], None]) -> None:
             try:
                 state.sweep()
             except Exception:
-                return  # kept; whoever looks next raises it
+                return  # the next `sweep` raises the saved error
 
 
 TAGS = 32768
-"""MPI allows at least as many (MPI_TAG_UB is 32767 or more)."""
+"""Number of tags that every MPI allows (MPI_TAG_UB is 32767 or more)."""
 
 
 class MPITransport:
-    """An `ArrivalTransport` over a communicator of its own, whose ranks are those of the world.
+    """An `ArrivalTransport` over its own MPI communicator, whose ranks are the ranks of the world.
 
-    A tag is a microbatch's number and its kind, and wraps around: fewer messages of one kind are
-    on their way at a time than there are tags, and those of one tag come in order.
+    A tag is a microbatch's number and its kind, and wraps around: fewer messages of a kind are in
+    flight than there are tags, and messages of one tag stay in order.
     """
 
     def __init__(
@@ -385,7 +388,7 @@ class MPITransport:
 
     @property
     def outstanding(self) -> int:
-        """Sends and receives under way."""
+        """Number of sends and receives in progress."""
         return self._progress.outstanding
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
@@ -434,7 +437,7 @@ class MPITransport:
                 self._finish_oldest(kind)
 
     def close(self) -> None:
-        """Give the communicator back, at an orderly end on all ranks. Collective."""
+        """Free the communicator, at an orderly end on all ranks. Collective."""
         self._progress.close()
         self._comm.Free()
 
@@ -487,9 +490,11 @@ def open_mpi_transport(
     seconds: float,
     tags: int = TAGS,
 ) -> ArrivalTransport | NoTransport:
-    """The transport of this rank's pipeline, for messages of `shape` and `dtype`; it waits for one
-    at most so many `seconds`. Collective over the world, and one at a time in a process; raises
-    `ConfigError` where ranks would send different shapes."""
+    """Return the transport of this rank's pipeline for messages of `shape` and `dtype`.
+
+    Collective over the world; at most one transport may be open per process. A wait for a message
+    times out after `seconds`. Raises `ConfigError` if ranks would send different shapes.
+    """
     if groups.edges is None:
         return NoTransport()
     world = MPI.COMM_WORLD
@@ -504,6 +509,6 @@ def open_mpi_transport(
         staging=staging_for(device, mpi_has_cuda=on_cuda and has_cuda()),
         seconds=seconds,
         tags=tags,
-        # A thread's device is the first one until it says otherwise.
+        # A new thread's current device is device 0.
         progress=MessageMover(prepare=partial(torch.cuda.set_device, device)) if on_cuda else None,
     )

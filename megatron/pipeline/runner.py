@@ -1,10 +1,9 @@
-"""Runs a batch through the pipeline: for each operation that the schedule decides on, the transport
-moves what it needs and makes, and the stage computes.
+"""The runner of a batch, which combines schedule, transport and stage.
 
     order --> receive --> stage.forward  --> send          hooks hand gradients to the engine
           '-> receive --> stage.backward --> send          while backward runs
 
-The order is fixed before the batch, or found in its course by what has arrived.
+The order is fixed before the batch, or follows from the arrival of messages.
 """
 
 from __future__ import annotations
@@ -35,9 +34,11 @@ _RECEIVING = {Kind.FORWARD: "forward-recv", Kind.BACKWARD: "backward-recv"}
 
 @dataclass(kw_only=True)
 class Pipeline:
-    """One rank's part of the pipeline; a single stage is one too. `at` tells the phase that the
-    rank goes into; `driven` decides as messages arrive (None: 1F1B's order, interleaved where a
-    stage has several chunks)."""
+    """One rank's part of the pipeline, which may have a single stage.
+
+    `at` is called with each phase that the rank enters. `driven` chooses passes as messages arrive;
+    None selects 1F1B, interleaved if a stage has several chunks.
+    """
 
     stage: Stage
     place: StagePosition
@@ -50,8 +51,12 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[DeviceMicrobatch], *, iteration: int, scale: float
     ) -> torch.Tensor:
-        """Gradients of `scale` times the loss of the microbatches, to the engine; the sum of their
-        token losses, fp64, which is 0 on all but the last stage."""
+        """Run a training batch, and let the engine accumulate gradients of `scale` times the loss.
+
+        Returns:
+            The sum of the token losses of all microbatches, an fp64 scalar; 0 on all but the last
+            stage.
+        """
         place, count = self.place, len(batches)
         order = self._begin(count)
         self._name_timers()
@@ -81,7 +86,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[DeviceMicrobatch], *, iteration: int) -> torch.Tensor:
-        """The sum of the microbatches' token losses alone, as `forward_backward`."""
+        """Return the sum of token losses as `forward_backward` does, without gradients."""
         order = forward_only(self.place.stages, self.place.chunks, len(batches))
         self._expect(self._needed(order), len(batches))
         total = self._zero()
@@ -97,11 +102,11 @@ class Pipeline:
         return total
 
     def settle(self) -> None:
-        """After a step, when all ranks have finished their backwards: let go of what was sent."""
+        """Release sent tensors after a step, when all ranks have finished their backwards."""
         self.transport.settle()
 
     def _begin(self, count: int) -> Iterable[Operation]:
-        """What a training batch of so many microbatches is going to run, announced."""
+        """Return the passes of a training batch, after announcing its messages to the transport."""
         place = self.place
         if self.driven is not None:
             progress = self.driven.begin(count)
@@ -115,9 +120,9 @@ class Pipeline:
         return [message for each in order if (message := self.place.needs(each)) is not None]
 
     def _expect(self, needed: Sequence[Message], count: int) -> None:
-        # The first stage has most in flight, and no rank has more unanswered sends than the one
-        # that they go to has in flight. Evaluations, in which nothing is answered, wait for none
-        # that is not received before this rank's next turn as long as there are `stages`.
+        # The first stage has most microbatches in flight, and a rank has no more unanswered sends
+        # than its receiver has in flight. Evaluations answer no message: with `stages` unanswered
+        # sends allowed, a rank waits only for sends that are received before its next turn.
         place = self.place
         most = warm_up(0, place.stages, place.chunks, count) + 1
         if self.driven is not None:
@@ -141,7 +146,7 @@ class Pipeline:
             self.transport.send(message, made)
 
     def _name_timers(self) -> None:
-        """All stages have all timers, as those are compared over ranks."""
+        """Create all timers on every stage, since timers are compared over ranks."""
         if self.place.stages > 1:
             names = [*_RECEIVING.values(), *([WAIT] if self.driven is not None else [])]
             for name in names:

@@ -1,8 +1,8 @@
-"""What a pipeline rank computes in which order. Decides only: no torch, no transport, no model.
+"""Pipeline schedules: the order of a rank's passes. No torch, no transport, no model.
 
-Layers are cut into virtual stages 0, 1, ... in the order in which a microbatch passes them; rank r
-of p holds those whose number is r modulo p, its chunks. Between virtual stages b and b + 1 lies
-boundary b: activations cross it one way and gradients the other.
+Layers are divided into virtual stages 0, 1, ... in forward order; rank r of p holds those whose
+number is r modulo p, its chunks. Activations and gradients cross boundary b between virtual stages
+b and b + 1 in opposite directions.
 
     1F1B, 3 ranks, 4 microbatches (capitals: forward; small letters: backward)
     rank 0   A B C . . a D b . c . d          at most p - r microbatches are in flight on rank r,
@@ -10,9 +10,9 @@ boundary b: activations cross it one way and gradients the other.
     rank 2   . . A a B b C c D d . .
 
     message-driven, at most 4 in flight, where a message takes as long as a pass
-    rank 0   A B C D . . . . . a . b . c . d          what arrives decides: while a is under way,
-    rank 1   . . A B C D . a . b . c . d . .          rank 1 takes C and D on. 1F1B, whose rank 1
-    rank 2   . . . . A a B b C c D d . . . .          waits for a, would be through after 20
+    rank 0   A B C D . . . . . a . b . c . d          messages decide: while a is in flight, rank 1
+    rank 1   . . A B C D . a . b . c . d . .          runs C and D. 1F1B, whose rank 1 waits for a,
+    rank 2   . . . . A a B b C c D d . . . .          would take 20
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from enum import Enum
 from typing import NamedTuple
 
 POSTED = 2
-"""Receives that wait for their message at a time, so that one arrives during a pass: in the steady
-state of 1F1B the next activation and the next gradient; of each kind where either may come. NCCL
-posts none ahead (`transport`)."""
+"""Number of receives posted at a time, so that messages arrive during a pass.
+
+In the steady state of 1F1B these are the next activation and the next gradient; if either may come
+first, the number applies to each kind. NCCL posts none ahead (`transport`).
+"""
 
 
 class Kind(Enum):
-    """Direction of a pass; its value is what messages of that direction are called."""
+    """Direction of a pass; the value names its messages."""
 
     FORWARD = "activation"
     BACKWARD = "gradient"
 
 
 class Operation(NamedTuple):
-    """A pass of a microbatch, by its number on this pipeline, through one of the rank's chunks."""
+    """A pass of a microbatch, by its number in this pipeline, through one chunk of the rank."""
 
     kind: Kind
     microbatch: int
@@ -44,7 +46,7 @@ class Operation(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What crosses a boundary: an activation upwards, or the gradient that answers it."""
+    """A tensor that crosses a boundary: an activation, or the gradient that answers it."""
 
     kind: Kind
     microbatch: int
@@ -56,26 +58,26 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StagePosition:
-    """Where a rank stands: `stage` of `stages`, each with `chunks` runs of layers."""
+    """Position of a rank: `stage` of `stages`, each with `chunks` model chunks."""
 
     stage: int = 0
     stages: int = 1
     chunks: int = 1
 
     def is_first(self, chunk: int) -> bool:
-        """Whether a chunk begins the model: it needs no activation and makes no gradient."""
+        """Return whether a chunk begins the model; it needs no activation and sends no gradient."""
         return self.virtual(chunk) == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk ends the model, in the loss."""
+        """Return whether a chunk ends the model with the loss."""
         return self.virtual(chunk) == self.stages * self.chunks - 1
 
     def virtual(self, chunk: int) -> int:
-        """Number of the virtual stage that a chunk is."""
+        """Return the number of a chunk's virtual stage."""
         return chunk * self.stages + self.stage
 
     def needs(self, operation: Operation) -> Message | None:
-        """The message that an operation waits for, if any."""
+        """Return the message that an operation waits for, if any."""
         kind, microbatch, chunk = operation
         if kind is Kind.FORWARD:
             boundary = None if self.is_first(chunk) else self.virtual(chunk) - 1
@@ -84,7 +86,7 @@ class StagePosition:
         return None if boundary is None else Message(kind, microbatch, boundary)
 
     def makes(self, operation: Operation) -> Message | None:
-        """The message that carries its result on, if any."""
+        """Return the message that carries the result of an operation, if any."""
         kind, microbatch, chunk = operation
         if kind is Kind.FORWARD:
             boundary = None if self.is_last(chunk) else self.virtual(chunk)
@@ -94,17 +96,20 @@ class StagePosition:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Operation]:
-    """1F1B (Narayanan et al. 2019): forwards until the pipeline below is filled, then one forward
-    and one backward in turns. At most stages - stage microbatches are in flight."""
+    """Return the passes of 1F1B (Narayanan et al. 2019).
+
+    Forwards fill the pipeline, then forwards and backwards alternate. At most `stages - stage`
+    microbatches are in flight.
+    """
     return interleaved(stage, stages, 1, microbatches)
 
 
 def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list[Operation]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): as `one_f_one_b` over virtual stages.
+    """Return the passes of interleaved 1F1B (Narayanan et al. 2021, section 2.2).
 
-    A rank takes as many microbatches as there are stages through each of its chunks before the
-    next as many; with more than one chunk `microbatches` must be a multiple of that. In flight are
-    at most as many chunk inputs as `warm_up` plus one.
+    A rank takes groups of `stages` microbatches through each of its chunks; with several chunks,
+    `microbatches` must be a multiple of `stages`. At most `warm_up` plus one chunk inputs are in
+    flight. One chunk gives `one_f_one_b`.
     """
     assert chunks == 1 or microbatches % stages == 0, "the configuration is checked for it"
     forwards = _in_turns(Kind.FORWARD, range(chunks), stages, microbatches)
@@ -117,10 +122,10 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
 
 
 def warm_up(stage: int, stages: int, chunks: int, microbatches: int) -> int:
-    """Forwards of a rank before its first backward, but for the one right before that.
+    """Return the number of forwards before the first pair of a forward and a backward.
 
-    With chunks, a rank runs twice as many ahead for each stage below it: until an input that it
-    needs has come back round, it has work to do.
+    With several chunks, a rank runs twice as many forwards ahead for each later stage, to stay busy
+    until a needed input has passed through the other stages.
     """
     below = stages - 1 - stage
     ahead = below if chunks == 1 else 2 * below + (chunks - 1) * stages
@@ -128,12 +133,12 @@ def warm_up(stage: int, stages: int, chunks: int, microbatches: int) -> int:
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> list[Operation]:
-    """The order of an evaluation, on every rank; any number of microbatches."""
+    """Return the passes of an evaluation of any number of microbatches, equal on every rank."""
     return _in_turns(Kind.FORWARD, range(chunks), stages, microbatches)
 
 
 def _in_turns(kind: Kind, chunks: Sequence[int], stages: int, microbatches: int) -> list[Operation]:
-    """Microbatches in groups of as many as there are stages, each through chunk after chunk."""
+    """Return passes for groups of `stages` microbatches, each through chunk after chunk."""
     return [
         Operation(kind, microbatch, chunk)
         for first in range(0, microbatches, stages)

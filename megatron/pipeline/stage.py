@@ -1,4 +1,4 @@
-"""What one pipeline stage computes on a microbatch. Knows nothing of order or transport."""
+"""The computation of one pipeline stage on a microbatch, independent of order and transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chunk(Protocol):
 
     @property
     def begins(self) -> bool:
-        """Whether the chunk takes a batch and not the output of another chunk."""
+        """True if the chunk takes a batch and not the output of another chunk."""
         ...
 
     def parameter_infos(self) -> list[ParamInfo]:
@@ -34,9 +34,9 @@ class Chunk(Protocol):
         """Run the forward pass of one microbatch.
 
         Args:
-            iteration: The step, from which random numbers are drawn.
+            iteration: The step, which seeds random numbers.
             batch: The microbatch. Every chunk gets it.
-            hidden: The output of the chunk before; None where the chunk `begins`.
+            hidden: The output of the previous chunk; None if the chunk `begins`.
 
         Returns:
             The output for the next chunk, or in the last chunk the sum of the losses of the
@@ -50,8 +50,7 @@ class Chunk(Protocol):
 
 
 class _Graph(NamedTuple):
-    """What backward of a microbatch needs: the input that takes a gradient, None for tokens; and
-    what backward starts from, a loss or the anchor of an output."""
+    """The autograd graph of a microbatch, from `end` (a loss or an anchor) to `hidden`, if any."""
 
     hidden: torch.Tensor | None
     end: torch.Tensor
@@ -59,11 +58,11 @@ class _Graph(NamedTuple):
 
 
 class Stage:
-    """The runs of layers of one rank, its chunks, in the order in which a microbatch passes them.
+    """The model chunks of one rank, in forward order.
 
-    The chunk with the embedding begins with tokens, that with the head ends in a loss; others take
-    and give the hidden state. `forward` keeps the graph of its microbatch until `backward` of the
-    same, but not the output's data: once that is sent, it is gone.
+    The first chunk of the model takes tokens, the last one returns a loss; others take and return
+    the hidden state. `forward` keeps the graph of a microbatch until its `backward`, but not the
+    data of the output, which is freed once sent.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -71,15 +70,15 @@ class Stage:
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def parameter_infos(self) -> list[ParamInfo]:
-        """Every logical parameter held here, in the order of the forward pass."""
+        """Return every logical parameter of the stage, in the order of the forward pass."""
         return [info for chunk in self.chunks for info in chunk.parameter_infos()]
 
     def names(self, chunk: int) -> Iterator[str]:
-        """Logical names of a chunk's parameters."""
+        """Return the logical names of a chunk's parameters."""
         return (info.name for info in self.chunks[chunk].parameter_infos())
 
     def train(self, mode: bool) -> None:
-        """As `nn.Module.train`, of every chunk."""
+        """Call `nn.Module.train` for every chunk."""
         for chunk in self.chunks:
             chunk.train(mode)
 
@@ -91,9 +90,11 @@ class Stage:
         *,
         chunk: int = 0,
     ) -> torch.Tensor:
-        """From `hidden`, the output of the chunk before (None: from the tokens), this chunk's
-        output; of the last the sum of the microbatch's token losses, an fp32 scalar. The result
-        has no graph."""
+        """Run the forward pass of one chunk; `hidden` is the previous output, or None for tokens.
+
+        Returns:
+            The output without graph; for the last chunk the sum of token losses, an fp32 scalar.
+        """
         model = self.chunks[chunk]
         assert (hidden is None) == model.begins, "either tokens or an activation"
         keeps = torch.is_grad_enabled()
@@ -111,9 +112,16 @@ class Stage:
     def backward(
         self, index: int, gradient: torch.Tensor | float, *, chunk: int = 0
     ) -> torch.Tensor | None:
-        """Gradients of microbatch `index` (its number in the global batch) through the engine's
-        hooks, and that of the chunk's input, None where it began with tokens. `gradient`: of the
-        chunk's output; a number where that is the loss."""
+        """Run backward of one chunk; hooks pass the parameter gradients to the engine.
+
+        Args:
+            index: Number of the microbatch in the global batch.
+            gradient: Gradient of the chunk's output; a number if the output is the loss.
+            chunk: Index of the chunk.
+
+        Returns:
+            The gradient of the chunk's input; None if the input was tokens.
+        """
         graph = self._graphs.pop((chunk, index))
         if not isinstance(gradient, torch.Tensor):
             gradient = torch.full_like(graph.end, gradient)
@@ -124,10 +132,10 @@ class Stage:
 
 
 class _Anchor(torch.autograd.Function):
-    """Stands for an output whose data may go: backward from here hands on the gradient that is by
-    then in `holder`. torch itself would want the output, and its memory, back, and would import
-    sympy, which takes half a second, to compare the shapes of an output and its gradient."""
+    """Substitute for an output whose data may be freed; backward passes on `holder`'s gradient."""
 
+    # torch's own backward would need the output and its memory, and would import sympy, which takes
+    # half a second, to compare the shapes of output and gradient.
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
         ctx.holder = holder

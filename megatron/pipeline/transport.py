@@ -1,21 +1,20 @@
-"""Moves activations and gradients between pipeline stages. Knows neither order nor model.
+"""Transports, which carry activations and gradients between pipeline stages.
 
         expect        receive(i)                receive(i + 1)
     post i, i + 1 --> wait for i, post i + 2 --> ...            while the rank computes
     send: begun, kept until done, never waited for before it must be
 
 With NCCL a receive is posted only when its message is needed. Its kernel occupies the device until
-the sender is there, and whatever waits for the device waits with it: what is issued later to the
-same hardware queue, the first launch of a kernel, an allocation that frees memory. Two ranks that
-post receives ahead could so keep each other from ever sending. The memory of a receive is taken
-before the send that precedes the receive, because the send's kernel occupies the device too.
-1F1B then gets through wherever a rank waits for its device. The interleaved schedule gets through
-where all kernels but those of the first passes are loaded at the start; an allocation that has to
-free memory first may stop the interleaved schedule for good (`tests/pipeline/test_queues.py` plays
-all of these). Sends still overlap with computing.
+the sender arrives, and blocks later work on the same hardware queue, the first launch of a kernel,
+and an allocation that frees memory; two ranks that post receives ahead could prevent each other
+from ever sending. A send's kernel occupies the device, too, so the memory of a receive is allocated
+before the preceding send. 1F1B then completes even if a rank waits for its device. The interleaved
+schedule completes if all kernels but those of the first passes are loaded at the start; an
+allocation that must free memory first may deadlock it (`tests/pipeline/test_queues.py` simulates
+all of these). Sends still overlap with computation.
 
-torch.distributed's `batch_isend_irecv` does not do: it pairs what both sides issue together, and
-stages do not keep in step.
+torch.distributed's `batch_isend_irecv` is unsuitable, since it pairs operations that both sides
+issue together, and stages are not in lockstep.
 """
 
 from __future__ import annotations
@@ -35,45 +34,50 @@ _MICROBATCHES = 1 << 20
 
 
 class Transport(Protocol):
-    """Carries the messages of one step or evaluation batch after another."""
+    """The carrier of messages of successive training steps and evaluation batches."""
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
-        """These are the next messages for this rank, in the order in which it will need them;
-        posts the first if it posts ahead. `unanswered`: sends that this rank may have under way in
-        each direction without waiting for the oldest."""
+        """Announce the next messages in order of use; may post the first receives ahead.
+
+        `unanswered` is the number of sends per direction that may be in progress before a wait.
+        """
         ...
 
     def receive(self, message: Message) -> torch.Tensor:
-        """Wait for the next message; the tensor is the caller's."""
+        """Wait for the next message, and return its tensor, which the caller owns."""
         ...
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Begin to send; nobody may write to the tensor any more. Returns at once."""
+        """Start to send; the tensor must not be modified any more. Returns at once."""
         ...
 
     def settle(self) -> None:
-        """Wait until all that was sent is out of this rank's hands."""
+        """Wait until all sends are complete on this rank."""
         ...
 
     def close(self) -> None:
-        """At an orderly end, when all is settled: let go of what it holds. Collective."""
+        """Release resources at an orderly end, after `settle`. Collective."""
         ...
 
 
 @runtime_checkable
 class ArrivalTransport(Transport, Protocol):
-    """A transport that can also tell which messages came, in whatever order of the two kinds; those
-    of one kind come in the order of their microbatches."""
+    """A transport that also reports which messages have arrived.
+
+    Messages of one kind arrive in microbatch order; the two kinds mix in any order.
+    """
 
     def arrived(self, *, wait: bool) -> Sequence[Message]:
-        """Messages that are here and were not received yet: of each kind the next one at most, in
-        the order in which they came. With `wait` there is at least one; raises `PeerError` where
-        none comes within the transport's timeout."""
+        """Return the messages that arrived but were not received yet, in order of arrival.
+
+        There is at most one per kind, and with `wait` at least one. Raises `PeerError` if none
+        arrives within the transport's timeout.
+        """
         ...
 
 
 class NoTransport:
-    """Of a single stage, which has nobody to talk to."""
+    """The transport of a single stage, which has no peer."""
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
         assert not messages, "a single stage needs no messages"
@@ -92,8 +96,10 @@ class NoTransport:
 
 
 class GroupTransport:
-    """Over torch.distributed, for schedules fixed beforehand: every message is a tensor of one
-    `shape` and `dtype`, and both ends of an edge issue its messages in one order."""
+    """Transport over torch.distributed, for fixed schedules.
+
+    All messages have one `shape` and `dtype`; both ends of an edge issue them in one order.
+    """
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ class GroupTransport:
             kind: {} for kind in Kind
         }
         self._unanswered = 0
-        # gloo's receives hold up nothing.
+        # gloo's receives block nothing.
         self._ahead = POSTED if device.type == "cpu" else 0
         self._buffer: torch.Tensor | None = None
         """Memory of the next receive."""
@@ -131,7 +137,7 @@ class GroupTransport:
         self._post(self._ahead)
         work.wait()
         if message.kind is Kind.BACKWARD:
-            # Whose answer this is has arrived: nothing is waited for here.
+            # The gradient answers an activation, whose send is therefore complete.
             self._finish(message._replace(kind=Kind.FORWARD))
         return tensor
 
@@ -142,7 +148,7 @@ class GroupTransport:
         work = group.send(tensor, to=1, tag=_tag(message), about=str(message))
         sent = self._sent[message.kind]
         sent[message] = (tensor, work)
-        # NCCL tells of sends that are done; gloo's are not known to be until they are waited for.
+        # NCCL reports completed sends; gloo's must be waited for.
         while (oldest := next(iter(sent))) != message and (
             sent[oldest][1].is_completed() or len(sent) > self._unanswered
         ):
@@ -154,10 +160,10 @@ class GroupTransport:
                 self._finish(next(iter(sent)))
 
     def close(self) -> None:
-        pass  # torch.distributed's groups are their owner's
+        pass  # the owner of the groups destroys them
 
     def _post(self, wanted: int) -> None:
-        """Post receives until there are as many as wanted, or no message is left."""
+        """Post receives until `wanted` are in progress or no message is left."""
         while self._expected and len(self._posted) < wanted:
             message = self._expected.popleft()
             tensor, self._buffer = self._empty() if self._buffer is None else self._buffer, None
@@ -166,7 +172,7 @@ class GroupTransport:
             self._posted.append((message, tensor, work))
 
     def _prepare(self) -> None:
-        """Take the memory of the next receive, where that is not posted yet."""
+        """Allocate the memory of the next receive, if receives are not posted ahead."""
         if self._expected and self._buffer is None and not self._ahead:
             self._buffer = self._empty()
 
@@ -187,8 +193,11 @@ def open_transport(
     device: torch.device,
     chunks: int = 1,
 ) -> Transport:
-    """The transport of this rank's pipeline, for messages of `shape` and `dtype`. Collective over
-    the pipeline; raises `ConfigError` where its ranks would send different shapes."""
+    """Return the transport of this rank's pipeline for messages of `shape` and `dtype`.
+
+    Collective over the pipeline. Several `chunks` per stage also connect the last stage to the
+    first. Raises `ConfigError` if ranks would send different shapes.
+    """
     if groups.edges is None:
         return NoTransport()
     agree_on_shape(groups.pp, f"{list(shape)} {dtype}")
@@ -197,7 +206,7 @@ def open_transport(
 
 
 def agree_on_shape(pipeline: Group, mine: str) -> None:
-    """Raise `ConfigError` where a rank of the pipeline says another text than the first."""
+    """Raise `ConfigError` if a rank of the pipeline passes another text than the first rank."""
     seen = pipeline.all_gather_str(mine)
     for rank, other in zip(pipeline.ranks, seen, strict=True):
         if other != seen[0]:
@@ -208,13 +217,12 @@ def agree_on_shape(pipeline: Group, mine: str) -> None:
 
 
 def _connect(groups: ProcessGroups, device: torch.device, *, ring: bool) -> None:
-    """Send one number over every edge that will be used, edge by edge: NCCL makes a connection at
-    its first use, where both ends wait for each other and memory is allocated, which must not
-    happen within a step. `ring`: also from the last stage to the first."""
+    """Connect all edges by sending one number over each; a `ring` includes last to first."""
     assert groups.edges is not None
     stage, stages = groups.pp.rank, groups.pp.size
     edges = groups.edges
-    # By the lower of the two stages; that from the last one to the first comes at the end.
+    # NCCL connects at the first use, where both ends wait and memory is allocated, which must not
+    # happen within a step. Edges are in the order of their lower stage, last to first at the end.
     above, below = stage, (stage - 1) % stages
     order = [
         (above, edges.activations_out),
