@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
+from megatron.data_parallel.wire import Wire
 from megatron.parallel.groups import Group
 
 
@@ -93,17 +94,21 @@ class Transfer:
 
 
 class Exchange:
-    """The collectives over data-parallel ranks, as a reducer sees them.
+    """The collectives over one group of data-parallel ranks, as a reducer sees them.
 
-    A reducer chooses the values to exchange; only the exchange knows groups and collectives. A
-    reducer may exchange nothing: each rank then applies its own gradient. Every method is
+    A reducer chooses the values to exchange; only the exchange knows the group, the collectives and
+    the `wire` that encodes means (None: values travel as they are). Ranks in inner and outer groups
+    have one exchange for each group: `mean_of_part` and `gather_in_place` of the inner one shard a
+    bucket, and the reducer averages its shard over the outer one. A reducer may exchange nothing:
+    each rank then applies its own gradient. Every method is
     collective over the data-parallel group, in the same order on all ranks. Nothing blocks before
     `Transfer.wait`. Bytes follow the ring model: an all-reduce of b bytes over n ranks sends 2 (n -
     1) / n b, an all-gather n - 1 times the rank's own bytes.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, wire: Wire | None = None) -> None:
         self._group = group
+        self._wire = wire or Wire()
         self.waits = Waits()
         self._bytes_sent = 0
 
@@ -123,26 +128,18 @@ class Exchange:
         return self._group.ranks
 
     def mean(self, values: torch.Tensor) -> Transfer:
-        """Average a contiguous tensor over the ranks, in place.
-
-        16-bit values are divided before they are summed: a 16-bit sum can overflow if its mean does
-        not.
-        """
+        """Average a contiguous tensor over the ranks, in place, through the wire."""
         if self.ranks == 1:
             return self._started(values, [], 0)
-        if values.dtype == torch.float32:
-            op = dist.ReduceOp.AVG
-        else:
-            values.div_(self.ranks)
-            op = dist.ReduceOp.SUM
-        return self._reduced(values, op)
+        return self._started(values, *self._wire.mean(self._group, values))
 
     def sum(self, values: torch.Tensor, *, about: str = "") -> Transfer:
         """Sum a contiguous tensor over the ranks, in place.
 
         `about` names the collective in reports of desynchronised ranks.
         """
-        return self._reduced(values, dist.ReduceOp.SUM, about=about)
+        pending = self._group.all_reduce(values, dist.ReduceOp.SUM, async_op=True, about=about)
+        return self._started(values, [pending], ring_all_reduce_bytes(values.nbytes, self.ranks))
 
     def gather(self, mine: torch.Tensor) -> Transfer:
         """All-gather a 1-D tensor into a tensor [ranks, n], in rank order.
@@ -201,12 +198,6 @@ class Exchange:
         """Return the bytes sent and the seconds waited since the last call, and reset both."""
         sent, self._bytes_sent = self._bytes_sent, 0
         return sent, self.waits.take()
-
-    def _reduced(
-        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType, *, about: str = ""
-    ) -> Transfer:
-        pending = self._group.all_reduce(values, op, async_op=True, about=about)
-        return self._started(values, [pending], ring_all_reduce_bytes(values.nbytes, self.ranks))
 
     def _started(
         self, values: torch.Tensor, pending: Sequence[dist.Work | None], nbytes: int

@@ -1,0 +1,57 @@
+"""A wire may encode the values of a mean; the reducer and the engine do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.data_parallel.all_reduce import AllReduceReducer
+from megatron.data_parallel.exchange import Exchange
+from megatron.data_parallel.wire import Wire
+from megatron.parallel.groups import Group, ProcessGroups
+from tests.contract.harness import PathCase, Toy, gradients, same
+from tests.ranks import Ranks
+
+DENSE = PathCase("dense")
+
+
+class CoarseWire(Wire):
+    """Rounds values to multiples of 1/8, and counts two bytes for each."""
+
+    def mean(self, group: Group, values: torch.Tensor) -> tuple[Sequence[dist.Work | None], int]:
+        codes = (values * 8).round().to(torch.int32)
+        group.all_reduce(codes, dist.ReduceOp.SUM)
+        values.copy_(codes.float() / (8 * group.size))
+        return [], 2 * (group.size - 1) * 2 * values.numel() // group.size
+
+
+def on_rank(groups: ProcessGroups) -> dict[str, Any]:
+    """Reduce one step over the plain wire and over the coarse one."""
+    found: dict[str, Any] = {}
+    means: dict[str, torch.Tensor] = {}
+    for name, wire in (("plain", None), ("coarse", CoarseWire())):
+        toy = Toy(groups, DENSE)
+        toy.engine.reducer = AllReduceReducer(Exchange(groups.dp, wire))
+        toy.backward([gradients(0, groups.dp.rank)])
+        step = toy.finish()
+        means[name] = torch.cat([bucket.values for bucket in step.reduced])
+        found[f"{name} sent"] = toy.engine.stats().bytes_sent
+    on_all = groups.dp.all_gather_str(str(means["coarse"].tolist()))
+    return found | {
+        "equal": len(set(on_all)) == 1,
+        "error": float((means["plain"] - means["coarse"]).abs().max()),
+        "changed": bool(same({"mean": means["plain"]}, {"mean": means["coarse"]})),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_means_go_through_the_wire(ranks: Ranks, world: int) -> None:
+    for found in ranks.run(world, on_rank):
+        assert found["equal"] and found["error"] <= 1 / 16 + 1e-6
+        assert found["changed"] == (world > 1), "alone, nothing is encoded"
+        assert found["coarse sent"] * 2 == found["plain sent"]
+        assert (found["plain sent"] > 0) == (world > 1)
