@@ -255,7 +255,7 @@ def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int
 def message_bytes(
     grid: RankGrid, stage: int, size: int, *, microbatches: int, in_flight: int
 ) -> MessageBytes:
-    """Of messages of so many bytes."""
+    """Return the bytes of pipeline messages that a rank holds, from the bytes of one message."""
     if grid.dims.pp == 1:
         return MessageBytes()
     counts = message_counts(grid, stage, microbatches, in_flight)
@@ -344,8 +344,9 @@ def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
 
 
 class ChunkBytes(NamedTuple):
-    """Of one microbatch in a chunk of a stage: what is `saved` until its backward, and what of it
-    is made `again`, at most at a time, while that runs."""
+    """Bytes of one microbatch in a chunk of a stage: `saved` until its backward, and `again`,
+    the most that recomputation makes at a time.
+    """
 
     saved: int
     again: int
@@ -366,7 +367,7 @@ class ActivationBytes:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """By kind."""
+        """Return the bytes of each kind of state."""
         return {
             "activations": self.saved,
             "recomputed": self.again,
@@ -376,7 +377,7 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Return the bytes of all kinds together."""
         return sum(self.kinds.values())
 
 
@@ -407,7 +408,9 @@ class Activations:
 
     @property
     def hidden(self) -> int:
-        """Of a hidden state between layers, which is also a message between stages."""
+        """Return the bytes of a hidden state between layers, which is also a message between
+        stages.
+        """
         return self._between * self.grid.config.model.hidden_size * self._width
 
     @cached_property
@@ -523,7 +526,7 @@ class Activations:
 
     @property
     def layer(self) -> int:
-        """Of one layer, its input included and its output not."""
+        """Return the bytes that one layer saves, its input included and its output not."""
         return 2 * self.norm + self.attention + self.mlp + 2 * self.dropout
 
     @property
@@ -540,7 +543,7 @@ class Activations:
 
     @property
     def logits(self) -> int:
-        """Of the first rank's share of the vocabulary, no other's being larger by more than one."""
+        """Return the bytes of the first rank's logits; other ranks have at most as many."""
         multiple = self.grid.config.model.make_vocab_size_divisible_by
         columns = padded_rows(
             self.grid.vocabulary, rank=0, ranks=self.grid.dims.tp, multiple=multiple
@@ -548,7 +551,9 @@ class Activations:
         return self._width * self._rows * columns
 
     def chunk(self, stage: int, chunk: int = 0) -> ChunkBytes:
-        """Of one of a stage's runs of layers, with the ends of the model that it has."""
+        """Return the bytes of one chunk of a stage, with the ends of the model that the chunk
+        has.
+        """
         saved = again = 0
         count = len(self.grid.split[stage][chunk])
         for span in recompute_spans(count, self.grid.config.recompute):
@@ -565,7 +570,9 @@ class Activations:
 
     @property
     def _core(self) -> int:
-        """Of what attention makes again, about: rotated or copied projections and statistics."""
+        """Return about the bytes that attention recomputes: rotated or copied projections and
+        statistics.
+        """
         model, tp = self.grid.config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
         heads = model.num_attention_heads // tp
@@ -613,7 +620,7 @@ class Activations:
 
 
 def microbatches_of(grid: RankGrid) -> int:
-    """Of one pipeline in a step of the whole global batch."""
+    """Return the microbatches of one pipeline in a step of the whole global batch."""
     training = grid.config.training
     assert training.global_batch_size is not None, "the configuration is resolved"
     return training.num_microbatches(training.global_batch_size, grid.dims.dp)

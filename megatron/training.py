@@ -390,8 +390,9 @@ class Trainer:
         return max(1, int(count.item()))
 
     def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
-        """The same on every rank, from the losses of the last stages (Eq. 1 of the Radius
-        paper)."""
+        """Return the mean loss, equal on every rank, from the losses of the last stages (Eq. 1
+        of the Radius paper).
+        """
         loss = loss.clone().view(1)
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
         # Others add 0, which changes no bit.

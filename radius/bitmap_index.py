@@ -127,7 +127,10 @@ class BitmapIndexBase(ABC):
         *,
         factor: float,
     ) -> None:
-        """See `SparseIndex.apply`. AdamW on CUDA reads the values where they are."""
+        """Apply an update rule as `SparseIndex.apply` says.
+
+        AdamW on CUDA reads the values in place.
+        """
         constants = rule.adamw if self._fused else None
         if constants is not None:
             self._kernels.adamw(

@@ -153,7 +153,9 @@ class RadiusBucket:
     # ---- state ---------------------------------------------------------------------------------
 
     def squared_norm(self) -> float:
-        """Of what waits, or did so until the latest step sent it."""
+        """Return the squared norm of the residual, as it is or as it was before the latest step
+        sent it.
+        """
         if self.flushed_norm is not None:
             return float(self.flushed_norm)
         pending = self.residual.pending

@@ -97,7 +97,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """The same within `[start, start + length)`."""
+        """Set the entries at positions in `[start, start + length)` to 0."""
         ...
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:

@@ -26,13 +26,13 @@ LEAST = 1e-38
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
 ) -> None:
-    """See `reference.compact`; one pass, `clear` included."""
+    """Compact as `reference.compact` does, in one pass, `clear` included."""
     options = {"TAKE": True, "SCALE": scale != 1.0, "CLEAR": clear}
     launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, out, scale, 0, **options)
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
-    """See `reference.clear`."""
+    """Clear as `reference.clear` does."""
     options = {"TAKE": False, "SCALE": False, "CLEAR": True}
     launch_over(_compact, _TO_COMPACT, bits, bits.blocks, flat, flat, 1.0, 0, **options)
 
@@ -40,7 +40,7 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
-    """See `reference.expand`; `first` divides by `reference.GROUP`."""
+    """Expand as `reference.expand` does; `first` is a multiple of `reference.GROUP`."""
     assert first % GROUP == 0
     blocks = -(-out.numel() // BLOCK)
     launch_over(_expand, _TO_EXPAND, bits, blocks, values, out, first, out.numel(), 0, ZEROS=True)
@@ -49,7 +49,7 @@ def expand(
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """See `reference.place`."""
+    """Place values as `reference.place` does."""
     launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0, out.numel(), 0, ZEROS=False)
 
 

@@ -64,8 +64,10 @@ def _size(size: int) -> str:
 
 
 class SelectedCounts(NamedTuple):
-    """Of a bucket: how many entries there are to choose from, and how many are chosen; on ranks
-    that share a tensor, if what is chosen is spread evenly over them."""
+    """The entries of a bucket to choose from, and how many are chosen.
+
+    On ranks that share a tensor, chosen entries are assumed to be spread evenly over the ranks.
+    """
 
     bucket: int
     numel: int
@@ -116,8 +118,9 @@ def planned_traffic(
     steps: int,
     value_bytes: int,
 ) -> list[StepTraffic]:
-    """Of a run of so many steps none of which is skipped: dense ones up to the first resample, then
-    those of the schedule."""
+    """Return the traffic of a run of `steps` steps, none of which is skipped: dense steps up to
+    the first resample, then the steps of the schedule.
+    """
     whole = [
         PlannedCollective("all-reduce", value_bytes * bucket.numel, number)
         for number, bucket in enumerate(rank.buckets)
@@ -139,7 +142,7 @@ def planned_traffic(
 
 
 def _chosen(rank: RankShapes, density: Fraction) -> Iterator[SelectedCounts]:
-    """Of each bucket of matrices."""
+    """Yield the counts of each bucket of matrices."""
     if density >= 1:
         return
     for number, bucket in enumerate(rank.buckets):

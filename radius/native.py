@@ -38,7 +38,7 @@ def using(instruction_set: str) -> Iterator[None]:
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
 ) -> None:
-    """See `reference.compact`."""
+    """Compact as `reference.compact` does."""
     if flat.element_size() not in SIZES:
         reference.compact(bits, flat, out, scale=scale, clear=clear)
         return
@@ -48,7 +48,7 @@ def compact(
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
-    """See `reference.clear`."""
+    """Clear as `reference.clear` does."""
     if flat.element_size() not in SIZES:
         reference.clear(bits, flat)
         return
@@ -58,7 +58,7 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
-    """See `reference.expand`."""
+    """Expand as `reference.expand` does."""
     if out.dtype == torch.float32:
         _expand(bits, values, out, first=first, zeros=True, scale=scale)
         return
@@ -68,12 +68,12 @@ def expand(
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """See `reference.place`."""
+    """Place values as `reference.place` does."""
     _expand(bits, values, out, first=0, zeros=False)
 
 
 def count_blocks(words: torch.Tensor) -> torch.Tensor:
-    """See `megatron.sparse.reference.count_blocks`."""
+    """Count the bits of each block as `megatron.sparse.reference.count_blocks` does."""
     counts = torch.empty(words.shape[0], dtype=torch.int64)
     _library.sparsetron_count(_at(words), words.shape[0], _at(counts))
     return counts

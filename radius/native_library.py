@@ -12,8 +12,9 @@ from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
 VERSION = 3
-"""As `native.c` says: raised there and here with every change of it, so that what was built of an
-older one is left alone."""
+"""The version in `native.c`, raised in both places with every change, so that an older build is
+not used.
+"""
 INSTRUCTION_SETS = ("AVX2", "AVX-512")
 """What the kernels are compiled for, as `native.c` numbers them from 1 on."""
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

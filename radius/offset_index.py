@@ -103,7 +103,7 @@ class OffsetIndexBase(ABC):
         *,
         factor: float,
     ) -> None:
-        """See `SparseIndex.apply`."""
+        """Apply an update rule as `SparseIndex.apply` says."""
         if reduced.unselected == "frozen":
             self._apply_to_sent(rule, reduced, weight, moments, hyper, factor)
         else:

@@ -66,11 +66,11 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none",
     ),
 )
-"""Of `--grad-path radius`, for its check and for `--help-compat`."""
+"""Refused pairs of `--grad-path radius`, for its check and for `--help-compat`."""
 
 
 START_FRACTION = 0.2
-"""Of the run: from there on the paper finds that large gradients keep their places."""
+"""Share of the run after which large gradients keep their places, as the paper finds."""
 
 
 @section

@@ -60,7 +60,9 @@ def find_places(
 def _among_stored(
     tp: Group, name: str, part: TensorShard, stored: int, layout: BucketLayout | None
 ) -> FlatShard:
-    """Of a tensor of which not all is stored: ranks tell what they store of each row."""
+    """Return the shards of a partly stored tensor; ranks exchange how much of each row they
+    store.
+    """
     shard = FlatShard.of(part)
     row = shard.numel if shard.is_run else shard.row
     mask = layout.mask(name) if layout is not None else None

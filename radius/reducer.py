@@ -274,8 +274,11 @@ class RadiusReducer(GradientReducer):
         )
 
     def _largest(self, parts: Sequence[tuple[IndexPart, torch.Tensor]]) -> dict[str, Selection]:
-        """By part, the largest of its values: of all that this rank holds alone, and of all that it
-        shares with the tensor-parallel ranks, in one go each."""
+        """Return the selection of the largest values of each part, by its name.
+
+        Parts that this rank holds alone are selected in one batch, parts that tensor-parallel ranks
+        share in another.
+        """
         found: dict[str, Selection] = {}
         model = self.model_shard
         alone = [(part, each) for part, each in parts if model.holders(part.of) is None]

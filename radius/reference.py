@@ -51,8 +51,9 @@ def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, flat: torch.Tensor, compacted: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """By chunk: its part of `flat`, which begins at block `first`; chosen positions in that; their
-    part of the compact vector."""
+    """Yield for each chunk its part of `flat`, which begins at block `first`, the chosen
+    positions in that part, and the matching part of the compact vector.
+    """
     begin = int(bits.offsets[first]) if first else 0
     for number, piece in enumerate(flat.split(CHUNK)):
         block = first + number * (CHUNK // BLOCK)

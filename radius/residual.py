@@ -30,7 +30,9 @@ class Residual:
         raise AssertionError("nothing waits here")
 
     def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
-        """Of what waits (fp64 []), at a resample before `join`; None where nothing does."""
+        """Return the squared norm of the residual (fp64 []) at a resample before `join`; None
+        without residual.
+        """
         return None
 
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:

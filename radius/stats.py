@@ -37,7 +37,7 @@ class RadiusStats:
             self._sent += entries
 
     def chose(self, bucket: GradBucket, before: int, kept: int) -> None:
-        """Of `before` chosen entries `kept` were chosen again."""
+        """Record that `kept` of `before` chosen entries were chosen again."""
         if self._model_shard.owns(bucket):
             self._chosen += before
             self._kept += kept

@@ -15,7 +15,7 @@ import torch
 from megatron.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters that may be sent in part."""
+"""Types of parameters that may be sent in part."""
 
 
 class TorchUpdate:

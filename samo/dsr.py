@@ -27,8 +27,9 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TensorCounts:
-    """Of a whole tensor: its entries, how many are stored, and of these how many are below the
-    threshold."""
+    """The entries of a whole tensor: all, the stored ones, and the stored ones below the
+    threshold.
+    """
 
     entries: int
     stored: int
@@ -73,7 +74,9 @@ class RegrowthTensor:
 
     @classmethod
     def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> RegrowthTensor:
-        """Of a parameter without a mask padding is stored too, and takes no part."""
+        """Return the weights of the stored entries; padding of a parameter without a mask is
+        left out.
+        """
         return cls(info, weight[: info.local_entries], layout)
 
     def count_below(self, threshold: float) -> int:
@@ -282,9 +285,10 @@ class DsrMaskUpdater(MaskUpdater):
     def _plan(
         self, t: int, tensors: Sequence[RegrowthTensor]
     ) -> tuple[float, dict[str, RegrowthPlan]]:
-        """By which threshold to prune, which is adapted for the next time, and what becomes of each
-        tensor of the model; nothing where there is nothing to prune. Collective over a copy of the
-        model."""
+        """Return the threshold to prune by and the regrowth plan of each tensor, empty if there
+        is nothing to prune. Adapts the threshold for the next rewiring. Collective over a
+        copy of the model.
+        """
         threshold = self._threshold
         counts = self._count(tensors, threshold)
         stored = sum(one.stored for one in counts.values())
@@ -309,7 +313,7 @@ class DsrMaskUpdater(MaskUpdater):
     def _count(
         self, tensors: Sequence[RegrowthTensor], threshold: float
     ) -> dict[str, TensorCounts]:
-        """Of all tensors of the model, in the order of their names."""
+        """Return the counts of all tensors of the model, in the order of their names."""
         rows = {
             one.info.name: (one.info.local_entries, one.weight.numel(), one.count_below(threshold))
             for one in tensors

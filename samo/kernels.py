@@ -20,12 +20,12 @@ _TO_COMPRESS, _TO_EXPAND = 2, GROUP
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """See `reference.compress`."""
+    """Compress as `reference.compress` does."""
     launch_over(_compress, _TO_COMPRESS, bits, bits.blocks, dense, out, 0, ADD=add)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """See `reference.expand`."""
+    """Expand as `reference.expand` does."""
     launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.data_parallel.layout import Masks
 
 MOST_ENTRIES = 2**31 - 1
-"""Of a parameter on a CPU, whose positions are of 32 bits."""
+"""Most entries of a parameter on a CPU, where positions are int32."""
 
 
 class StoredCount(NamedTuple):
@@ -85,7 +85,7 @@ class CompressedLayout:
         return name in self._indices
 
     def count(self, infos: Iterable[ParamInfo]) -> StoredCount:
-        """Of these parameters on this rank; vocabulary padding is no entry."""
+        """Count the entries of these parameters on this rank, without vocabulary padding."""
         stored = everything = 0
         for info in infos:
             index, entries = self._indices.get(info.name), info.local_entries
@@ -215,7 +215,9 @@ class PositionStore:
 
 
 class BitmapStore:
-    """The same by a bit for each entry, on `device`: what a GPU gathers by fastest."""
+    """The stored entries of a parameter as one bit for each entry, on `device`: the fastest form
+    to gather by on a GPU.
+    """
 
     def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -233,15 +235,15 @@ class BitmapStore:
         return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """See `PositionStore.compress`."""
+        """Compress as `PositionStore.compress` does."""
         self._kernels.compress(self._bits, dense, out, add=add)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `PositionStore.expand`."""
+        """Expand as `PositionStore.expand` does."""
         self._kernels.expand(self._bits, values, out)
 
     def mask(self) -> torch.Tensor:
-        """See `PositionStore.mask`."""
+        """Return the mask as `PositionStore.mask` does."""
         octets = self._bits.words.view(torch.uint8).view(-1).cpu().numpy()
         return torch.from_numpy(np.unpackbits(octets, count=self.length).view(np.bool_))
 

@@ -103,7 +103,10 @@ def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) 
 def flat_parts(
     infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> PackedMasks:
-    """The same of masks of which each rank has its part already. Collective over the stage."""
+    """Return the flat masks of this rank from masks of which each rank has its part already.
+
+    Collective over the stage.
+    """
     counts = parts.summed({name: [int(mask.count_nonzero())] for name, mask in masks.items()})
     return PackedMasks.of(
         (info.name, padded(info, masks[info.name]))

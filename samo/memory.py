@@ -12,7 +12,7 @@ from fractions import Fraction
 from megatron.sparse.sizes import bitmap_bytes
 
 POSITION_BYTES = 4
-"""Of a stored entry on a CPU: its place, int32."""
+"""Bytes of the int32 position of a stored entry on a CPU."""
 MASTER_BYTES = MOMENT_BYTES = 4
 
 
@@ -32,8 +32,9 @@ def state_bytes(
 
 
 def index_bytes(sizes: Mapping[str, int], stored: Mapping[str, int], *, device: str) -> int:
-    """Of all parameters that are not stored whole, `sizes` in memory: a position for each entry
-    that exists on a CPU, on a GPU a bitmap."""
+    """Return the bytes of the index of all parameters that are partly stored: positions on a
+    CPU, a bitmap on a GPU. `sizes`: entries in memory.
+    """
     indexed = [name for name in sizes if stored[name] < sizes[name]]
     if device == "cpu":
         return POSITION_BYTES * sum(stored[name] for name in indexed)
@@ -86,7 +87,7 @@ def _bits_to_tell(choices: int) -> int:
 
 
 DEFAULT_BYTES = 20
-"""Of a parameter under mixed precision: both weights, both gradients, two moments."""
+"""Bytes of a parameter under mixed precision: both weights, both gradients, two moments."""
 TERMS = {"compressed states": 18, "index": 4, "16-bit weights": 2, "their copy": 2}
 """Eq. 1, bytes: of an entry that exists, but for the weights, which are dense."""
 BREAK_EVEN = Fraction(1, 4)
@@ -128,7 +129,7 @@ def equations() -> Iterator[str]:
 
 
 def comparison(parameters: int) -> Iterator[str]:
-    """Of a model of the size of GPT-3 2.7B: the formulas and what the paper measured."""
+    """Yield the rows that compare the formulas with the paper's measurements for GPT-3 2.7B."""
     if parameters not in PAPER_PARAMETERS:
         return
     states = {

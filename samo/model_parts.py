@@ -49,7 +49,9 @@ class ModelParts(ModelShard):
         return work() if self._groups is None else self._groups.world.raise_on_all_ranks(work)
 
     def raise_on_holders(self, name: str, work: Callable[[], T]) -> T:
-        """The same on the ranks that hold parts of a tensor."""
+        """Run `work` on the ranks that hold parts of a tensor; raise on all of them if one rank
+        raises.
+        """
         tp = self.holders(name)
         return work() if tp is None else tp.raise_on_all_ranks(work)
 
@@ -68,7 +70,7 @@ class ModelParts(ModelShard):
         return self.everywhere(self.summed(rows))
 
     def everywhere(self, rows: Rows) -> dict[str, list[int]]:
-        """The same of numbers that are of whole tensors already. Collective over the pipeline."""
+        """Sum rows that describe whole tensors already. Collective over the pipeline."""
         found = {name: list(numbers) for name, numbers in rows.items()}
         if self._groups is not None:
             # Both copies of a tied tensor say the same.

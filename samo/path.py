@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 
 class SamoPath(GradientPath):
-    """Of a pruned network only the stored entries have gradients, master weights and moments."""
+    """The gradient path of a pruned network: only stored entries have gradients, master weights
+    and moments.
+    """
 
     name = "samo"
     sections = {"samo": SamoConfig}
@@ -152,8 +154,9 @@ def _check_length(config: Config, total: int) -> None:
 
 
 def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
-    """Of the updates from the first after a ticket to a run's last; never a reason where nothing
-    but the masks waits for it."""
+    """Return a function that says why Radius never resamples between the first update after a
+    ticket and the last of a run. The text is empty where Radius does not wait for a ticket.
+    """
     # Any: its class is declared where its path is.
     radius: Any = config.extensions.get("radius")
     if radius is None or radius.density == 1:
@@ -220,7 +223,7 @@ def _dsr(
 def _notes(
     config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: ModelParts
 ) -> Iterator[str]:
-    """Of the whole model. Collective over a copy of it."""
+    """Return the notes on the whole model. Collective over a copy of the model."""
     options = _options(config)
     rows = {
         info.name: (*layout.count([info]), info.name in layout, layout.index_nbytes(info.name))

@@ -27,8 +27,9 @@ def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, dense: torch.Tensor, compressed: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """By chunk: its part of the dense vector, chosen positions in that, and their part of the
-    compressed one."""
+    """Yield for each chunk its part of the dense vector, the chosen positions in that part, and
+    the matching part of the compressed vector.
+    """
     begin = 0
     for number, piece in enumerate(dense.split(CHUNK)):
         block = number * (CHUNK // BLOCK)

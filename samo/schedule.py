@@ -9,15 +9,19 @@ from fractions import Fraction
 from functools import cached_property
 
 FRACTION = 0.01377866
-"""Of all entries of the tensors that are pruned, those there are and those there are not (A.3.1);
-at 10 % of nonzeros it is 13.8 % of these. For the Transformer the best found was 11 to 18 % of the
-nonzeros from 5 to 50 % of them, with longer intervals the more there are (Table 9)."""
+"""Share of the entries, stored or not, of pruned tensors that a rewiring moves (A.3.1).
+
+At 10 % of nonzeros the share is 13.8 % of the nonzeros. For the Transformer the best found was 11
+to 18 % of the nonzeros at 5 to 50 % of nonzeros, with longer intervals at more nonzeros (Table 9).
+"""
 THRESHOLD = 0.001
 """Magnitude below which weights are pruned, until it adapts."""
 UNTIL = Fraction(19, 20)
-"""Of the run, 190 of 200 epochs: what is left settles the weights that were grown last."""
+"""Share of the run in which masks change, 190 of 200 epochs; the remainder settles weights that
+grew last.
+"""
 EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
-"""Of the epochs in which there are rewirings, those after which the interval doubles."""
+"""Epochs with rewirings, and the epochs after which the interval doubles."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,8 +110,11 @@ class LocalParameter:
         return self._read(saved, name, ())
 
     def read_own(self, saved: Checkpoint, name: str, rank: int, ranks: int) -> torch.Tensor:
-        """The same of state that each data-parallel rank has of its own; where they were not
-        `ranks`, the mean of the old ones, which keeps the update that is pending in them."""
+        """Read state of which each data-parallel rank has its own.
+
+        If the number of ranks was not `ranks`, every rank gets the mean of the old ranks' states,
+        which keeps the pending update.
+        """
         before = saved.shape(name)[0]
         if before == ranks:
             return self._read(saved, name, (rank,))
@@ -251,7 +254,9 @@ class RunStateDict:
         return {name for text in texts for name in json.loads(text)}
 
     def _first_with(self, names: list[str]) -> set[str]:
-        """Those of the names that no rank of this copy of the model before this one has."""
+        """Return the names that no lower rank of this copy of the model holds, so that each
+        tensor is written once.
+        """
         own, found = set(names), set(names)
         for group in (self.groups.tp, self.groups.pp):
             by_rank = [
@@ -330,7 +335,7 @@ class _Reading(Mapping[str, torch.Tensor]):
 
 
 def _shards(held: LocalParameter, file: str, values: torch.Tensor) -> Iterator[LocalShard]:
-    """Of stored entries: the mask of those that exist tells which they are."""
+    """Yield the shards of stored entries, with the mask that says where they belong."""
     name = held.info.name
     mask = FileMask(f"{MASK}{name}", True, held.exists) if held.pruned else None
     return held.shards(file, values, mask)

@@ -76,8 +76,11 @@ def whole(name: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: int) -> LocalShard:
-    """The same shard of a tensor of which each data-parallel rank has its own: saved with a first
-    axis that counts the ranks, so `Checkpoint.read(name).mean(0)` is their mean."""
+    """Return the shard of a tensor of which each data-parallel rank has its own.
+
+    The tensor is saved with a first axis that counts the ranks, so `Checkpoint.read(name).mean(0)`
+    is the mean over ranks.
+    """
     return replace(
         shard,
         shape=(data_parallel_size, *shard.shape),
@@ -88,7 +91,7 @@ def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: i
 
 
 def snapshot(shard: LocalShard) -> LocalShard:
-    """The same shard over a copy of its tensor in host memory, which nobody writes to."""
+    """Return the shard over a copy of its tensor in host memory, which nothing else writes to."""
     tensor = shard.tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return replace(shard, tensor=copy.copy_(tensor))

@@ -904,19 +904,21 @@ class Config:
         return world_size // self.parallel.model_parallel_size
 
     def num_microbatches(self, global_batch: int, dp: int) -> int:
-        """See `TrainingConfig.num_microbatches`."""
+        """Return the microbatches of a step, as `TrainingConfig.num_microbatches` does."""
         return self.training.num_microbatches(global_batch, dp)
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """See `TrainingConfig.batch_size_at`."""
+        """Return the global batch size after `consumed_samples`, as
+        `TrainingConfig.batch_size_at` does.
+        """
         return self.training.batch_size_at(consumed_samples)
 
     def total_samples(self) -> int:
-        """See `TrainingConfig.total_samples`."""
+        """Return the samples of the whole run, as `TrainingConfig.total_samples` does."""
         return self.training.total_samples()
 
     def total_iterations(self) -> int:
-        """See `TrainingConfig.total_iterations`."""
+        """Return the steps of the whole run, as `TrainingConfig.total_iterations` does."""
         return self.training.total_iterations()
 
 

@@ -988,7 +988,7 @@ def _resolve_training(training: TrainingConfig, dp: int) -> TrainingConfig:
 
 
 def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
-    """As Megatron, at tensor-parallel size 1 there is no one to share the sequence with."""
+    """Turn sequence parallelism off at tensor-parallel size 1, as Megatron-LM does."""
     shared = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
     return dataclasses.replace(parallel, sequence_parallel=shared)
 

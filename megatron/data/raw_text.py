@@ -184,7 +184,10 @@ def read_batches(
 
 
 def format_of(path: Path) -> Literal["json", "text", "parquet"]:
-    """By suffix, under that of a compression; what is neither JSON nor Parquet is plain text."""
+    """Return the format by the suffix, below the suffix of a compression.
+
+    Anything that is neither JSON nor Parquet is plain text.
+    """
     suffix = _inner_suffix(path)
     if suffix in _JSON:
         return "json"

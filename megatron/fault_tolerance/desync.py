@@ -66,8 +66,10 @@ def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None
 
 
 def find_parting_of(folder: Path, seen: Sequence[RankStatus]) -> Desync | None:
-    """As `find_parting` of all calls of these ranks in `folder`, read by headers: rings are read of
-    ranks whose digests differ, and of the others one call at most."""
+    """Return what `find_parting` finds in all calls of these ranks in `folder`.
+
+    The heartbeat headers are read first: call rings are read only for ranks whose digests differ.
+    """
     by_group: dict[str, dict[int, LastCall]] = {}
     for one in sorted(seen, key=lambda one: one.rank):
         for tail in one.tails:

@@ -29,8 +29,10 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
-    """Of each parameter: its master weights, and its 16-bit copy where it has one. Where ranks keep
-    shards of the master weights there are no copies of those, but of all that the model reads."""
+    """Return checksums of the master weights of each parameter, and of its 16-bit copy if it has
+    one. Sharded master weights have no replicas; the weights that the model reads are summed
+    instead.
+    """
     found = {}
     for info, bucket, where in optimizer.engine.slices():
         if bucket.shard is None:

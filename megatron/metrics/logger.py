@@ -338,7 +338,7 @@ class Console:
 
 
 SECONDS_BETWEEN_FLUSHES = 10.0
-"""Of training time; a shorter log interval flushes earlier."""
+"""Seconds of training between flushes; a shorter log interval flushes earlier."""
 
 
 class Metrics:

@@ -10,8 +10,10 @@ from megatron.metrics.record import StepRecord
 from megatron.model.flops import training_days
 
 FLOPS_PER_TOKEN_OF_GPT3 = 6e8
-"""Of the smallest model that GPT-3 trained on 300 billion tokens: 6 for each of about 100 million
-parameters. For a smaller model, the days that so many tokens take tell nothing."""
+"""FLOPs per token of the smallest model that GPT-3 trained on 300 billion tokens: 6 for each of
+about 100 million parameters. For a smaller model, the days for 300 billion tokens say
+nothing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,11 @@ def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
 
 
 def recomputing_flops_per_token(config: ModelConfig, vocab_size: int) -> float:
-    """The same with each layer's forward made twice, as full recomputation does: 4 passes of its
-    operations and not 3. For GPT's shapes this is Eq. 3 of AxoNN (Narayanan et al. 2021),
-    96 l h^2 (1 + s / 6h + V / 16lh), of which V is padded."""
+    """Return the FLOPs of a token with full recomputation, which runs each layer's forward twice.
+
+    These are 4 passes of a layer's operations instead of 3. For GPT's shapes this is Eq. 3 of AxoNN
+    (Narayanan et al. 2021), 96 l h^2 (1 + s / 6h + V / 16lh), of which V is padded.
+    """
     return 4 / 3 * _layer_flops(config) + _output_flops(config, vocab_size)
 
 

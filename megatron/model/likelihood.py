@@ -18,8 +18,9 @@ class Continuation:
     tokens: tuple[int, ...]
 
     def cut(self, length: int) -> Continuation:
-        """The same with the end of the context alone, if all inputs together, which the last token
-        is not, are more than `length`. The tokens must fit."""
+        """Return the continuation with only the end of its context, if all inputs are more than
+        `length`. The last token is no input. The tokens must fit.
+        """
         assert len(self.tokens) <= length, "no room for a context"
         room = length + 1 - len(self.tokens)
         return Continuation(context=self.context[-room:], tokens=self.tokens)

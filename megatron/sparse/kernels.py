@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WARPS = 8
 _ENTRIES = GROUP * BLOCK
-"""Of a program."""
+"""Entries of one program."""
 # Lengths and places are not specialised on (`do_not_specialize`), nor is the alignment of single
 # numbers and of counts (`do_not_specialize_on_alignment`), which lie in rows of tensors: each part
 # of each tensor would have kernels compiled for it.
@@ -48,7 +48,10 @@ def launch_over(
 
 
 def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `reference.add_histogram`. An empty bracket costs a launch and no reading."""
+    """Add a histogram as `reference.add_histogram` does.
+
+    An empty bracket costs a launch and no reading.
+    """
     numel = values.numel()
     sizes = {"BINS": BINS, "ENTRIES": _ENTRIES}
     launch(_histogram, -(-numel // _ENTRIES), values, bracket, counts, numel, 0, **sizes)
@@ -61,7 +64,7 @@ def add_tie_counts(
     shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
-    """See `reference.add_tie_counts`. Reads nothing where the counts are not `wanted`."""
+    """Count ties as `reference.add_tie_counts` does. Reads nothing where no counts are `wanted`."""
     _launch_ties(_tie_counts, values, threshold, wanted, counts, shard)
 
 
@@ -72,7 +75,7 @@ def mark_ties(
     shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
-    """See `reference.mark_ties`. Reads only what may lie in the block."""
+    """Mark ties as `reference.mark_ties` does. Reads only entries that may lie in the block."""
     _launch_ties(_mark_ties, values, threshold, block, marks, shard)
 
 
@@ -99,7 +102,7 @@ def write_bits(
     cutoff: torch.Tensor,
     shard: FlatShard,
 ) -> None:
-    """See `reference.write_bits`."""
+    """Write bits as `reference.write_bits` does."""
     numel = values.numel()
     first, last = start // _ENTRIES, -(-(start + numel) // _ENTRIES)
     launch(
@@ -122,7 +125,7 @@ def write_bits(
 
 
 def count_blocks(words: torch.Tensor) -> torch.Tensor:
-    """See `reference.count_blocks`."""
+    """Count the bits of each block as `reference.count_blocks` does."""
     rows = words.shape[0]
     counts = torch.empty(rows, dtype=torch.int64, device=words.device)
     if rows:
@@ -144,7 +147,7 @@ def _magnitudes(values, at, numel):
 
 @triton.jit
 def _magnitude(value):
-    """See `reference.magnitudes`."""
+    """Return magnitudes as `reference.magnitudes` does."""
     if value.dtype == tl.bfloat16:  # by bits: a conversion may lose those of denormal numbers
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:

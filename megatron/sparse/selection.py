@@ -47,7 +47,10 @@ def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """As `largest`, without waiting for the device. `topk` alone leaves ties open."""
+    """Return the selection of `largest` without waiting for the device.
+
+    `topk` alone leaves the order of ties open.
+    """
     top, where = magnitude.topk(k)  # in descending order: those above the k-th come first
     tied = torch.nonzero_static(magnitude == top[-1], size=k).view(-1)  # the first k of them
     place = torch.arange(k, device=magnitude.device) - (top > top[-1]).sum()  # among the tied
@@ -55,7 +58,7 @@ def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of values that can be told apart by the bits of their magnitude as fp32."""
+"""Types whose values are ordered by the bits of their magnitude as fp32."""
 DRAWN_BLOCK = 64
 """Entries drawn together, so that a gather copies runs; also what slices of a bucket align to."""
 FEW = 1 << 19
@@ -252,7 +255,7 @@ class _Counter:
         self.wanted = self._column([one.k for one in batch])
 
     def bracket(self, numbers: tuple[int, int, int]) -> torch.Tensor:
-        """The same for each tensor."""
+        """Return the bracket of each tensor."""
         row = to_device(torch.tensor(numbers), self.device)
         return row.expand(len(self.batch), 3)
 
@@ -347,7 +350,7 @@ def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from the last place down."""
+    """Return the place that `_reaching` finds when counting from the last place down."""
     place, rest = _reaching(counts.flip(1), wanted)
     return counts.shape[1] - 1 - place, rest
 

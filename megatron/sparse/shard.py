@@ -47,8 +47,10 @@ class FlatShard:
 
     @classmethod
     def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
-        """Of a tensor of which only some entries are stored, among those: `counts` [ranks, rows]
-        (int64) is how many each rank stores of each of its rows, which take turns by row."""
+        """Return the shard among the stored entries of a tensor of which only some entries are
+        stored. `counts` (int64 [ranks, rows]) holds how many entries each rank stores of each
+        of its rows, which take turns by row.
+        """
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
         mine = counts[rank]
         starts = mine.cumsum(0) - mine
@@ -121,8 +123,10 @@ class FlatShard:
         return min(max(moved, 0), self.numel)
 
     def part(self, start: int, stop: int) -> FlatShard:
-        """Those of this rank's entries that lie in `[start, stop)` of the whole tensor, which are
-        as many as `below` counts, among all of that range."""
+        """Return the shard of this rank's entries in `[start, stop)` of the whole tensor.
+
+        `below` counts them; they are placed among all entries of that range.
+        """
         low, high = self.below(start), self.below(stop)
         if low == high:
             return FlatShard(0, stop - start)

@@ -197,7 +197,7 @@ class FeedbackReducer(GradientReducer, ABC):
                 self._notes.append(f"{self.name}: sends {name} whole, what waited is dropped")
 
     def _squared_residual(self) -> float:
-        """Of the residuals that this rank counts."""
+        """Return the squared norm of the residuals that this rank counts."""
         import torch
 
         names = [name for index in self._counted for name in self._names[index]]

@@ -26,7 +26,7 @@ def is_smaller(rows: int, columns: int, rank: int) -> bool:
 
 
 RESIDUAL_BYTES = 8
-"""Of an entry: fp32, and its successor while a step is under way."""
+"""Bytes of the residual of an entry: fp32, and its successor during a step."""
 FACTOR_BYTES = 4
 
 
@@ -86,7 +86,9 @@ def _factors(
 
 
 def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> bool:
-    """See `PowerSGDReducer`: by the least part that any rank has."""
+    """Return whether `PowerSGDReducer` compresses the parameter, judged by the smallest part of
+    any rank.
+    """
     least = list(param.local_shape)
     if param.tp_shard is not None:
         least[param.tp_shard.axis] = param.tp_shard.block // rank.tp * param.tp_shard.blocks

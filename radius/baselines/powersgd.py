@@ -209,7 +209,10 @@ class PowerSGDReducer(FeedbackReducer):
         return work
 
     def start_second_rounds(self) -> None:
-        """Of every bucket whose first is under way: all at a step's first call, then none."""
+        """Start the second round of every bucket whose first round is in progress.
+
+        The first call of a step starts all of them, later calls none.
+        """
         while self.first_rounds:
             self.first_rounds.pop(0).start_second_round()
 
