@@ -17,8 +17,9 @@ KINDS = ("gradients", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Of a case: the largest of each kind, with the tensor where it is; tensors whose copies are
-    not equal, or that a grid does not hold as a whole."""
+    """The differences of a case: the largest of each kind with its tensor, and the tensors whose
+    copies are not equal or that a grid does not hold as a whole.
+    """
 
     case: ParityCase
     losses: float

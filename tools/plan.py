@@ -76,7 +76,7 @@ class Planner:
         self._site, self._vocabulary = site, vocabulary
 
     def plan(self, config: Config, world: int) -> Plan:
-        """Of a resolved configuration."""
+        """Return the plan of a resolved configuration."""
         return Plan.of(
             config,
             world=world,

@@ -24,7 +24,7 @@ from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.report import read_run  # noqa: E402
 
 SECONDS = 160.0
-"""Of training, for both runs together: three minutes, less the time of two starts."""
+"""Seconds of training for both runs together: three minutes, less the time of two starts."""
 LEAST_STEPS = 350
 """With fewer, the validation losses may not fall below 60 % of the first."""
 MOST_STEPS = 1200

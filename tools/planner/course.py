@@ -14,8 +14,11 @@ from tools.planner.site import Link, Site
 from tools.planner.timeline import Passed, Timeline
 
 ROUNDS = 4
-"""Of as many microbatches as there are stages, that are played of a pipeline at least. All others
-take as long as the last of them, once two in turn take the same. With chunks all are played."""
+"""Rounds of as many microbatches as there are stages that are simulated at least.
+
+Once two rounds in turn take equally long, the others are taken to last as long. With chunks, all
+rounds are simulated.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Setting:
 
     @classmethod
     def of(cls, grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
-        """As `seconds` would have it."""
+        """Return the setting that `seconds` uses."""
         passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
         return cls(
             grid, site, ranks, passes, Links(site.link(grid.dims, "dp"), site.message(grid.dims))
@@ -83,7 +86,7 @@ class Course:
 
 
 def course_of(setting: Setting, lasts: Lasts) -> Course:
-    """Of one pipeline."""
+    """Return the course of one pipeline."""
     grid, steady = setting.grid, lasts is unchanged
     stages, chunks, count = grid.dims.pp, len(grid.split[0]), microbatches_of(grid)
     blocking = setting.links.blocking
@@ -136,5 +139,5 @@ def jittered(factor: Callable[[int, Operation], float]) -> Lasts:
 
 
 def with_links(setting: Setting, links: Links) -> Setting:
-    """The same, joined otherwise."""
+    """Return the setting with other links between stages."""
     return replace(setting, links=links)

@@ -18,7 +18,7 @@ from tools.planner.plan import Plan
 Changes = Mapping[str, Any]
 """Values by the name of the field."""
 Planner = Callable[[Config], Plan]
-"""Of a checked configuration, on the same ranks."""
+"""A function that returns the plan of a checked configuration, on the same ranks."""
 MOST = 8
 _OF_A_PIPELINE: Changes = {
     "pipeline_schedule": "1f1b",
@@ -117,7 +117,7 @@ class Search:
             yield {"grad_path": "samo"}
 
     def _fitting(self, many: Iterator[dict[str, Any]]) -> list[Way]:
-        """Of each set of fields the first that fits."""
+        """Return the first way that fits for each set of fields."""
         found: dict[tuple[str, ...], Way] = {}
         for changes in many:
             if tuple(changes) in found:

@@ -26,7 +26,10 @@ from tools.planner.site import GIB, Site
 from tools.planner.traffic import StepBytes, step_bytes
 
 RESERVE = {"cuda": 1.0 * GIB, "cpu": 0.4 * GIB}
-"""Of a device, or of a process's memory: context, libraries and communicators. Assumed."""
+"""Memory reserved for context, libraries and communicators, in bytes of a device or process.
+
+Assumed.
+"""
 START_SECONDS = 180
 """From a job's start to its first step, and from its last to its end. Assumed."""
 
@@ -161,7 +164,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Both."""
+        """Return whether the run fits into the device's and the host's memory."""
         return self.fits_device and self.fits_host
 
     # ---- the run -------------------------------------------------------------------------------
@@ -173,33 +176,33 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Of each pipeline in a step."""
+        """Return the microbatches of each pipeline in a step."""
         return microbatches_of(self.grid)
 
     @property
     def tokens(self) -> int:
-        """Of a step of the whole global batch."""
+        """Return the tokens of a step of the whole global batch."""
         config = self.grid.config
         return (config.training.global_batch_size or 0) * config.model.seq_length
 
     @property
     def steps(self) -> int:
-        """Of the run; 0 where it is not said."""
+        """Return the steps of the run, 0 if unknown."""
         return self.grid.config.total_iterations()
 
     @property
     def nodes(self) -> int:
-        """That the ranks fill."""
+        """Return the nodes that the ranks fill."""
         return -(-self.grid.dims.world_size // self.site.gpus_per_node)
 
     @cached_property
     def traffic(self) -> list[StepBytes]:
-        """Of the first tensor-parallel rank of each stage."""
+        """Return the bytes of a step of the first tensor-parallel rank of each stage."""
         return [step_bytes(self.grid, stage.stage, stage.rank) for stage in self.stages]
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        """Of a mean step."""
+        """Return the seconds of an average step."""
         return step_seconds(self.grid, self.site, [stage.rank for stage in self.stages])
 
     # ---- disk and queue ------------------------------------------------------------------------
@@ -221,7 +224,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """That the run keeps at most."""
+        """Return the most checkpoints that the run keeps."""
         asked, steps = self.grid.config.checkpoint, self.steps
         count = -(-steps // asked.save_interval) if asked.save_interval else 1
         retain = asked.save_retain_interval

@@ -56,7 +56,7 @@ def stages_lines(fewest: Mapping[str, Way | None]) -> Iterator[str]:
 def as_data(
     plan: Plan, ways: Sequence[Way] = (), fewest: Mapping[str, Way | None] | None = None
 ) -> dict[str, Any]:
-    """The same as plain numbers: bytes and seconds."""
+    """Return the report as plain numbers: bytes and seconds."""
     grid, dims = plan.grid, plan.grid.dims
     found: dict[str, Any] = {
         "grid": {**dims.sizes, "nodes": plan.nodes, "order": dims.order},

@@ -45,7 +45,9 @@ def unchanged(rank: int, operation: Operation, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of one microbatch through a whole stage, tensor-parallel sums that nothing hides included."""
+    """Seconds of one microbatch through a whole stage, including tensor-parallel sums that
+    nothing hides.
+    """
 
     forward: float
     backward: float
@@ -53,15 +55,16 @@ class PassSeconds:
 
     @property
     def total(self) -> float:
-        """Both ways."""
+        """Return the seconds of forward and backward together."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of a mean step: `compute` of the busiest stage, `tensor` of it waiting for sums, `bubble` and
-    messages, `exposed`: what of `reduce` no backward hides, and what norm and `optimizer` take that
-    no sum hides."""
+    """Seconds of an average step: `compute` and `tensor` (waiting for tensor-parallel sums) of
+    the busiest stage, `bubble` and messages, `exposed` (the part of `reduce` that no backward
+    hides), and the parts of norm and `optimizer` that no reduction hides.
+    """
 
     compute: float
     tensor: float
@@ -77,7 +80,7 @@ class StepSeconds:
 
 
 def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> StepSeconds:
-    """Of a mean step of the run; `ranks` has one of each stage."""
+    """Return the time of an average training step; `ranks` has one item for each stage."""
     passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
     slowest = max(passes, key=lambda each: each.total)
     count = microbatches_of(grid)
@@ -96,8 +99,11 @@ def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Ste
 
 
 def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = True) -> PassSeconds:
-    """Of a microbatch through all chunks of a stage. `hides_sums`: whether tensor-parallel
-    sums of backward go on beside gradients of weights, as ours do."""
+    """Return the seconds of a microbatch through all chunks of a stage.
+
+    `hides_sums`: whether tensor-parallel sums of backward run beside the gradients of weights, as
+    in this program.
+    """
     config, tp = grid.config, grid.dims.tp
     model, split = config.model, grid.split[stage]
     rate = site.peak_fp32 if config.precision.param_dtype == "float32" else site.peak
@@ -127,7 +133,7 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
 
 
 def evaluation_seconds(grid: RankGrid, site: Site) -> float:
-    """Of a global batch that goes forward alone."""
+    """Return the seconds of a global batch that only goes forward."""
     passes = [pass_seconds(grid, site, stage).forward for stage in range(grid.dims.pp)]
     messages = site.message(grid.dims).message(Activations(grid).hidden) * (grid.dims.pp - 1)
     return sum(passes) + messages + (microbatches_of(grid) - 1) * max(passes)
@@ -182,7 +188,7 @@ def play(
 
 
 def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float:
-    """Of one collective over so many data-parallel ranks."""
+    """Return the seconds of one collective over `ranks` data-parallel ranks."""
     if ranks == 1:
         return 0.0
     rounds = 2 if sent.kind == "all-reduce" else 1

@@ -48,10 +48,11 @@ class SimulatedEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedPhases:
-    """Of a step, seconds that add up to it: `compute` of the busiest stage, `tensor` of it waiting
-    for sums, `messages` that kept it from computing, `bubble` while it waited for others, `exposed`
-    what of `reduce` is left when backward is over everywhere, and what norm and `optimizer` take
-    after that."""
+    """Seconds that add up to a step: `compute` and `tensor` (waiting for sums) of the busiest
+    stage, `messages` that kept it from computing, `bubble` while it waited for others,
+    `exposed` (the part of `reduce` after the last backward), and norm and `optimizer` after
+    that.
+    """
 
     compute: float
     tensor: float
@@ -98,7 +99,7 @@ def simulate(setting: Setting) -> list[SimulatedStep]:
 
 
 def mean_seconds(steps: Sequence[SimulatedStep]) -> float:
-    """Of a step of the run."""
+    """Return the mean seconds of a step of the run."""
     count = sum(step.count for step in steps)
     if not count:
         return steps[0].length
@@ -162,7 +163,7 @@ class _Reduction:
                 yield SimulatedEvent(stage, lane, f"{lane} {job.name}", start, stop)
 
     def _reduce(self, stage: int, found: list[SimulatedEvent]) -> BucketSums:
-        """Of one stage until its optimizer may run."""
+        """Return the sums of one stage up to the start of its optimizer."""
         rank, overlaps = self._setting.ranks[stage], self._grid.config.parallel.overlap_grad_reduce
 
         def ready(number: int, share: float, free: float) -> float:

@@ -62,8 +62,11 @@ class Site:
         return Link(self.nic_latency, min(rate, self.link_rate))
 
     def message(self, dims: ParallelDims) -> Link:
-        """Of a message to the next pipeline stage, with all pipelines at work: the mean over the
-        boundaries between stages, of which some may lie within a node and others between two."""
+        """Return the link of a message to the next pipeline stage while all pipelines work.
+
+        It is the mean over the boundaries between stages, some of which lie within a node and
+        others between two nodes.
+        """
         here, apart = self.gpus_per_node, dims.stride("pp")
         within = Link(self.link_latency, self.link_rate)
         if dims.world_size <= here:
@@ -146,7 +149,7 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
 
 
 def with_efficiency(site: Site, share: float | None) -> Site:
-    """The same, at another share of peak. Raises `ConfigError`."""
+    """Return the site at another share of peak. Raises `ConfigError`."""
     if share is None:
         return site
     if not 0 < share <= 1:

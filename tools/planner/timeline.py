@@ -220,7 +220,7 @@ def _ready(player: Player, place: StagePosition, there: Container[Message]) -> O
 
 
 def _receiver(message: Message, ranks: int) -> int:
-    """Of an activation that crosses a boundary the rank behind it, of a gradient that before it."""
+    """Return the rank behind the boundary for an activation, the rank before it for a gradient."""
     return (message.boundary + (message.kind is Kind.FORWARD)) % ranks
 
 

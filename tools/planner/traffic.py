@@ -16,9 +16,10 @@ NUMBER = 8
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Of one microbatch on the tensor-parallel group: bytes sent `forward`, by forwards that
-    backward makes `again`, and by `backward` itself, and how often these go round the ring: a sum
-    twice, a gather or a scattered sum once."""
+    """Traffic of one microbatch on the tensor-parallel group: bytes sent `forward`, `again` by
+    recomputed forwards, and by `backward`, and the number of trips round the ring. A sum
+    takes two trips, a gather or a scattered sum one.
+    """
 
     forward: int = 0
     again: int = 0
@@ -35,8 +36,11 @@ class TensorTraffic:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """By a rank of one stage. `dp`: by kind of step; `tp` and `pp` in every step, but for what a
-    gradient path asks the other ranks of its model; `host`: of offloaded states, each way."""
+    """Bytes sent by a rank of one stage.
+
+    `dp`: by kind of step; `tp` and `pp`: in every step, without a gradient path's messages to other
+    ranks of its model; `host`: offloaded states, each way.
+    """
 
     dp: list[StepTraffic]
     tp: int
@@ -61,7 +65,7 @@ def state_width(config: Config) -> int:
 
 
 def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
-    """Of one microbatch through all chunks of a stage."""
+    """Return the traffic of one microbatch through all chunks of a stage."""
     ranks = grid.dims.tp
     if ranks == 1:
         return TensorTraffic()

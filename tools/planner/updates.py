@@ -31,7 +31,7 @@ class Summed(NamedTuple):
 
 
 class BucketSums(NamedTuple):
-    """Of one rank in a step: in the order in which they go on, and what comes after updates."""
+    """The reductions of one rank in a step, in their order, and the collectives after updates."""
 
     done: list[Summed]
     late: list[PlannedCollective]
@@ -125,22 +125,24 @@ def in_turns(
 
 
 def embedding_seconds(grid: RankGrid, link: Link, entries: int) -> float:
-    """Of adding up a tied table's two gradients, one at each end of the pipeline."""
+    """Return the seconds of summing a tied table's two gradients, one at each end of the
+    pipeline.
+    """
     return link.ring(BYTES[grid.config.precision.grad_dtype] * entries, 2, rounds=2)
 
 
 def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
-    """Of a look at so many gradients."""
+    """Return the seconds of the norm of `entries` gradients."""
     return BYTES[grid.config.precision.grad_dtype] * entries / site.memory_rate
 
 
 def update_seconds(grid: RankGrid, site: Site, entries: float) -> float:
-    """Of an update of so many entries, by what it moves: the gradient, states there and back, a
-    16-bit parameter; on a GPU a 16-bit gradient is widened in memory.
-
-    Offloaded states come and go at once over a GPU's link, each way at its rate unless the host's
-    memory, which all GPUs of the node read and write, is slower. Of the two sets of buffers each is
-    filled once it is empty, so that half of an update adds to a copy. A CPU does all in turn.
+    """Return the seconds of updating `entries` entries, from the bytes that an update moves: the
+    gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is widened
+    in memory. Offloaded states move over a GPU's link both ways at once, each way at the
+    link's rate unless the host's memory, which all GPUs of the node share, is slower. Each of
+    the two sets of buffers is filled once it is empty, so that half of an update adds to a
+    copy. A CPU does everything in turn.
     """
     config, states = grid.config, state_width(grid.config)
     grad, param = (BYTES[x] for x in (config.precision.grad_dtype, config.precision.param_dtype))

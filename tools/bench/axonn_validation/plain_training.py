@@ -187,6 +187,6 @@ def _clip(model: PlainGPT, norm: float) -> None:
 
 
 def _losses(model: PlainGPT, reader: BatchReader, first: int, count: int) -> Iterator[torch.Tensor]:
-    """Of each microbatch, its part of the batch's mean loss."""
+    """Yield the part of the batch's mean loss that each microbatch adds."""
     for batch in reader.read(first, count):
         yield model(batch.tokens, batch.labels) * (len(batch.tokens) / count)

@@ -103,7 +103,7 @@ class Ours:
 
 
 class Silent:
-    """The same trainer as another contender's, whose steps are not logged."""
+    """A trainer equal to another contender's, whose steps are not logged."""
 
     def __init__(self, ours: Ours) -> None:
         self.name = f"{ours.name}, metrics off"

@@ -91,12 +91,12 @@ class Method:
 
     @property
     def dtype(self) -> str:
-        """Of its parameters and gradients, as torch names it."""
+        """Return the dtype of the parameters and gradients, as torch names it."""
         return "bfloat16" if set(_SIXTEEN) <= set(self.flags) else "float32"
 
     @property
     def entry_bytes(self) -> int:
-        """Of a gradient that is sent."""
+        """Return the bytes of an entry of a gradient that is sent."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property

@@ -47,8 +47,11 @@ class Network:
         return [str(SCRIPT), *self._options, "--out", str(folder), "--", *here]
 
     def mpi_command(self, program: Sequence[str], *, folder: Path) -> list[str]:
-        """As `command`, with ranks that mpiexec starts and that can talk over MPI, each in its own
-        namespace where links are shaped. Raises `ConfigError` where there is no mpiexec."""
+        """Return a command like `command` whose ranks mpiexec starts and which can talk over MPI.
+
+        Each rank has a network namespace of its own where links are shaped. Raises `ConfigError`
+        without mpiexec.
+        """
         mpiexec = find_mpiexec()
         here = ["env", *_environment(), sys.executable, *program]
         if self.rate == NO_LIMIT:

@@ -24,8 +24,10 @@ REDUCE, PLACE, KEEP = "gather what is sent", "place what was received", "keep th
 PATH_PHASES = (REDUCE, PLACE, KEEP)
 HANDLING = (GATHER, CHECK, NORM, OPTIMIZER, SCATTER, *PATH_PHASES)
 CPU_TIME = "CPU time on gradients and weights"
-"""Of the phases in `HANDLING`, and of the thread that trains: where ranks share cores, a stopwatch
-also counts the threads that send."""
+"""CPU time of the phases in `HANDLING` and of the training thread.
+
+Where ranks share cores, wall time also counts the threads that send.
+"""
 PHASES = (FORWARD, BACKWARD, GATHER, CHECK, WAIT, NORM, OPTIMIZER, SCATTER, LOGGING, REST)
 
 

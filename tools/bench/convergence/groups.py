@@ -57,7 +57,9 @@ def groups_of(rows: Sequence[Row]) -> list[RunGroup]:
 
 
 def gaps_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """By group and seed, of those that ended well and whose dense run did; none of dense runs."""
+    """Return the gap to the dense run by group and seed, of runs that ended well and whose dense
+    run did.
+    """
     dense = {setting(row): row["valid_loss"] for row in rows if row["variant"] == DENSE}
     found: dict[str, dict[int, float]] = {row["group"]: {} for row in rows}
     for row in sorted(rows, key=lambda row: row["seed"]):
@@ -77,7 +79,7 @@ def scatter_of(gaps: Iterable[Mapping[int, float]]) -> float | None:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of at least two values."""
+    """Return the standard error of the mean of at least two values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 

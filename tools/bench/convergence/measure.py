@@ -70,5 +70,5 @@ def study_seconds(runs: Sequence[StudyRun], plan: StudyPlan, *, step: float, res
 
 
 def step_seconds(path: Path) -> list[float]:
-    """Of each step in a metrics file."""
+    """Return the seconds of each step in a metrics file."""
     return [line["step_seconds"] for line in records(path) if "lm_loss" in line]

@@ -163,8 +163,9 @@ def _ticket(run: StudyRun, plan: StudyPlan, steps: Mapping[int, Mapping[str, Any
 def _payload(
     record: Mapping[str, Any], run: StudyRun, plan: StudyPlan, *, ticket: int | None
 ) -> float:
-    """Of a step, as a share of the dense path's in fp32 (an all-reduce by the ring model). A path
-    tells which share of what is stored it sent."""
+    """Return the bytes of a step, as a share of the dense path's in fp32 (an all-reduce by the
+    ring model). A path reports which share of the stored entries it sent.
+    """
     if run.ranks > 1:
         dense = 8 * (run.ranks - 1) / run.ranks * parameters(plan.sequence)
         return record["bytes_sent"] / dense

@@ -37,7 +37,7 @@ REPO = Path(__file__).resolve().parents[3]
 SECONDS = 110
 """Without a step until a run is taken to stand still."""
 TOLERANCE = 0.02
-"""Of a loss after 20 steps: other kernels round in another way."""
+"""Relative tolerance of a loss after 20 steps: other kernels round differently."""
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 SMOKE = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 COMMON = (

@@ -27,8 +27,9 @@ NOTHING = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of one step on this rank: bytes sent by the ring model, NaN where the contender does not
-    count them; entries sent over entries stored; seconds blocked on communication."""
+    """Facts of one step on this rank: bytes sent by the ring model (NaN if the contender does
+    not count them), entries sent over entries stored, and seconds blocked on communication.
+    """
 
     bytes_sent: float
     density: float
@@ -46,7 +47,7 @@ class MeasuredContender(Protocol):
         ...
 
     def facts(self) -> Facts:
-        """Of the last step."""
+        """Return the facts of the last step."""
         ...
 
     def pace(self, pace: float) -> None:

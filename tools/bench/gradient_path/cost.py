@@ -80,10 +80,13 @@ def measure_cost(
 
 
 def radius_targets(found: Seconds, dtype: str) -> list[SpeedTarget]:
-    """Of `DENSE`, `SPARSE` and `RESAMPLE` steps. A dense step launches its buckets and scales what
-    it receives in the same phases, so a sparse one's own work is what it takes beyond that. Told
-    beside it: what it takes in all, and the CPU time on everything but computing and waiting,
-    beyond a dense step's, which is less what a short vector saves elsewhere."""
+    """Return the targets of `DENSE`, `SPARSE` and `RESAMPLE` steps.
+
+    A dense step launches its buckets and scales its result in the same phases, so the own work of a
+    sparse step is its time beyond that of a dense step. The page also gives the whole time, and the
+    CPU time on everything but computing and waiting, beyond a dense step's; a short vector saves
+    time elsewhere, so that is less.
+    """
     dense, sparse, resample = found[DENSE], found[SPARSE], found[RESAMPLE]
     whole, shared = (sum(kind[phase] for phase in PATH_PHASES) for kind in (sparse, dense))
     own = (whole - shared) / dense[STEP]
@@ -102,9 +105,12 @@ def radius_targets(found: Seconds, dtype: str) -> list[SpeedTarget]:
 
 
 def samo_targets(found: Seconds, dtype: str) -> list[SpeedTarget]:
-    """Of `SAMO_PAIRS`. Compressing and expanding replace copies of the dense path's: what they cost
-    is what they take beyond these, as the 8 to 12 % of the SAMO paper are the difference of compute
-    times between it and the dense path (VI-B). What they take in all is told beside it."""
+    """Return the targets of `SAMO_PAIRS`.
+
+    Compressing and expanding replace copies of the dense path, so their cost is the time beyond
+    these copies: the 8 to 12 % of the SAMO paper are the difference of compute times between SAMO
+    and dense (VI-B). The page also gives the whole time.
+    """
     targets: list[SpeedTarget] = []
     for name, base in SAMO_PAIRS[dtype]:
         samo, dense, over = found[name], found[base], f"a step of {base}"
@@ -155,4 +161,4 @@ STUDIES = {
         judge=samo_targets,
     ),
 }
-"""By `--set` of `run.py`."""
+"""The studies by the value of `--set` of `run.py`."""

@@ -30,7 +30,7 @@ class Sizes:
     entry_bytes: int = FP32
 
     def entries(self, name: str) -> int:
-        """Of a parameter, whether they are stored or not."""
+        """Return the entries of a parameter, stored or not."""
         return math.prod(self.shapes[name])
 
     def numel(self, name: str) -> int:
@@ -52,7 +52,7 @@ class Sizes:
         return len(self.shapes[name]) > 1
 
     def bytes_of(self, names: Sequence[str]) -> int:
-        """Of the stored entries of these parameters."""
+        """Return the bytes of the stored entries of these parameters."""
         return self.entry_bytes * sum(map(self.numel, names))
 
 
@@ -86,8 +86,9 @@ def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
 
 
 def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
-    """The same from the bytes that a rank says it sent by the ring model: what is left of them
-    without the vectors, which are always sent whole, with the gaps that align them."""
+    """Return the share from the bytes that a rank reports by the ring model, without the
+    vectors, which are always sent whole, and the gaps that align them.
+    """
     ring = 2 * (ranks - 1) / ranks
     vectors = [sizes.numel(name) for name in sizes.shapes if not sizes.is_matrix(name)]
     aligned = sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in vectors)
@@ -126,7 +127,7 @@ def _is_smaller(method: Method, shape: Sequence[int], gain: int = 1) -> bool:
 
 
 def _columns(method: Method, sizes: Sizes, names: Sequence[str]) -> int:
-    """Of all the compressed matrices among `names`."""
+    """Return the columns of all compressed matrices among `names`."""
     shapes = [sizes.shapes[name] for name in names]
     return sum(math.prod(shape[1:]) for shape in shapes if _is_smaller(method, shape))
 

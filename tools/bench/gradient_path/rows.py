@@ -45,7 +45,7 @@ class GradientPathTable:
     link: AlphaBetaLink
     rows: Sequence[GradientPathRow]
     shares: Mapping[str, tuple[float, float]]
-    """Of each Radius method: entries of matrices sent over all, as counted and as demanded."""
+    """Share of matrix entries sent by each Radius method, as counted and as demanded."""
     stored: Mapping[str, float]
     """f of each SAMO method: stored entries over all parameters."""
     turns: Mapping[str, Sequence[float | None]]

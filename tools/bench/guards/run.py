@@ -26,7 +26,7 @@ FLAGS = (
     "--eval-iters 0 --log-interval 100000"
 )
 STEPS = 4
-"""Of each kind in a round; a round is one block with and one without."""
+"""Steps of each kind in a round; a round is one block with and one block without."""
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from tools.bench.common.figures import plain_axes, save
 from tools.bench.common.page_files import PAGE, write_page
 
 POINTS = 200
-"""Of a curve, evenly spread over the logarithm of the percentage."""
+"""Points of a curve, evenly spread over the logarithm of the percentage."""
 
 
 @dataclass(frozen=True, kw_only=True)

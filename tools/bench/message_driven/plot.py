@@ -17,10 +17,11 @@ LEAST_WIDTH = 0.011
 
 
 def panels_of(steps: Sequence[Mapping[str, Any]], microbatches: int) -> dict[str, Any]:
-    """By profile and contender, the passes of the step of median length, from 0 on, in ms.
+    """Return the passes of the step of median length by profile and contender, in ms from 0.
 
-    Both contenders of a profile are shown in one round, in which passes take the same times: that
-    of the median of their ratio."""
+    Both contenders of a profile are shown in the round of the median of their ratio, in which
+    passes take the same times.
+    """
     panels: dict[str, Any] = {}
     for profile in PROFILES:
         by_round: dict[int, dict[str, Any]] = {}

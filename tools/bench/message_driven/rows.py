@@ -125,7 +125,7 @@ def _bubbles(
     seconds: Sequence[float],
     factors: Sequence[Factor],
 ) -> list[float]:
-    """Of each stage, the median over rounds of its idle over its busy time."""
+    """Return the median over rounds of the idle over the busy time of each stage."""
     return [
         median(
             taken / emulation.busy(stage, count, factor) - 1

@@ -36,10 +36,12 @@ from tools.bench.pipeline.run import BACKWARD, FORWARD, SHAPE
 
 RANK = ("-m", "tools.bench.message_driven.rank")
 LINK_SHAPE = (1, 128, 768)
-"""Of an activation where links are slow: at 200 Mbit/s it takes 16 ms, less than a pass. Messages
-that take longer would keep links busy all the time, under any schedule."""
+"""Shape of an activation on slow links: it takes 16 ms at 200 Mbit/s, less than a pass.
+
+Longer messages would keep links busy all the time, under any schedule.
+"""
 _SCALE = {False: 1.0, True: 0.05}
-"""Of the passes, for `--smoke`."""
+"""Factor on the length of the passes, with and without `--smoke`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -91,7 +91,7 @@ class Mover:
         self.index.gather(self._flat, self.values)
 
     def take(self) -> None:
-        """The same, and zeros where it was."""
+        """Gather, and leave zeros in the gathered places."""
         self.index.take(self._left, self.values)
 
     def place(self) -> None:

@@ -126,8 +126,9 @@ class WatchedMemory(Ours):
         return loss
 
     def bytes(self) -> tuple[int, int, int]:
-        """Of the tensors on the device, of those that are neither parameters nor gradients, and of
-        those in host memory."""
+        """Return the bytes of the tensors on the device, of those that are neither parameters
+        nor gradients, and of the tensors in host memory.
+        """
         optimizer, engine = self.trainer.optimizer, self.trainer.engine
         leaves = [leaf for info in engine.infos.values() for leaf in info.leaves]
         model = sum(bytes_of([*leaves, *(bucket.grad for bucket in engine.buckets)]).values())

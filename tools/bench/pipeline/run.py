@@ -33,7 +33,7 @@ from tools.planner.timeline import timeline
 RANK = ("-m", "tools.bench.pipeline.rank")
 FORWARD, BACKWARD = 0.020, 0.040
 SHAPE = (2, 256, 768)
-"""Of an activation: micro-batch, sequence, hidden size of GPT-2 small."""
+"""Shape of an activation: micro-batch, sequence, hidden size of GPT-2 small."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ def comparisons_of(rows: Sequence[Row]) -> list[PruningComparison]:
 
 
 def pruning_of(name: str, rows: Sequence[Row]) -> Pruning:
-    """Of a group, from its rows in the order of seeds."""
+    """Return the pruning facts of a group, from its rows in the order of seeds."""
     members = sorted((row for row in rows if row["group"] == name), key=lambda row: row["seed"])
     return Pruning(
         sparsity=members[0].get("sparsity"),

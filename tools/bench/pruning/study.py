@@ -25,7 +25,7 @@ EARLY_BIRD_INTERVAL = 10
 DSR_INTERVAL = 50
 """Steps between masks drawn, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
 SMALL_SHAPE = shape_of(stored(StudyPlan.sequence, SPARSITY), StudyPlan.sequence)
-"""Of the dense model with as many parameters as the pruned one stores."""
+"""Shape of the dense model with as many parameters as the pruned one stores."""
 
 
 def study() -> tuple[StudyRun, ...]:

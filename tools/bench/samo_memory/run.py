@@ -54,7 +54,10 @@ RUN = "--train-iters 4 --eval-iters 0 --log-interval 1 --bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Of one sparsity ("dense": the dense path); `gradients`: whole ones alive at once, at most."""
+    """A measurement of one sparsity ("dense": the dense path).
+
+    `gradients`: most whole gradients alive at once.
+    """
 
     sparsity: str
     grad_bytes: int
@@ -143,7 +146,9 @@ def peak_rss(shape: Shape) -> dict[str, int]:
 
 
 def targets(rows: Sequence[MemoryRow], grad_bytes: int) -> list[SpeedTarget]:
-    """Of the rows with such gradients, told of the one that comes closest to missing it."""
+    """Return the targets of the rows with such gradients, judged by the row that comes closest
+    to missing them.
+    """
     mine = [row for row in rows if row.grad_bytes == grad_bytes and row.sparsity != "dense"]
     pruned = [row for row in mine if row.state.indexed]
 
@@ -227,7 +232,7 @@ def write(
 
 
 def plot(file: Path, rows: Sequence[MemoryRow]) -> None:
-    """As Fig. 2: percent of dense states saved by the share of entries that were pruned."""
+    """Draw the percentage of dense states saved by the share of pruned entries, as in Fig. 2."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -18,7 +18,7 @@ DENSE, CSR, FEATURES_FIRST = "dense", "CSR", "CSR, features first"
 TWO_OF_FOUR = "2:4"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Of the largest entry: what the order of sums and the rounding of results may change."""
+"""Tolerances relative to the largest entry, for the order of sums and the rounding of results."""
 NO_TRANSPOSED = "backward needs W^T to be two of four as well, which it is not"
 
 
@@ -42,7 +42,7 @@ class Operands:
         return cls(*(t.to(device, DTYPES[dtype]) for t in (weight, x, grad)))
 
     def to(self, dtype: torch.dtype) -> Operands:
-        """The same numbers in another dtype."""
+        """Return the operands in another dtype."""
         return Operands(self.weight.to(dtype), self.x.to(dtype), self.grad.to(dtype))
 
 

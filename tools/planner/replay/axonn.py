@@ -43,7 +43,7 @@ class Ablation:
 
     @cached_property
     def step(self) -> SimulatedStep:
-        """Of one batch."""
+        """Return the simulated step of one batch."""
         return single(self.setting)
 
     @property
@@ -54,8 +54,11 @@ class Ablation:
 
     @property
     def all_reduce(self) -> float:
-        """Of the median stage; the first has the word table as well, of which the paper's even
-        phi = 12e9 / G_inter knows nothing."""
+        """Return the seconds of the median stage's all-reduce.
+
+        The first stage also has the word table, which the paper's even phi = 12e9 / G_inter leaves
+        out.
+        """
         stages = range(self.setting.grid.dims.pp)
         events = self.step.events
         return statistics.median(
@@ -65,7 +68,7 @@ class Ablation:
 
     @property
     def optimizer(self) -> float:
-        """Of the median stage."""
+        """Return the seconds of the median stage's optimizer."""
         setting = self.setting
         held = (sum(bucket.numel for bucket in rank.buckets) for rank in setting.ranks)
         return statistics.median(update_seconds(setting.grid, setting.site, each) for each in held)

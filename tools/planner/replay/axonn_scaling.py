@@ -32,7 +32,7 @@ class Framework:
     slower: float
     """Than AxoNN at 100B, how many times as long."""
     strong: float
-    """By how many percent AxoNN is ahead of it with 12B on 384 GPUs."""
+    """Percentage by which AxoNN is ahead with 12B on 384 GPUs."""
     flags: str
 
 
@@ -96,8 +96,9 @@ def _other_step(
 
 
 def _in_parts(machine: Machine, setting: Setting) -> Link:
-    """Of a message that each tensor-parallel rank sends a part of; its receivers gather them
-    (Narayanan et al. 2021, 4.1; DeepSpeed does so too)."""
+    """Return the link of a message of which each tensor-parallel rank sends a part; the
+    receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so too).
+    """
     dims, share = setting.grid.dims, machine.with_its_share()
     gather = setting.site.link(dims, "tp")
     of_a_byte = 1 / (dims.tp * share.rate) + (dims.tp - 1) / (dims.tp * gather.rate)

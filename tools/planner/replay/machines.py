@@ -37,7 +37,7 @@ class Machine:
         return replace(found, efficiency=self.efficiency, network_efficiency=self.reached)
 
     def plan(self, flags: str, world: int) -> Plan:
-        """Of a run on so many ranks."""
+        """Return the plan of a run on `world` ranks."""
         config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
         return Plan.of(
             config,
@@ -54,9 +54,11 @@ class Machine:
         return Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
 
     def with_its_share(self) -> Link:
-        """Of a GPU, with all GPUs of its node sending: what AxoNN's ranks have, of whose pipelines
-        each lies on neighbouring GPUs, so that those of a node are of as many data-parallel
-        groups."""
+        """Return the link of a GPU while all GPUs of its node send.
+
+        AxoNN's pipelines lie on neighbouring GPUs, so the GPUs of a node belong to as many
+        data-parallel groups.
+        """
         facts = self.facts
         rate = facts.nics_per_node * facts.nic_rate * facts.network_efficiency
         return Link(facts.nic_latency, rate / facts.gpus_per_node)

@@ -31,7 +31,7 @@ of a range, how far outside it. Nothing of the papers was run again here.
 
 
 def tables(source: str) -> list[ReplayTable]:
-    """Of one of `SOURCES`, or of all."""
+    """Return the tables of one of `SOURCES`, or of all."""
     found: list[ReplayTable] = []
     if source in ("network", "all"):
         found += network.tables()
@@ -45,7 +45,7 @@ def tables(source: str) -> list[ReplayTable]:
 
 
 def lines(found: Sequence[ReplayTable]) -> Iterator[str]:
-    """As Markdown."""
+    """Yield the tables as Markdown."""
     yield from INTRODUCTION.splitlines()
     yield ""
     yield "| table | fitted | predicted |"

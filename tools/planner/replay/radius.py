@@ -84,8 +84,11 @@ def mean_step(machine: Machine, density: float, ranks: int) -> ReplayResult:
 
 
 def by_matrix(rank: RankShapes) -> RankShapes:
-    """The same rank, each matrix in a bucket of its own: Radius has an index for each layer, not
-    one for all (section 5), and so no buffer to gather all that is chosen in."""
+    """Return the rank with each matrix in a bucket of its own.
+
+    Radius in the paper has an index for each layer (section 5), and so no buffer that gathers all
+    chosen entries.
+    """
     entries = [p.entry(p.numel, rank.buckets[0].kind.dtype) for p in rank.params.values()][::-1]
     matrices, vectors = ([e for e in entries if e.kind.matrix is which] for which in (True, False))
     buckets = [*plan_buckets(matrices, cap=1), *plan_buckets(vectors, cap=2**62)]
@@ -97,7 +100,7 @@ def _ms(step: SimulatedStep) -> float:
 
 
 def fitted() -> Machine:
-    """Both from the dense row of table 3."""
+    """Return the machine with both constants fitted to the dense row of table 3."""
 
     def computing(efficiency: float) -> float:
         return mean_step(replace(PERLMUTTER, efficiency=efficiency), 1.0, 64).computing - COMPUTING

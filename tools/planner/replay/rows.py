@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FITTED, PREDICTED = "fitted", "predicted"
-"""Of a number: it made a constant; nothing here was made from it."""
+"""Kinds of numbers: "fitted" made a constant, "predicted" made none."""
 FAR = 10
 """Percent, or points, from where on an error is told apart."""
 
@@ -77,7 +77,7 @@ class ReplayTable:
     source: str = "paper"
 
     def errors(self, unit: str | None = None) -> list[float]:
-        """Of all that is predicted."""
+        """Return the relative errors of all predicted numbers."""
         return [
             row.error
             for row in self.rows
@@ -125,7 +125,7 @@ class ReplayTable:
         }
 
     def lines(self) -> Iterator[str]:
-        """As Markdown."""
+        """Yield the table as Markdown."""
         yield f"### {self.name}"
         yield ""
         for constant, value in self.constants.items():

@@ -64,16 +64,16 @@ class Model:
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """As a configuration has it."""
+        """Return the shape as a section of a configuration."""
         return SUMMIT.plan(self.flags(1), 1).grid.config.model
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, by the cost model's own count."""
+        """Return the parameters of the whole model, by the cost model's own count."""
         return parameter_count(self.shape, GPT2_VOCABULARY)
 
     def flags(self, stages: int) -> str:
-        """Of a dense run; what a stage of SAMO's sends is told otherwise."""
+        """Return the flags of a dense run; the messages of a SAMO stage are passed separately."""
         schedule = "message-driven" if stages > 1 else "1f1b"
         return (
             f"--num-layers {self.layers} --hidden-size {self.hidden} "
@@ -122,7 +122,7 @@ def _rank(entries: float, *, ranks: int) -> RankShapes:
 
 
 def percent(model: Model, gpus: int, seconds: float) -> float:
-    """Of peak, as the paper counts."""
+    """Return the percentage of peak, as the paper counts it."""
     flops = recomputing_flops_per_token(model.shape, GPT2_VOCABULARY) * model.batch * LENGTH
     return 100 * flops / seconds / gpus / PEAK
 
@@ -132,8 +132,11 @@ def _both(machine: Machine, model: Model, gpus: int) -> tuple[SimulatedPhases, S
 
 
 def fitted() -> Machine:
-    """Both constants from the two percentages of 13B on 256 GPUs, by Newton's method in the
-    logarithms of the constants; a step is held small, for which stage is busiest changes."""
+    """Return the machine with both constants fitted to the two percentages of 13B on 256 GPUs.
+
+    Newton's method works on the logarithms of the constants; steps are kept small, since the
+    busiest stage may change.
+    """
     model, gpus = MODELS["13B"], 256
     wanted = TABLE_II[gpus]
     machine, change = replace(SUMMIT, efficiency=0.66, reached=0.755), 1.001
