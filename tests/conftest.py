@@ -115,6 +115,8 @@ def mpiexec() -> str:
 
 @pytest.fixture(scope="session")
 def mpi_ranks(mpiexec: str, pools: list[Ranks]) -> Ranks:
-    """As `ranks`, but of one mpiexec job for each world size: MPI's ranks are those of torch."""
+    """Rank processes like `ranks`, started by one mpiexec job for each world size: MPI's ranks
+    are those of torch.
+    """
     pools.append(Ranks(partial(MPIJob, mpiexec)))
     return pools[-1]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 180.0
 MOST_THREADS = 60
-"""Of a rank between two test files; each group has three."""
+"""Most threads of a rank between two test files; each group has three."""
 
 
 class Ranks:
@@ -128,7 +128,7 @@ def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
 
 @cache
 def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
-    """As `grid`, where there are no groups yet."""
+    """Return the groups of `grid` where there are no groups yet."""
     from megatron.parallel.dims import ParallelDims
     from megatron.parallel.groups import ProcessGroups
 
@@ -161,7 +161,7 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 _FIRST_GROUPS: list[object] = []
-"""Those that a rank serves with."""
+"""The groups that a rank serves with."""
 
 
 def _groups() -> list[Any]:

@@ -206,7 +206,7 @@ def test_cuda_gets_the_variables_of_the_grid(
 
 
 def test_a_rank_sets_them_before_torch_or_mpi_is_there() -> None:
-    """Both may load CUDA, which reads its variables once."""
+    """Torch and MPI may load CUDA, which reads its variables once."""
     code = """if True:
         import os, sys
         import megatron.pretrain, pretrain_gpt

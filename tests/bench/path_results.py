@@ -13,7 +13,7 @@ SIZES = Sizes(
     buckets=[["last"], ["bias"], ["first"]],
 )
 STORED = {"first": 25_000, "bias": 500, "last": 50_000}
-"""Of a pruned network."""
+"""Stored entries of a pruned network."""
 DENSE_BYTES, SPARSE_BYTES = 4 * 500_512.0, 4 * 200_512.0
 SAMO_BYTES, SAMO_RADIUS_BYTES = 2 * 75_512.0, 2 * 30_512.0
 

@@ -197,7 +197,9 @@ def test_study_runs_and_what_needs_no_dense_run_does_not_wait_for_one(tmp_path: 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[Row]:
-    """Of a finished study in which pruning costs what these groups say, and a little by seed."""
+    """Return the rows of a finished study in which pruning costs what these groups say, with
+    small differences by seed.
+    """
     costs = {
         "magnitude_0.9": 0.2,
         "random_0.9": 0.5,

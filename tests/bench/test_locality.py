@@ -20,7 +20,7 @@ TINY = (
 
 
 def curve(counts: list[int], steps: int) -> LocalityCurve:
-    """Of an MLP's gradient."""
+    """Return the locality curve of an MLP's gradient."""
     return LocalityCurve.of_counts(
         counts, kind="MLP", what="gradient", top=0.2, steps=steps, shared=0.5, from_first=0.25
     )

@@ -66,7 +66,7 @@ def world_of(grid: str) -> int:
 
 
 def on_grid(groups: ProcessGroups, name: str) -> ProcessGroups:
-    """The same ranks as another grid."""
+    """Return the process groups of another grid over the same ranks."""
     tp, pp, _ = GRIDS[name]
     return grid(groups, tp=tp, pp=pp)
 

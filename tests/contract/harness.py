@@ -38,7 +38,7 @@ TIED = "embedding.weight"
 OFFLOAD_BUCKET = 384
 """Entries: most buckets are several pieces of half of it."""
 TOTAL_ITERATIONS = 100
-"""Of the run that a path is told it is in."""
+"""Length of the run that a path is told."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
 def gradients_of(
     shapes: Mapping[str, tuple[int, ...]], *seed: int, scale: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """The same for parameters of these shapes."""
+    """Return gradients for parameters of these shapes."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
 

@@ -183,7 +183,9 @@ def test_3_the_loss_scale_leaves_norm_and_update_alone(
 
 
 def on_rank_silent(groups: ProcessGroups, case: PathCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a parameter that got no gradient in a step: its mean, and what left its residual."""
+    """Return the mean of a parameter without gradient in a step, and the part that left its
+    residual.
+    """
     toy = Toy(groups, case)
     toy.step([gradients(0, groups.dp.rank)])
     before = toy.residual()

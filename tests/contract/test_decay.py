@@ -22,7 +22,9 @@ CASES = [*PATHS, PathCase("dense", sharded=True)]
 def on_rank_decay(
     groups: ProcessGroups, case: PathCase, rule: UpdateRule
 ) -> dict[str, list[torch.Tensor]]:
-    """By parameter: the weights of the entries that were stored all the time, and dense's."""
+    """Return by parameter the weights of entries that were stored all the time, and dense
+    training's.
+    """
     toys = [Toy(groups, each, weight_decay=1.0, rule=rule) for each in (case, PathCase("dense"))]
     always = {
         name: torch.ones(math.prod(shape), dtype=torch.bool) for name, shape in SHAPES.items()

@@ -28,7 +28,7 @@ from tests.contract.harness import SHORT, PathCase
 from tests.ranks import Ranks
 
 STEPS = 14
-"""Of an interval of 4: dense up to 4, then more than two intervals."""
+"""Steps with an interval of 4: dense up to 4, then more than two intervals."""
 MATRICES = sum(len(shape) > 1 for shape in SHAPES.values())
 PAPER = PathCase("radius", SHORT)
 ROLLING = PathCase("radius", SHORT | {"radius_schedule": "rolling"})
@@ -190,7 +190,7 @@ def on_rank_drifted(groups: ProcessGroups, name: str, rank: int) -> str:
 def test_2_what_drifts_apart_over_tensor_parallel_ranks_or_stages_is_named(
     ranks: Ranks, name: str, rank: int, said: str
 ) -> None:
-    """Of two copies nobody knows which is the right one: both are named."""
+    """Name both of two copies that differ, since either may be the wrong one."""
     found = ranks.run(4, on_rank_drifted, name, rank)
     assert len(set(found)) == 1 and said in found[0]
 

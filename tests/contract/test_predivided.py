@@ -28,7 +28,7 @@ FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
 def on_rank_both(
     groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], clip: float, scatter: bool
 ) -> dict[str, Any]:
-    """The same steps the plain way and with gradients that were divided before."""
+    """Take the same steps with plain gradients and with gradients that were divided before."""
     pair = [
         Toy(groups, one, lr=1e-3, scatter=scatter, **kinds)
         for one in (case, replace(case, predivided=True))

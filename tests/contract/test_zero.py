@@ -169,7 +169,9 @@ def test_no_bit_of_a_run_changes(
 def test_scattered_parts_make_the_same_run(
     ranks: Ranks, world: int, case: PathCase, kinds: dict, clip: float
 ) -> None:
-    """As on a GPU: sums of two are equal to the last bit; the norm, longer sums, to rounding."""
+    """Compare as on a GPU: sums of two are equal to the last bit; the norm, a longer sum, to
+    rounding.
+    """
     for found in ranks.run(world, on_rank_trajectory, case, kinds, {"scatter": True, "clip": clip}):
         assert found["changed"] == found["far"] == []
         if world == 2 and not clip:
@@ -203,9 +205,10 @@ def on_rank_bytes(groups: ProcessGroups, scatter: bool, cap: int) -> dict[str, i
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_kept_and_sent(ranks: Ranks, world: int, scatter: bool) -> None:
-    """Of a 16-bit model with fp32 gradients: 2 + 4 + 12 / ranks bytes a stored entry (those that
-    are pruned keep their 2), and by the ring model half of an all-reduce of the gradients, or all
-    of it, and half of one of the 16-bit values."""
+    """Count a 16-bit model with fp32 gradients: 2 + 4 + 12 / ranks bytes a stored entry (pruned
+    ones keep their 2). By the ring model it sends half of an all-reduce of the gradients, or
+    all of it, and half of one of the 16-bit values.
+    """
     for found in ranks.run(world, on_rank_bytes, scatter, 1 << 20):
         padding = 64 * world * found["buckets"]
         entries = found["entries"]

@@ -123,7 +123,7 @@ CASES: dict[str, PageCase] = {
         "git -c user.name=reader -c user.email=reader@here commit -qm all && {} --cases 'dense, 1'"
     ),
 }
-"""By the beginning of the command."""
+"""Cases by the beginning of the command."""
 
 NOT_RUN: dict[str, str] = {"scripts/test.sh --all": "runs every test, the one that types it too"}
 """Commands that are not run, by their beginning, and why."""

@@ -18,7 +18,7 @@ from tests.slurm.harness import Cluster
 
 
 def commands() -> list[Command]:
-    """Those of all documents, in order; what a sentence repeats is left out."""
+    """Return the commands of all documents, in order; repetitions in a sentence are left out."""
     found: dict[str, Command] = {}
     for page in (*DOCUMENTS, CONTRIBUTING):
         both = [*fenced_commands(page), *spoken_commands(page)]

@@ -19,7 +19,7 @@ from megatron.fault_tolerance.heartbeat import FOLDER
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = str(REPO / "pretrain_gpt.py")
 FAULTY_SCRIPT = str(REPO / "tests" / "faults" / "program.py")
-"""The same script with the fault of `environment` in it."""
+"""The entry script with the fault of `environment` in it."""
 MARKS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_",
     "SPARSETRON_FAULT",
@@ -180,7 +180,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that still run."""
+    """Return the processes that still run."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

@@ -49,7 +49,7 @@ MATRIX = [
 
 
 def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int]:
-    """The same run without processes of its own: steps tried, and steps applied."""
+    """Train without processes of the run's own; return steps tried and steps applied."""
     trainer = make_trainer(grid(groups, tp=2, pp=2), f"{FLAGS} {GRID}", run_dir)
     if faults:
         arm(trainer, parse_faults(faults))

@@ -56,7 +56,7 @@ def check_recovery(run_dir: Path, unbroken: dict[int, float], world: int = 2) ->
 
 
 def test_one_too_many_and_one_left_out(tmp_path: Path) -> None:
-    """Both at once; in the first gloo aborts the guilty rank, in the second its peer."""
+    """Run both cases at once; in the first gloo aborts the guilty rank, in the second its peer."""
     faults = {"extra-collective:1:6:forward": "forward", "skip-collective:0:6:backward": "backward"}
     started = [
         start_ranks(2, tmp_path / str(number), FLAGS, fault=fault)

@@ -111,7 +111,9 @@ def check(row: FailureCase, ended: Ended) -> float:
 
 
 def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
-    """The same command again goes on from the last checkpoint and ends as if nothing was."""
+    """Check that the same command goes on from the last checkpoint and ends like an unbroken
+    run.
+    """
     again = start_ranks(2, run_dir, f"--train-iters {STEPS}").finish()
     assert again.codes == [0, 0], again.all_stderr
     assert again.status["state"] == "done"

@@ -382,7 +382,7 @@ def test_the_device_holds_16_bytes_an_entry_of_a_bucket(
 
 @pytest.mark.parametrize("case", [DENSE, REWIRED, TICKET], ids=lambda case: str(case.options))
 def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
-    """As in a checkpoint: what one has, the other continues with, and makes the same bits."""
+    """Pass states on as a checkpoint does: the other optimizer continues with the same bits."""
     through = Toy(ALONE, case, **BF16)
     resident, other = pair(ALONE, case, BF16)
     toys = [through, resident, other]
@@ -407,7 +407,7 @@ def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
 def test_states_apart_from_the_index_are_carried_over_by_masks(
     monkeypatch: pytest.MonkeyPatch, case: PathCase
 ) -> None:
-    """As on a GPU, whose kernels read no host memory."""
+    """Keep states apart from the index, as on a GPU, whose kernels read no host memory."""
     plain = Toy(ALONE, case, **BF16)
     for number in range(8):
         plain.step([gradients(number)])

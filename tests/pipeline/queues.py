@@ -88,7 +88,9 @@ class Recorder:
         self._launched.add(name)
 
     def meet(self, stream: str, key: Hashable, ranks: Sequence[int]) -> QueueEvent:
-        """As ProcessGroupNCCL does, after all that the compute stream holds by now."""
+        """Queue a collective as ProcessGroupNCCL does, behind everything that the compute stream
+        holds.
+        """
         self.entries.append(StreamWait(stream, self._last(COMPUTE)))
         self._issued[stream] += 1
         self.entries.append(Meeting(stream, key, tuple(ranks)))
@@ -126,7 +128,7 @@ class RecordedEdge:
 
 
 def edges(recorder: Recorder, place: StagePosition) -> Any:
-    """Those of the rank at a place, as `megatron.parallel.groups.Edges`."""
+    """Return the edges of the rank at a place, as `megatron.parallel.groups.Edges`."""
     rank, up, down = place.stage, (place.stage + 1) % place.stages, (place.stage - 1) % place.stages
     return SimpleNamespace(
         activations_in=RecordedEdge(recorder, "activations", (down, rank)),

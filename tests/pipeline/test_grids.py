@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """The same model on one rank: what it finds, and its validation losses."""
+    """Results and validation losses of the same model on one rank."""
 
     @cache
     def run(flags: str) -> tuple[dict[str, Any], list[float]]:

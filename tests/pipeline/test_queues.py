@@ -50,7 +50,7 @@ def traces(
 
 
 def with_waits(ranks: Sequence[Sequence[Entry]], share: float, seed: int) -> list[list[Entry]]:
-    """The same, but that the host may wait for the device at any launch or allocation."""
+    """Return traces in which the host may wait for the device at any launch or allocation."""
     drawn = Random(seed)
     return [
         [

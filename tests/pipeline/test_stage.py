@@ -49,7 +49,9 @@ def model(layers: range, tp: Group = ALONE) -> GPT:
 
 
 def microbatches(count: int) -> list[DeviceMicrobatch]:
-    """Of two documents each, which attention may not leave: every stage has to know."""
+    """Return microbatches of two documents each, which attention may not leave: every stage has
+    to know the boundary.
+    """
     generator = torch.Generator().manual_seed(5)
     shape = (2, MODEL.seq_length)
     documents = (torch.arange(MODEL.seq_length) > 2).long().expand(shape)

@@ -99,7 +99,7 @@ def saved_by(groups: ProcessGroups, flags: str, run_dir: Path) -> int:
 
 
 def _payload(file: Path) -> int:
-    """Of a safetensors file: what its header is not."""
+    """Return the bytes of a safetensors file without its header."""
     with file.open("rb") as opened:
         header = int.from_bytes(opened.read(8), "little")
     return file.stat().st_size - 8 - header
@@ -153,7 +153,7 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
 
 
 def stored_entries(trainer: Trainer) -> dict[str, int]:
-    """Of each parameter that is stored in part."""
+    """Return the stored entries of each parameter that is stored in part."""
     layout = trainer.engine.layout
     return {
         info.name: layout.numel(info.name, info.param)

@@ -69,7 +69,7 @@ def most_on_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> tuple[int,
 
 
 def _length(held: Any) -> int:
-    """Of a queue, or of one for each kind."""
+    """Return the length of a queue, or of one queue for each kind."""
     return sum(map(len, held.values())) if isinstance(held, dict) else len(held)
 
 
@@ -117,7 +117,7 @@ def test_two_receives_of_each_kind_are_posted_where_either_may_come() -> None:
 
 
 def test_messages_that_mpi_cannot_read_wait_in_pinned_memory() -> None:
-    """Of which torch takes the next power of two."""
+    """Pinned memory comes from torch in powers of two."""
     size, more = 3000, f"{DRIVEN} --pipeline-limit 9"
     aware, staged = on_cuda(more, aware=True), on_cuda(more)
     found = [message_bytes(grid, 1, size, microbatches=16, in_flight=9) for grid in (aware, staged)]

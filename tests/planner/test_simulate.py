@@ -47,7 +47,7 @@ def pipeline(
     whole: PassSeconds | None = None,
     links: Links | None = None,
 ) -> SimulatedStep:
-    """Of `stages` that share a model's passes evenly."""
+    """Return a pipeline of `stages` that share a model's passes evenly."""
     whole = whole or PassSeconds(1.0, 2.0, 0.0)
     batch = f"--global-batch-size {microbatches * copies} --micro-batch-size 1 "
     setting = setting_of(f"{batch} --pipeline-model-parallel-size {stages} {more}", stages * copies)
@@ -390,7 +390,7 @@ def test_our_own_network_is_predicted() -> None:
 
 
 def test_the_page_is_what_the_tool_makes() -> None:
-    """As committed, but for the last digits that another libm may give."""
+    """Compare with the committed page, apart from the last digits, which another libm may give."""
     folder = network.BENCHES.parent / "planner" / "replay"
     committed = json.loads((folder / "results.json").read_text())["tables"]
     made = [table.data for source in ("network", "radius", "axonn") for table in found(source)]

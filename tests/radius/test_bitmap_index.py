@@ -26,7 +26,7 @@ HYPER = Hyper(t=3, lr=0.1, weight_decay=0.1)
 
 @pytest.fixture(params=KERNELS, autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that every index made from here on has."""
+    """Choose the kernels of every index that a test makes."""
     if request.param == "native" and native_library() is None:
         pytest.skip("needs the kernels of radius/native.c, and AVX2")
     module = import_module(f"radius.{request.param}")
@@ -242,7 +242,7 @@ def test_optimizer_sees_values_among_zeros_or_nothing_else(
 def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
     rule: AdamW | SGD, flush: tuple[int, int] | None
 ) -> None:
-    """Of which one piece has nothing chosen, and one only gradients of a single step."""
+    """One piece has nothing chosen, and one piece only gradients of a single step."""
     length = 2 * CHUNK + 4096
     model = torch.rand(length) < 0.4
     model[CHUNK : CHUNK * 3 // 2] = False

@@ -253,7 +253,7 @@ def test_10_resumed_is_uninterrupted(ranks: Ranks, saved_at: int, bits: bool) ->
 
 
 def _optimizer() -> torch.optim.Optimizer:
-    """Of a matrix of 15 entries and a vector."""
+    """Return an optimizer of a matrix of 15 entries and a vector."""
     shapes = ((3, 5), (5,))
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
 

@@ -26,7 +26,7 @@ from radius.reducer import RadiusReducer, RadiusSettings
 from tools.bench.common.tensors import storages
 
 ENTRIES = 3_000_000 // 64 * 64
-"""Of one matrix: a dozen chunks."""
+"""Entries of one matrix: a dozen chunks."""
 MIB = 2**20
 SLACK = 64 * 1024
 """Bytes: a step's small tensors (a boolean, bounds of a search)."""

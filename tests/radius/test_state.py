@@ -137,7 +137,7 @@ def test_a_dense_checkpoint_starts_it_at_the_next_multiple() -> None:
 
 @pytest.mark.parametrize("select", ["update", "seeded"])
 def test_updates_counted_anew_meet_the_next_resample(select: str) -> None:
-    """As after `--no-load-optim`: the index is there, and t begins below the start."""
+    """Count updates from below the start with an index, as after `--no-load-optim`."""
     toy = Toy(alone(), radius(select=select, start_iter=9))
     for t in range(1, 15):
         toy.step([gradients(t)])

@@ -15,7 +15,7 @@ from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, SHAPES, PathCase, Toy, case_id, gradients
 
 STEPS = 14
-"""Of an interval of 4 from step 2 on: dense up to 4, then more than two intervals."""
+"""Steps with an interval of 4 from step 2 on: dense up to 4, then more than two intervals."""
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) > 1]
 CASES = [case for case in PATHS if case.name == "radius"]
 every_case = pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -30,7 +30,7 @@ def device_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def mpi_device_ranks(mpiexec: str) -> Iterator[Ranks]:
-    """As `device_ranks`, of a job of mpiexec."""
+    """Rank processes like `device_ranks`, of a job of mpiexec."""
     pool = Ranks(partial(MPIJob, mpiexec, module="tests.rehearsal.ranks"))
     yield pool
     pool.close()

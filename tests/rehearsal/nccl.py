@@ -227,7 +227,7 @@ def _broadcast(nccl: Nccl, real: Any) -> Any:
 
 
 def _between(nccl: Nccl, kind: str, real: Any) -> Any:
-    """Of the collectives from one tensor to another, one of which may be a part of the other."""
+    """Wrap the collectives from one tensor to another, one of which may be a part of the other."""
 
     def call(out: Any, mine: Any, *, group: Any = None, async_op: Any = False, **how: Any):
         def start(memory: Tensors) -> Any:

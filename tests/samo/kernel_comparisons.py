@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def some_bits(device: torch.device, kept: float) -> Bits:
-    """Of a mask with a block in which nothing exists and one in which all does."""
+    """Return the bits of a mask with an empty block and a full one."""
     mask = torch.rand(LENGTH, generator=torch.Generator().manual_seed(1)) < kept
     mask[BLOCK : 2 * BLOCK] = False
     mask[2 * BLOCK : 3 * BLOCK] = True

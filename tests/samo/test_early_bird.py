@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "second": (4, 3, 2),
 }
 ROWS = {"embedding": 5}
-"""Of the embedding, three rows are padding."""
+"""Rows of the embedding without its three rows of padding."""
 
 
 def make_infos(dtype: torch.dtype = torch.float32) -> list[ParamInfo]:

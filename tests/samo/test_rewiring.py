@@ -325,7 +325,7 @@ def deviation(found: np.ndarray, expected: np.ndarray, degrees: int) -> float:
 
 
 def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
-    """Of tensors of all sizes, pruned just now or never there, and of no others."""
+    """Entries of tensors of all sizes grow, pruned just now or never stored, and no others."""
     times = 4000
     network = ToyNetwork()
     hits = {name: np.zeros(math.prod(shape)) for name, shape in SHAPES.items()}

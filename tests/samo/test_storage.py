@@ -7,7 +7,7 @@ import pytest
 from samo.memory import csr_bits, model_bits
 
 ROWS, WIDTH = 74_220, 512
-"""Of the Transformer: 38.0 million entries are sparsified ("over 98 %" of 38.7 million)."""
+"""Shape for the Transformer: 38.0 million entries are sparsified ("over 98 %" of 38.7 million)."""
 TABLE_4 = {32: {100: 662, 50: 380, 40: 315, 30: 249}, 16: {100: 331, 50: 201, 40: 166, 30: 131}}
 """Megabytes by bits of a value and nonzeros in %; what is not sparse drops out of differences."""
 

@@ -77,7 +77,7 @@ class Cluster:
         subprocess.run([HERE / "cluster.sh", "stop", self.folder], timeout=60, check=True)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of somebody who uses this Slurm, with `more` in it."""
+        """Return the environment of a user of this Slurm, with `more` in it."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
         env |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHON": sys.executable}
         return env | {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY, **more}

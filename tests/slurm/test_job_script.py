@@ -79,7 +79,9 @@ def test_a_log_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_a_printed_script_can_be_submitted_from_any_folder(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """As `launch.sh --dry-run > job.sh; sbatch job.sh` does it; the log is where it is said."""
+    """Submit as `launch.sh --dry-run > job.sh; sbatch job.sh` does; the log is where the script
+    says.
+    """
     run_dir = tmp_path / "runs" / "by-hand"
     flags = ("--", "--plan", "0")
     stub = str(REPO / "tests" / "slurm" / "stub.py")

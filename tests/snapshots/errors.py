@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 DRY = " ".join(BASE)
 """A good start that trains nothing; a wrong flag follows."""
 UNTEXTED = " ".join(flag for flag in BASE if not flag.startswith(("--mock-data", "--vocab-size")))
-"""The same start without data."""
+"""The flags of a start without data."""
 
 STARTS = (
     "--num-layers=0", "--num-layers=x", "--num-layers", "--lr=nan", "--lr=-1", "--seed=1.5",

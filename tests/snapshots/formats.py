@@ -185,4 +185,4 @@ SNAPSHOTS: dict[str, Callable[[Path], str]] = {
     "run_files": run_files,
     "errors": errors,
 }
-"""By name, which is that of the recorded file."""
+"""Snapshots by name, which is the name of the recorded file."""

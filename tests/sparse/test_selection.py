@@ -184,7 +184,7 @@ class Together:
 def test_cut_over_ranks_chooses_the_same(
     shape: tuple[int, int], axis: int, ranks: int, kind: str
 ) -> None:
-    """By counts, and where the tensor is small by sending all of it."""
+    """Select by counts, and a small tensor by sending all of it."""
     whole = torch.randint(-2, 3, shape).float() if kind == "few values" else torch.randn(shape)
     whole = whole.bfloat16() if kind == "bf16" else whole
     for k in (0, 1, whole.numel() * 3 // 8, whole.numel()):
@@ -230,8 +230,9 @@ KINDS_OF_CUT = {
 def test_parts_of_a_cut_tensor_are_chosen_from_alike(
     monkeypatch: pytest.MonkeyPatch, kind: str, parts: int, together: int
 ) -> None:
-    """Of ranges of the whole tensor each rank has a range, or nothing and takes part all the
-    same."""
+    """Give each rank a range of the whole tensor, or nothing; a rank with nothing takes part
+    too.
+    """
     monkeypatch.setattr(selection, "TOGETHER", together)
     shards = KINDS_OF_CUT[kind]
     total = shards[0].total
@@ -390,8 +391,9 @@ def test_tensors_selected_from_together_are_those_selected_from_alone(
 
 
 def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every rank in the same order, those without entries of one too; a sum over the ranks
-    serves all tensors."""
+    """Every rank selects in the same order, ranks without entries too; a sum over the ranks
+    serves all tensors.
+    """
     monkeypatch.setattr(selection, "TOGETHER", 0)
     cuts = [KINDS_OF_CUT["rows"], KINDS_OF_CUT["columns"], KINDS_OF_CUT["stored"]]
     wholes = [torch.randint(-3, 4, (shards[0].total,)).float() for shards in cuts]
@@ -421,8 +423,9 @@ def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch)
 def test_operations_hardly_grow_with_the_number_of_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a GPU, each of which is a launch: but for four passes, a sample and a look at ties, those
-    of one tensor serve all of them."""
+    """Count a GPU's operations, each of which is a launch: apart from four passes, a sample and
+    a look at ties, the operations of one tensor serve all of them.
+    """
     passes: list[str] = []
     kernels = ("add_histogram", "add_tie_counts", "mark_ties")
     silent = {

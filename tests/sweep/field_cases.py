@@ -19,7 +19,7 @@ FIELDS = {
 """A configuration that is good, and that nothing is started with."""
 BASE = tuple(f"--{name.replace('_', '-')}={value}" for name, value in FIELDS.items())
 TOO_LARGE = (str(2**63), "9" * 30, "9" * 5000)
-"""Of which the last is longer than Python's limit on digits."""
+"""Integers that are too large, the last one longer than Python's limit on digits."""
 WRONG_INTEGERS = ("x", "1.5", "", "nan", "0x10", "１２", "٣", "1_000", *TOO_LARGE)
 WRONG_NUMBERS = ("x", "", "nan", "inf", "-inf", "1e999", "１.5", "10%", "9" * 5000)
 WRONG_BOOLEANS = ("maybe", "1", "TRUE", "ｔｒｕｅ")

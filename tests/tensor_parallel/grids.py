@@ -45,7 +45,7 @@ class GridCase:
 
 @dataclass(frozen=True)
 class GridResult:
-    """Of one rank: the loss, and each gradient with its cut (None: whole)."""
+    """The loss of one rank, and each gradient with its shard (None: whole)."""
 
     loss: torch.Tensor
     grads: dict[str, tuple[TensorShard | None, torch.Tensor]]

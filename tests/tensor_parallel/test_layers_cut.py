@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_one_rank(
 
 
 def with_one_dnn(groups: ProcessGroups, case: GridCase) -> Any:
-    """As `loss_and_gradients`, by the products that larger layers take on a CPU."""
+    """Return `loss_and_gradients` by the products that larger layers take on a CPU."""
     usual, products._WORTHWHILE = products._WORTHWHILE, 0
     try:
         return loss_and_gradients(groups, case)
@@ -95,7 +95,7 @@ def test_bf16_follows(ranks: Ranks, cut: bool) -> None:
 
 
 def on_stages(groups: ProcessGroups, case: GridCase) -> tuple[Any, Any, tuple[int, ...]]:
-    """Both stages of a pipeline on the same ranks, one after the other."""
+    """Run both stages of a pipeline on the same ranks, one after the other."""
     first = build(case, groups.world, layers=range(0, 2), has_head=False)
     last = build(case, groups.world, layers=range(2, 3), has_embedding=False)
     data = batch(case)

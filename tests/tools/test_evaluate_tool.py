@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> GPT:
-    """The same weights again, as the run has them."""
+    """A model with the weights of the run."""
     return make_model_run(tmp_path / "same", "--tokenizer-type ByteTokenizer", vocab_size=257)
 
 

@@ -16,7 +16,7 @@ from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, t
 
 OFFLOADED = "--optimizer-cpu-offload --offload-bucket-size 2048 --offload-coarsening 2"
 RESIDENT = "--ddp-bucket-size 4096"
-"""The same buckets."""
+"""Flags of a resident optimizer with the same buckets."""
 PRUNED = "--grad-path samo --samo-sparsity 0.5 --samo-pruning random --dsr-interval 1"
 KEYS = ("lm_loss", "grad_norm", "skipped", "loss_scale", "num_zeros")
 

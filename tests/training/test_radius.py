@@ -19,8 +19,9 @@ from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, t
 from tests.training.test_resume import check_left_and_resumed
 
 LEAVES = (2, 3, 4, 6, 7)
-"""Of an interval of 3 from step 2 on: before the switch (2), right after it (3), at each position
-of the interval after it (4, 6, 7)."""
+"""Steps at which a run leaves, with an interval of 3 from step 2 on: before the switch (2),
+right after it (3), at each position of the interval after it (4, 6, 7).
+"""
 RADIUS = (
     "--train-iters 9 --grad-path radius --radius-density 0.3 --radius-interval 3 "
     "--radius-start-iter 2 --eval-interval 100 --log-interval 1"

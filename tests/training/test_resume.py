@@ -187,7 +187,7 @@ def rewrite_with_other_text(prefix: Path) -> str:
 
 
 def touch(prefix: Path) -> str:
-    """The same bytes, or so it seems: only the time tells that someone wrote."""
+    """Change the time of a file alone, which may mean that its bytes changed."""
     path = prefix.with_name(f"{prefix.name}.bin")
     tokens = bytearray(path.read_bytes())
     tokens[100] ^= 1
@@ -215,7 +215,7 @@ def test_data_that_changed_is_refused_by_name_unless_accepted(
 
 
 def forget_test_loss(run_dir: Path) -> None:
-    """As a crash after the last save leaves it."""
+    """Remove the test loss, as a crash after the last save leaves a run."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(x for x in lines if "test_loss" not in x))
 
