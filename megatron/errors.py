@@ -19,8 +19,11 @@ class SparsetronError(Exception):
     """Whether every rank raises this one, so that one of them can tell it for all."""
 
     def __str__(self) -> str:
-        """The message on one line. Names of files and values may hold line breaks and sequences
-        that command a terminal; those are written as Python writes them in a string."""
+        """The message on one line.
+
+        Names of files and values may hold line breaks and sequences that command a terminal; those
+        are written as Python writes them in a string.
+        """
         text = super().__str__()
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

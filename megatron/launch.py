@@ -224,8 +224,11 @@ _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
 
 def poll(done: Callable[[], bool], *, seconds: float) -> bool:
-    """Ask until it is done; False if it is not after so many seconds. Others may have the core in
-    between, ever longer, so that ranks that share it do not steal it from each other."""
+    """Ask until it is done; False if it is not after so many seconds.
+
+    Others may have the core in between, ever longer, so that ranks that share it do not steal it
+    from each other.
+    """
     began = time.monotonic()
     while not done():
         waited = time.monotonic() - began
@@ -237,7 +240,8 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
     """Refuse a start that MPI is needed for and that brought the ranks none, which all of them find
-    alike; starts it otherwise, within `seconds`. Needs no torch."""
+    alike; starts it otherwise, within `seconds`. Needs no torch.
+    """
     if launch.launcher in ("none", "torchrun"):
         how = "torchrun" if launch.launcher == "torchrun" else "no launcher"
         raise ConfigError(
@@ -252,9 +256,11 @@ def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
 
 @contextmanager
 def _ends_within(seconds: float) -> Iterator[None]:
-    """End this process, with its stack on stderr and exit code 1, where MPI does not return: it
-    waits for a rank that is gone with the interpreter's lock, so that no thread of Python's could.
-    Nothing else may be watched like this meanwhile."""
+    """End this process, with its stack on stderr and exit code 1, where MPI does not return.
+
+    It waits for a rank that is gone with the interpreter's lock, so that no thread of Python's
+    could. Nothing else may be watched like this meanwhile.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
         yield
@@ -264,8 +270,10 @@ def _ends_within(seconds: float) -> Iterator[None]:
 
 def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> ModuleType:
     """mpi4py's module, which starts MPI when it is first imported and may take `seconds` for that.
-    `instead_of`: other things that would do. Raises `ConfigError` where it is not installed or
-    lets one thread alone call it."""
+
+    `instead_of`: other things that would do. Raises `ConfigError` where it is not installed or lets
+    one thread alone call it.
+    """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None:
         with _ends_within(min(seconds, _START_SECONDS)):
@@ -313,9 +321,11 @@ def check_world(launch: Launch, *, rank: int, size: int) -> None:
 
 
 def with_master(launch: Launch, *, seconds: float) -> Launch:
-    """The launch with a place to meet, which rank 0 chooses unless the launcher did. Collective
-    over MPI's world. Raises `ConfigError` where that is not the launcher's, `PeerError` where the
-    place is not heard of in time."""
+    """The launch with a place to meet, which rank 0 chooses unless the launcher did.
+
+    Collective over MPI's world. Raises `ConfigError` where that is not the launcher's, `PeerError`
+    where the place is not heard of in time.
+    """
     needs_place = not (launch.master_addr and launch.master_port)
     instead_of = " (or MASTER_ADDR and MASTER_PORT)" if needs_place else ""
     MPI = open_mpi(instead_of=instead_of, seconds=seconds)
@@ -335,8 +345,10 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
 
 
 def leave_mpi(code: int) -> None:
-    """Leave MPI, if it was started, and end the process with the code: all ranks do, at the end of
-    a run that ended well. One that failed must not, since it would wait for peers that are gone.
+    """Leave MPI, if it was started, and end the process with the code.
+
+    All ranks do, at the end of a run that ended well. One that failed must not, since it would wait
+    for peers that are gone.
 
     MPICH tells mpiexec of an orderly end when C's exit() runs its handlers. A rank that left by
     _exit() would count as lost, and mpiexec would kill the ranks that are still on their way out.
@@ -525,8 +537,11 @@ def start(launch: Launch, config: Config) -> Runtime:
 
 
 def wait_for_all() -> None:
-    """Leave no earlier than the others. For ranks that know of each other that all are alive:
-    launchers end everybody with the first that leaves, even before rank 0 has said why."""
+    """Leave no earlier than the others.
+
+    For ranks that know of each other that all are alive: launchers end everybody with the first
+    that leaves, even before rank 0 has said why.
+    """
     if "torch" not in sys.modules:
         return  # nobody was joined yet, and to load it would take seconds
     import torch

@@ -39,9 +39,11 @@ WORD_TABLE = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """A configuration on a number of ranks. `vocabulary`: entries, before padding; `cap`: entries
-    of a gradient bucket; `device`: "cpu" or "cuda"; `cuda_aware_mpi`: whether MPI reads and writes
-    a GPU's memory itself."""
+    """A configuration on a number of ranks.
+
+    `vocabulary`: entries, before padding; `cap`: entries of a gradient bucket; `device`: "cpu" or
+    "cuda"; `cuda_aware_mpi`: whether MPI reads and writes a GPU's memory itself.
+    """
 
     config: Config
     dims: ParallelDims
@@ -68,8 +70,11 @@ class RankGrid:
     def rank(
         self, stage: int = 0, tp_rank: int = 0, *, stored: Mapping[str, int] | None = None
     ) -> RankShapes:
-        """What the ranks at this place of the grid hold. `stored`: entries here of each parameter
-        that is stored in part (None: as many as the path will store, spread evenly)."""
+        """What the ranks at this place of the grid hold.
+
+        `stored`: entries here of each parameter that is stored in part (None: as many as the path
+        will store, spread evenly).
+        """
         params = {param.name: param for param in self._params(stage, tp_rank)}
         total = self.path.stored(self.config, params.values())
         if stored is None:
@@ -233,8 +238,10 @@ class MessageCounts:
 
 
 def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int) -> MessageCounts:
-    """The most of a rank of this stage in a step of so many microbatches; `in_flight`: chunk inputs
-    that it holds at most."""
+    """The most of a rank of this stage in a step of so many microbatches.
+
+    `in_flight`: chunk inputs that it holds at most.
+    """
     parallel, stages, chunks = grid.config.parallel, grid.dims.pp, len(grid.split[stage])
     place = StagePosition(stage=stage, stages=stages, chunks=chunks)
     passes = [Operation(kind, 0, chunk) for chunk in range(chunks) for kind in Kind]
@@ -284,8 +291,10 @@ CHUNK = {"cpu": CPU_CHUNK, "cuda": CUDA_CHUNK}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """`kept` from step to step, `passing` while a step is under way, on the device; on the `host`
-    where the optimizer is offloaded."""
+    """`kept` from step to step, `passing` while a step is under way, on the device.
+
+    On the `host` where the optimizer is offloaded.
+    """
 
     kept: Mapping[str, int]
     passing: Mapping[str, int]
@@ -344,8 +353,9 @@ def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of one microbatch in a chunk of a stage: `saved` until its backward, and `again`,
-    the most that recomputation makes at a time.
+    """Bytes of one microbatch in a chunk of a stage.
+
+    `saved` until its backward, and `again`, the most that recomputation makes at a time.
     """
 
     saved: int
@@ -354,9 +364,11 @@ class ChunkBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Most that a rank holds at a time: of microbatches in flight, of recomputation, of messages
-    between stages, and of gradients on their way through a layer. `pinned`: of messages, in
-    host memory."""
+    """Most that a rank holds at a time.
+
+    Of microbatches in flight, of recomputation, of messages between stages, and of gradients on
+    their way through a layer. `pinned`: of messages, in host memory.
+    """
 
     saved: int
     again: int
@@ -459,8 +471,11 @@ class Activations:
         )
 
     def _head_norms(self, *, keeps_mixed: bool) -> int:
-        """What the norms of queries and keys save beside their outputs. `keeps_mixed`: attention
-        itself saves the first projection's output, of which their inputs are views."""
+        """What the norms of queries and keys save beside their outputs.
+
+        `keeps_mixed`: attention itself saves the first projection's output, of which their inputs
+        are views.
+        """
         model, tp, width = self.grid.config.model, self.grid.dims.tp, self._width
         if not model.qk_layernorm:
             return 0
@@ -500,9 +515,11 @@ class Activations:
 
     @cached_property
     def _scores(self) -> int:
-        """What attention with scores keeps on CUDA, 0 where a fused kernel serves: in fp32 its
-        inputs, of keys and values a copy for each head, and the weights; with dropout also the
-        weights that are left, and a byte that says which these are."""
+        """What attention with scores keeps on CUDA, 0 where a fused kernel serves.
+
+        In fp32 its inputs, of keys and values a copy for each head, and the weights; with dropout
+        also the weights that are left, and a byte that says which these are.
+        """
         config, model, tp = self.grid.config, self.grid.config.model, self.grid.dims.tp
         if self.grid.device == "cpu" or not config.masks_grouped_queries:
             return 0
@@ -570,8 +587,9 @@ class Activations:
 
     @property
     def _core(self) -> int:
-        """Return about the bytes that attention recomputes: rotated or copied projections and
-        statistics.
+        """Return about the bytes that attention recomputes.
+
+        Rotated or copied projections and statistics.
         """
         model, tp = self.grid.config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
@@ -627,8 +645,10 @@ def microbatches_of(grid: RankGrid) -> int:
 
 
 def _driven(stage: int, stages: int, microbatches: int, limit: int) -> Iterator[Operation]:
-    """The most that a message-driven stage can have in flight: the last one runs backward at
-    once."""
+    """The most that a message-driven stage can have in flight.
+
+    The last one runs backward at once.
+    """
     held = 1 if stage == stages - 1 else min(limit, microbatches)
     yield from (Operation(Kind.FORWARD, number) for number in range(held))
 

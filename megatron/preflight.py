@@ -1,5 +1,6 @@
-"""A look at every file that a run will read, before any rank starts: a wrong path costs a line at
-once instead of a wait in a queue.
+"""A look at every file that a run will read, before any rank starts.
+
+A wrong path costs a line at once instead of a wait in a queue.
 
 Only names, permissions and headers are read, and a tokenizer's files where the size of the
 vocabulary matters, so the look takes no longer for more data. Nothing here imports torch.
@@ -63,10 +64,13 @@ def check_data(data: DataConfig) -> None:
 
 
 def vocabulary_size(data: DataConfig) -> int | None:
-    """Entries of the vocabulary of the run, before padding. None where the run names no data, and
-    where the tokenizer may be one of the hub: a look at files downloads nothing.
+    """Entries of the vocabulary of the run, before padding.
 
-    Raises as `find_vocabulary` does, which gives a run its vocabulary."""
+    None where the run names no data, and where the tokenizer may be one of the hub: a look at files
+    downloads nothing.
+
+    Raises as `find_vocabulary` does, which gives a run its vocabulary.
+    """
     from megatron.data.vocabulary import find_vocabulary
 
     prefixes = _prefixes(data)

@@ -511,8 +511,10 @@ def build_parts(
     origin: CheckpointSource | None,
     identity: Mapping[str, Any],
 ) -> PathParts:
-    """What the gradient path brings to a run that starts from `origin`. Collective: a checkpoint of
-    another model fails on every rank alike."""
+    """What the gradient path brings to a run that starts from `origin`.
+
+    Collective: a checkpoint of another model fails on every rank alike.
+    """
     from megatron.checkpoint.checkpointer import opened
 
     with ExitStack() as stack:
@@ -524,8 +526,10 @@ def build_parts(
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:
-    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default; AxoNN's k x bsize
-    where the optimizer is offloaded."""
+    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
+
+    AxoNN's k x bsize where the optimizer is offloaded.
+    """
     if config.offload.optimizer_cpu_offload:
         return config.offload.chunk
     default = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * data_parallel_size)

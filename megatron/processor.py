@@ -51,7 +51,8 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 def describe_processor() -> dict[str, object]:
     """Return the CPU's model, the instruction set of torch's kernels, and the dtypes of native
-    products, as `environment.json` keeps them."""
+    products, as `environment.json` keeps them.
+    """
     import torch
 
     native = [

@@ -10,8 +10,9 @@ from megatron.config import Config
 
 
 class Profiler:
-    """Profiles the steps after `start` up to `end`, as Megatron counts, of the ranks asked for;
-    does nothing on the others.
+    """Profiles the steps after `start` up to `end`, as Megatron counts, of the ranks asked for.
+
+    Does nothing on the others.
 
     With `--use-pytorch-profiler`, or without a GPU, writes `profile/rank_N.json` (open it in
     Perfetto) and `rank_N.txt` (where the time went) into the run folder; else brackets the steps

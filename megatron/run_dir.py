@@ -81,8 +81,9 @@ def _failing(run_dir: Path) -> Iterator[None]:
 
 
 def keep_config(config: Config, run_dir: Path) -> None:
-    """Write the resolved configuration and the versions, once it is sure that they are the run's:
-    a refused start, or one that only evaluates, leaves those of the run that trained.
+    """Write the resolved configuration and the versions, once it is sure that they are the run's.
+
+    A refused start, or one that only evaluates, leaves those of the run that trained.
 
     Raises `ConfigError` where they cannot be written, and then leaves no part of them.
     """

@@ -88,8 +88,10 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """The status of a run folder, or None where there is none or it is not ours: every value that
-    is returned has the type of its field."""
+    """The status of a run folder, or None where there is none or it is not ours.
+
+    Every value that is returned has the type of its field.
+    """
     try:
         values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(Status) if f.name in values}
@@ -131,8 +133,10 @@ def _is_text(value: object) -> bool:
 
 
 def _leads(old: Status, new: Status) -> bool:
-    """Whether the new status becomes the main content. Two ranks may tell the same of a third in
-    the same second: only the first of them leads."""
+    """Whether the new status becomes the main content.
+
+    Two ranks may tell the same of a third in the same second: only the first of them leads.
+    """
     same = old.attempt == new.attempt
     if old.state != "failed":
         return True

@@ -42,10 +42,13 @@ from megatron.timers import Timers
 
 @dataclass
 class TrainState:
-    """How far a run has come. `iteration` counts steps tried, `applied_samples` only those of
-    steps that were applied: schedules follow it, so that a skipped step does not advance them.
-    `skipped_in_row` are the latest steps that count for `--max-skipped-steps`; `losses` the latest
-    losses, kept where spikes are skipped."""
+    """How far a run has come.
+
+    `iteration` counts steps tried, `applied_samples` only those of steps that were applied:
+    schedules follow it, so that a skipped step does not advance them. `skipped_in_row` are the
+    latest steps that count for `--max-skipped-steps`; `losses` the latest losses, kept where spikes
+    are skipped.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -70,8 +73,10 @@ class Saver(Protocol):
         ...
 
     def settle(self, *, wait: bool = False) -> None:
-        """Called after each step: raises what went wrong in a save that was not waited for; with
-        `wait` none is being written when this returns."""
+        """Called after each step: raises what went wrong in a save that was not waited for.
+
+        With `wait` none is being written when this returns.
+        """
         ...
 
 
@@ -225,7 +230,8 @@ class Trainer:
 
     def train_step(self) -> tuple[StepRecord, ExitRequest]:
         """One global batch: its record, and what the ranks are asked for after it (Algorithm 1 of
-        the AxoNN paper)."""
+        the AxoNN paper).
+        """
         began = time.perf_counter()
         self._bytes_sent()
         restart_peak_memory(self.device)
@@ -314,9 +320,11 @@ class Trainer:
         return good
 
     def _share_of_ranks(self) -> int:
-        """How many times less than the loss scale a mean over ranks is scaled by. In fp16 backward
-        begins with the same scale on every grid, so that the same steps overflow on all of them,
-        and the mean of what ranks find is that much smaller than their sum."""
+        """How many times less than the loss scale a mean over ranks is scaled by.
+
+        In fp16 backward begins with the same scale on every grid, so that the same steps overflow
+        on all of them, and the mean of what ranks find is that much smaller than their sum.
+        """
         means = self.config.precision.fp16 and not sums_gradients(self.config)
         return self.groups.dp.size if means else 1
 
@@ -379,8 +387,10 @@ class Trainer:
     # ---- small questions -----------------------------------------------------------------------
 
     def _count_tokens(self, batches: list[DeviceMicrobatch]) -> int:
-        """Tokens of the global batch whose loss counts. Asks the other ranks only where masks
-        make it depend on what they read."""
+        """Tokens of the global batch whose loss counts.
+
+        Asks the other ranks only where masks make it depend on what they read.
+        """
         mine = sum(batch.counted_tokens for batch in batches)
         if all(batch.loss_mask is None for batch in batches):
             return mine * self.groups.dp.size
@@ -400,8 +410,10 @@ class Trainer:
         return loss.item() / tokens
 
     def _bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank sent inside its copy of the model since the last call, by axis;
-        those of the gradient path are counted by it."""
+        """Bytes that this rank sent inside its copy of the model since the last call, by axis.
+
+        Those of the gradient path are counted by it.
+        """
         axes = {"bytes_tp": self.groups.tp, "bytes_pp": self.groups.pp}
         sent = {name: group.traffic.take() for name, group in axes.items()}
         return {name: count for name, count in sent.items() if axes[name].size > 1}

@@ -44,7 +44,8 @@ def take_first_choice(
 ) -> int:
     """Compare what the ranks have chosen by a hash, and where it differs let every rank have the
     choice of the group's first rank. Returns the bytes that this rank handed to collectives, whose
-    tensors are on `device`: 16, and one bit for each entry where choices differed."""
+    tensors are on `device`: 16, and one bit for each entry where choices differed.
+    """
     mine = hash_of(choices)
     # The largest complement is that of the smallest hash.
     extremes = torch.tensor([mine, ~mine], device=device)

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 class RangeCounts:
     """`count_on_device(start, stop)` counts the chosen entries of a range and makes the host wait.
-    At first there are none in `[0, length)`."""
+
+    At first there are none in `[0, length)`.
+    """
 
     def __init__(self, length: int, count_on_device: Callable[[int, int], int]) -> None:
         self._count_on_device = count_on_device
@@ -114,7 +116,8 @@ class BitmapIndexBase(ABC):
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere."""
+        elsewhere.
+        """
         self._kernels.expand(self.bits, values, flat)
 
     def apply(
@@ -181,8 +184,11 @@ class BitmapIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on the chosen entries alone, taken together and put back. A CPU does so within
-        cache; a GPU would have to be waited for to tell how many there are in each piece."""
+        """The rule on the chosen entries alone, taken together and put back.
+
+        A CPU does so within cache; a GPU would have to be waited for to tell how many there are in
+        each piece.
+        """
         bits, at = self.bits, 0
         length = weight.numel()
         # Half a chunk: copies of all states of a piece that is sent whole stay in cache.
@@ -208,8 +214,10 @@ class BitmapIndexBase(ABC):
 
 
 class FlushedBitmapIndex(BitmapIndexBase):
-    """Chosen positions and whole ranges, for one step. Only blocks that a range meets are copied:
-    the others stay those of the index it was made from."""
+    """Chosen positions and whole ranges, for one step.
+
+    Only blocks that a range meets are copied: the others stay those of the index it was made from.
+    """
 
     def __init__(self, bits: Bits, runs: Sequence[IndexRange], numel: int) -> None:
         super().__init__(bits.words.device)
@@ -334,7 +342,8 @@ class BitmapIndex(BitmapIndexBase):
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
         """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are the `runs`. A later `choose` does not change it."""
+        places among the values are the `runs`. A later `choose` does not change it.
+        """
         runs: list[IndexRange] = []
         at = upto = 0
         for start, stop in ranges:
@@ -359,7 +368,8 @@ class BitmapIndex(BitmapIndexBase):
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
         """Write the entries of `[start, start + length)` that are not chosen to `out`, in order.
-        For checkpoints: makes the host wait."""
+        For checkpoints: makes the host wait.
+        """
         at = 0
         for lo, hi, chosen in self._chosen(start, start + length):
             rest = flat[lo:hi][~chosen]
@@ -377,7 +387,8 @@ class BitmapIndex(BitmapIndexBase):
 
     def packed(self, start: int, length: int) -> torch.Tensor:
         """What is chosen in `[start, start + length)`: uint8 on the CPU, bit 7 first, as numpy
-        packs. `start` divides by 8, as that of every slice of a bucket does."""
+        packs. `start` divides by 8, as that of every slice of a bucket does.
+        """
         assert start % 8 == 0
         octets = self._words.view(torch.uint8).view(-1)[start // 8 : -(-(start + length) // 8)]
         octets = octets.cpu().clone()

@@ -31,11 +31,14 @@ class Phase(Enum):
 
 @dataclass
 class RadiusBucket:
-    """`parts`: its matrices, none where it is always sent whole. `bits`: whether the index is a
-    bitmap. Of the step under way: `phase`; `sent` and `steps_accumulated` (as in `Reduced`), and
-    the parts `flushed`, of which those that have entries on this rank are the runs of `sent`;
-    `mean`, copies of the mean gradient for each part in which it is selected from. `flushed_norm`:
-    the squared norm of what the latest step, a resample, sent of earlier ones."""
+    """`parts`: its matrices, none where it is always sent whole.
+
+    `bits`: whether the index is a bitmap. Of the step under way: `phase`; `sent` and
+    `steps_accumulated` (as in `Reduced`), and the parts `flushed`, of which those that have entries
+    on this rank are the runs of `sent`; `mean`, copies of the mean gradient for each part in which
+    it is selected from. `flushed_norm`: the squared norm of what the latest step, a resample, sent
+    of earlier ones.
+    """
 
     bucket: GradBucket
     parts: Sequence[IndexPart]
@@ -80,9 +83,11 @@ class RadiusBucket:
         return values
 
     def count_steps(self, steps: int) -> None:
-        """Fill `steps_accumulated` for the values of `gather_rolling`: `steps` where only the flush
-        sends an entry. The flushed part of the gradient, which was read already, serves as
-        scratch."""
+        """Fill `steps_accumulated` for the values of `gather_rolling`.
+
+        `steps` where only the flush sends an entry. The flushed part of the gradient, which was
+        read already, serves as scratch.
+        """
         index, sent, grad = self.index, self.sent, self.bucket.grad
         assert index is not None and sent is not None
         steps_accumulated = self._compact("steps_accumulated", sent.numel, torch.float32).fill_(1.0)
@@ -103,8 +108,11 @@ class RadiusBucket:
         self.flushed, self.sent, self.steps_accumulated, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A vector for what is sent. A CPU's is kept for the next step: to get its pages anew from
-        the system takes as long as to fill it."""
+        """A vector for what is sent.
+
+        A CPU's is kept for the next step: to get its pages anew from the system takes as long as to
+        fill it.
+        """
         grad = self.bucket.grad
         if grad.device.type != "cpu":
             return grad.new_empty(numel, dtype=dtype)
@@ -115,8 +123,10 @@ class RadiusBucket:
     # ---- choosing ------------------------------------------------------------------------------
 
     def of_parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of what a reduced vector holds of the parts in which is chosen anew: those that
-        are flushed, or all."""
+        """Views of what a reduced vector holds of the parts in which is chosen anew.
+
+        Those that are flushed, or all.
+        """
         if self.sent is not None:
             runs = iter(self.sent.runs)
             return [
@@ -125,8 +135,10 @@ class RadiusBucket:
         return [values[part.start : part.stop] for part in self.parts]
 
     def open_index(self) -> bool:
-        """Have an index, without a choice at first, and tell whether there was one. It stays so on
-        a tensor-parallel rank that holds no entry of the bucket."""
+        """Have an index, without a choice at first, and tell whether there was one.
+
+        It stays so on a tensor-parallel rank that holds no entry of the bucket.
+        """
         if self.index is not None:
             return True
         self.index = self._new_index()
@@ -136,8 +148,10 @@ class RadiusBucket:
         return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
     def choose(self, part: IndexPart, selection: Selection, *, compare: bool) -> tuple[int, int]:
-        """Choose anew in a part; with `compare`, how many were chosen on this rank, and how many of
-        those are again."""
+        """Choose anew in a part.
+
+        With `compare`, how many were chosen on this rank, and how many of those are again.
+        """
         assert self.index is not None, "opened at the first resample"
         if not compare:
             self.index.choose(part.start, selection)

@@ -33,9 +33,11 @@ APPLIED = "applied"
 
 @dataclass
 class MatrixState:
-    """What Radius keeps of one matrix, flat and in the order of its memory. `residual`: the
-    gradients not sent yet, fp32, without loss scale; entries in the index mean nothing there.
-    `local`: this rank's gradient from backward to step."""
+    """What Radius keeps of one matrix, flat and in the order of its memory.
+
+    `residual`: the gradients not sent yet, fp32, without loss scale; entries in the index mean
+    nothing there. `local`: this rank's gradient from backward to step.
+    """
 
     index: BucketIndex
     residual: torch.Tensor
@@ -221,7 +223,8 @@ class RadiusHook:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Between steps: updates applied, packed index bits (equal on all ranks) and what waits of
-        the residual (this rank's own: save it on each), by place in the optimizer's groups."""
+        the residual (this rank's own: save it on each), by place in the optimizer's groups.
+        """
         found = {APPLIED: torch.tensor(self.applied)}
         for number, parameter in enumerate(self._parameters()):
             if parameter in self.kept:
@@ -233,8 +236,10 @@ class RadiusHook:
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_dict` gave on this rank. Raises `ConfigError` where it is not of
-        these parameters."""
+        """Take back what `state_dict` gave on this rank.
+
+        Raises `ConfigError` where it is not of these parameters.
+        """
         kept: dict[torch.Tensor, MatrixState] = {}
         unknown = set(state) - {APPLIED}
         for number, parameter in enumerate(self._parameters()):

@@ -81,8 +81,11 @@ def sparse_all_reduce(
 
 
 def gather_sent(grad: torch.Tensor, index: BucketIndex, out: torch.Tensor) -> None:
-    """Write the entries to send to `out`. One of them becomes NaN if any of `grad` is not finite:
-    an entry that stays here is otherwise seen by nobody until the next resample."""
+    """Write the entries to send to `out`.
+
+    One of them becomes NaN if any of `grad` is not finite: an entry that stays here is otherwise
+    seen by nobody until the next resample.
+    """
     index.gather(grad, out)
     # A sum is not finite if an entry is not, in a third of the time of `isfinite().all()`; that of
     # fp16 would overflow where no entry does.

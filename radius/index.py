@@ -29,10 +29,12 @@ def num_selected(density: Fraction, entries: int) -> int:
 
 @dataclass(frozen=True)
 class IndexPart:
-    """A parameter, or one of the T parts that a rolling schedule cuts it into: `wanted` of its
-    entries are sent between resamples. Those on this rank, `places` tells which, lie in the bucket
-    from `start` on; there may be none, and how many of them are chosen is known once they are.
-    `within`: the parameter, where this is a part of one."""
+    """A parameter, or one of the T parts that a rolling schedule cuts it into.
+
+    `wanted` of its entries are sent between resamples. Those on this rank, `places` tells which,
+    lie in the bucket from `start` on; there may be none, and how many of them are chosen is known
+    once they are. `within`: the parameter, where this is a part of one.
+    """
 
     name: str
     start: int
@@ -80,7 +82,8 @@ class BucketIndex(SparseIndex, Protocol):
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
         """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are its `runs`. A later `choose` does not change it."""
+        places among the values are its `runs`. A later `choose` does not change it.
+        """
         ...
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
@@ -89,7 +92,8 @@ class BucketIndex(SparseIndex, Protocol):
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere."""
+        elsewhere.
+        """
         ...
 
     def clear(self, flat: torch.Tensor) -> None:
@@ -118,9 +122,11 @@ class BucketIndex(SparseIndex, Protocol):
 
 
 def keeps_bits(device: str, density: Fraction) -> bool:
-    """Whether an index on "cpu" or "cuda" is a bitmap. On a CPU that takes the kernels of
-    `native.c`, and a density at which most cache lines hold a chosen entry; offsets need not read
-    the others."""
+    """Whether an index on "cpu" or "cuda" is a bitmap.
+
+    On a CPU that takes the kernels of `native.c`, and a density at which most cache lines hold a
+    chosen entry; offsets need not read the others.
+    """
     if device != "cpu":
         return True
     return any(density >= LEAST_DENSITY[best] for best in instruction_sets()[-1:])

@@ -23,9 +23,12 @@ def radius_bytes(
     value_bytes: int,
     bits: bool,
 ) -> dict[str, int]:
-    """Bytes by kind for matrices of so many entries. `bits`: see `index.keeps_bits`. `values`: what
-    is sent, in `value_bytes` each, and the counts of steps that a rolling schedule adds to them; a
-    CPU keeps their memory from step to step, on a GPU they are there while they are sent."""
+    """Bytes by kind for matrices of so many entries.
+
+    `bits`: see `index.keeps_bits`. `values`: what is sent, in `value_bytes` each, and the counts of
+    steps that a rolling schedule adds to them; a CPU keeps their memory from step to step, on a GPU
+    they are there while they are sent.
+    """
     sizes = list(matrices)
     if density >= 1:
         return {"index": 0, "residual": 0, "values": 0}
@@ -83,8 +86,11 @@ def planned_bytes(
     rolling_interval: int | None,
     value_bytes: int,
 ) -> PathBytes:
-    """Once entries are chosen and others wait. `values`: see `memory.radius_bytes`, which counts
-    entries where this counts buckets, to the byte."""
+    """Once entries are chosen and others wait.
+
+    `values`: see `memory.radius_bytes`, which counts entries where this counts buckets, to the
+    byte.
+    """
     index = waiting = values = rest = everything = 0
     bits = keeps_bits(rank.device, density)
     for bucket in _chosen(rank, density):
@@ -118,8 +124,9 @@ def planned_traffic(
     steps: int,
     value_bytes: int,
 ) -> list[StepTraffic]:
-    """Return the traffic of a run of `steps` steps, none of which is skipped: dense steps up to
-    the first resample, then the steps of the schedule.
+    """Return the traffic of a run of `steps` steps, none of which is skipped.
+
+    Dense steps up to the first resample, then the steps of the schedule.
     """
     whole = [
         PlannedCollective("all-reduce", value_bytes * bucket.numel, number)

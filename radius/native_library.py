@@ -31,7 +31,8 @@ _ARGUMENTS = {
 @cache
 def native_library() -> ctypes.CDLL | None:
     """The library, None where it was not built, or of another version, or where the processor has
-    none of the instruction sets."""
+    none of the instruction sets.
+    """
     origin = _origin()
     if origin is None:
         return None

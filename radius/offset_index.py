@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class OffsetPiece:
     """Sent entries that lie in `[start, stop)`, within one chunk: those at `offsets` (int32, from
     `start`), or all of them where that is None. Their values begin at `at`. `in_runs`: whether most
-    offsets follow upon the one before."""
+    offsets follow upon the one before.
+    """
 
     start: int
     stop: int
@@ -76,7 +77,8 @@ class OffsetIndexBase(ABC):
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
         """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere."""
+        elsewhere.
+        """
         flat.zero_()
         for piece in self.pieces:
             part, mine = piece.of(flat), values[piece.values]
@@ -219,7 +221,8 @@ class OffsetIndex(OffsetIndexBase):
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedOffsetIndex:
         """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are the `runs`. A later `choose` does not change it."""
+        places among the values are the `runs`. A later `choose` does not change it.
+        """
         cut = _cut(self.length, self._offsets, self._in_runs, ranges)
         return FlushedOffsetIndex(self.length, *cut)
 

@@ -60,8 +60,9 @@ def find_places(
 def _among_stored(
     tp: Group, name: str, part: TensorShard, stored: int, layout: BucketLayout | None
 ) -> FlatShard:
-    """Return the shards of a partly stored tensor; ranks exchange how much of each row they
-    store.
+    """Return the shards of a partly stored tensor.
+
+    Ranks exchange how much of each row they store.
     """
     shard = FlatShard.of(part)
     row = shard.numel if shard.is_run else shard.row

@@ -104,7 +104,8 @@ class RadiusReducer(GradientReducer):
 
     def _all_keep_bits(self, device: torch.device) -> bool:
         """Ranks with another kind of index would update frozen entries in other pieces, whose last
-        few round differently. Collective."""
+        few round differently. Collective.
+        """
         mine = keeps_bits(device.type, self.settings.density)
         if device.type != "cpu":
             return mine
@@ -257,8 +258,11 @@ class RadiusReducer(GradientReducer):
         *,
         compare: bool,
     ) -> None:
-        """In each part the largest of its values, or a draw; every rank makes the same choices, and
-        those that share a tensor make them together, whether they have any of a part or not."""
+        """In each part the largest of its values, or a draw.
+
+        Every rank makes the same choices, and those that share a tensor make them together, whether
+        they have any of a part or not.
+        """
         largest = self._largest([(part, each) for part, each in parts if each is not None])
         for part, each in parts:
             if not part.length:
@@ -297,8 +301,10 @@ class RadiusReducer(GradientReducer):
         return found
 
     def _compare_choices(self) -> None:
-        """Raise `PeerError` where data-parallel ranks have chosen different entries. After each
-        resample, and with a rolling schedule as often, since a GPU waits for it."""
+        """Raise `PeerError` where data-parallel ranks have chosen different entries.
+
+        After each resample, and with a rolling schedule as often, since a GPU waits for it.
+        """
         if not (self._first and self._last == self._step.t) or self.exchange.ranks == 1:
             return
         if self._step.t % self.settings.interval:

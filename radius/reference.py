@@ -14,8 +14,10 @@ from megatron.sparse.reference import write_bits as write_bits
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
 ) -> None:
-    """Write the chosen entries of `flat`, times `scale` unless that is 1, to `out` (of its dtype);
-    `clear` leaves 0 in their places."""
+    """Write the chosen entries of `flat`, times `scale` unless that is 1, to `out` (of its dtype).
+
+    `clear` leaves 0 in their places.
+    """
     for piece, at, values in _pieces(bits, flat, out):
         torch.index_select(piece, 0, at, out=values)
         if clear:
@@ -34,7 +36,8 @@ def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
     """Place `values` at the chosen ones of the entries from block `first` on that `out` holds, 0 at
-    the others; cast to its dtype, and then multiplied by `scale`."""
+    the others; cast to its dtype, and then multiplied by `scale`.
+    """
     out.zero_()
     for piece, at, some in _pieces(bits, out, values, first):
         piece.index_copy_(0, at, some.to(out.dtype))

@@ -21,8 +21,11 @@ class Residual:
 
     @property
     def pending(self) -> torch.Tensor | None:
-        """What waits, fp32 in unscaled units, as long as the bucket; None where all of it is zero
-        for certain. Entries that the index has chosen mean nothing there."""
+        """What waits, fp32 in unscaled units, as long as the bucket.
+
+        None where all of it is zero for certain. Entries that the index has chosen mean nothing
+        there.
+        """
         return None
 
     def open(self) -> torch.Tensor:
@@ -30,8 +33,9 @@ class Residual:
         raise AssertionError("nothing waits here")
 
     def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
-        """Return the squared norm of the residual (fp64 []) at a resample before `join`; None
-        without residual.
+        """Return the squared norm of the residual (fp64 []) at a resample before `join`.
+
+        None without residual.
         """
         return None
 
@@ -42,8 +46,10 @@ class Residual:
         """Add what waits in one part to the gradient; saved state does not change."""
 
     def prepare(self, loss_scale: float) -> None:
-        """What is sent has left: find what is to wait once the step is applied. The gradient is
-        used up."""
+        """What is sent has left: find what is to wait once the step is applied.
+
+        The gradient is used up.
+        """
 
     def keep(self, loss_scale: float) -> None:
         """The step was applied and sent what is chosen: the rest of the gradient waits from now."""
@@ -140,8 +146,10 @@ def squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def _add(total: torch.Tensor, more: torch.Tensor, factor: float) -> None:
-    """`total` += `factor` x `more`, in fp32 whatever their types are. A CPU takes six times as long
-    to add tensors of two types as to widen them in cache first."""
+    """`total` += `factor` x `more`, in fp32 whatever their types are.
+
+    A CPU takes six times as long to add tensors of two types as to widen them in cache first.
+    """
     if total.dtype == more.dtype or total.device.type != "cpu":
         total.add_(more, alpha=factor)
         return

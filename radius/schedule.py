@@ -8,9 +8,12 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusSettings:
-    """What `RadiusReducer` does. `density`: share of each matrix that is sent between resamples;
-    `start`: the t from which a resample may come; the words are those of the `--radius-*` flags;
-    `seed` is of the draws of `select="seeded"`."""
+    """What `RadiusReducer` does.
+
+    `density`: share of each matrix that is sent between resamples; `start`: the t from which a
+    resample may come; the words are those of the `--radius-*` flags; `seed` is of the draws of
+    `select="seeded"`.
+    """
 
     density: Fraction
     interval: int
@@ -23,7 +26,8 @@ class RadiusSettings:
 
 def fitting_interval(first: int, last: int, interval: int) -> int:
     """`interval` where one of the updates `first` to `last` is a multiple of it, else the largest
-    that would do; 0 where there are no such updates."""
+    that would do; 0 where there are no such updates.
+    """
     longest = min(interval, last)
     return next((t for t in range(longest, 0, -1) if last // t * t >= max(first, 1)), 0)
 

@@ -58,8 +58,10 @@ class RadiusStats:
     def stats(
         self, whole: ReducerStats, buckets: Sequence[RadiusBucket], *, on: bool, full: bool
     ) -> ReducerStats:
-        """What was counted, with bytes and waits of `whole`. `on`: entries are chosen already.
-        Collective over the ranks of a copy of the model."""
+        """What was counted, with bytes and waits of `whole`.
+
+        `on`: entries are chosen already. Collective over the ranks of a copy of the model.
+        """
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         if self._tells_memory:
             self._tells_memory = False

@@ -37,7 +37,8 @@ class TorchUpdate:
 
     def before_step(self) -> None:
         """Copy the weights that the coming step's update contains, and gradients that it may
-        overwrite."""
+        overwrite.
+        """
         self._old_weights = {
             parameter: parameter.detach().clone()
             for group in self.optimizer.param_groups
@@ -56,8 +57,10 @@ class TorchUpdate:
 
     @torch.no_grad()
     def matrices(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Every parameter that may be sent in part and was just updated, with its update: fp32,
-        1-D, in the order in which its entries lie in memory."""
+        """Every parameter that may be sent in part and was just updated, with its update.
+
+        Fp32, 1-D, in the order in which its entries lie in memory.
+        """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if _is_matrix(parameter) and parameter.grad is not None:
@@ -80,16 +83,21 @@ class TorchUpdate:
         return update
 
     def _adds_weights(self, group: dict[str, Any]) -> bool:
-        """Whether lambda w is added to the update itself. Where decay is part of the gradient, as
-        in Adam and SGD, the moments have it already."""
+        """Whether lambda w is added to the update itself.
+
+        Where decay is part of the gradient, as in Adam and SGD, the moments have it already.
+        """
         if isinstance(self.optimizer, torch.optim.Adam):
             return bool(group["decoupled_weight_decay"])
         return group["momentum"] == 0 or bool(group["nesterov"])
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The entries of a tensor as they lie in memory, 1-D: DDP lays a gradient out as its parameter
-    is, which for channels-last weights is not the logical order."""
+    """The entries of a tensor as they lie in memory, 1-D.
+
+    DDP lays a gradient out as its parameter is, which for channels-last weights is not the logical
+    order.
+    """
     axes = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     by_stride = tensor.permute(axes)
     return (by_stride if by_stride.is_contiguous() else tensor).reshape(-1)

@@ -27,8 +27,9 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TensorCounts:
-    """The entries of a whole tensor: all, the stored ones, and the stored ones below the
-    threshold.
+    """The entries of a whole tensor.
+
+    All, the stored ones, and the stored ones below the threshold.
     """
 
     entries: int
@@ -65,8 +66,10 @@ class RegrowthPlan:
 
 @dataclass(frozen=True)
 class RegrowthTensor:
-    """What is on this rank of a parameter before a rewiring: the fp32 weights of its stored
-    entries."""
+    """What is on this rank of a parameter before a rewiring.
+
+    The fp32 weights of its stored entries.
+    """
 
     info: ParamInfo
     weight: torch.Tensor
@@ -74,8 +77,9 @@ class RegrowthTensor:
 
     @classmethod
     def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> RegrowthTensor:
-        """Return the weights of the stored entries; padding of a parameter without a mask is
-        left out.
+        """Return the weights of the stored entries.
+
+        Padding of a parameter without a mask is left out.
         """
         return cls(info, weight[: info.local_entries], layout)
 
@@ -114,8 +118,10 @@ class RegrowthTensor:
 
 @dataclass(frozen=True)
 class RewiredTensor:
-    """What is on this rank of a parameter after the pruning: the mask, which grows in place, and
-    the positions that are gone."""
+    """What is on this rank of a parameter after the pruning.
+
+    The mask, which grows in place, and the positions that are gone.
+    """
 
     info: ParamInfo
     mask: Bools
@@ -155,8 +161,10 @@ def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) 
 
 
 def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
-    """`count` of n entries, every set of so many as likely as another. Takes n bytes; numpy's
-    `choice` takes eight times as many."""
+    """`count` of n entries, every set of so many as likely as another.
+
+    Takes n bytes; numpy's `choice` takes eight times as many.
+    """
     assert 0 <= count <= n
     if 2 * count > n:
         return ~choose(n, n - count, generator)
@@ -177,8 +185,10 @@ LEAST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.floa
 
 @dataclass(frozen=True, kw_only=True)
 class RewiringSettings:
-    """`target`: weights to prune at a time (`schedule.target_of`); `threshold`: H at first;
-    `reset_moments`: whether all moments begin anew or those of new weights alone."""
+    """`target`: weights to prune at a time (`schedule.target_of`); `threshold`: H at first.
+
+    `reset_moments`: whether all moments begin anew or those of new weights alone.
+    """
 
     schedule: RewiringSchedule
     target: int
@@ -188,9 +198,11 @@ class RewiringSettings:
 
 
 class DsrMaskUpdater(MaskUpdater):
-    """A `MaskUpdater` of the parameters `names`, those of this rank, of which it holds `parts`: as
-    many entries of them are stored in the end as in the beginning, to the last one. `make_layout`
-    makes a layout of masks."""
+    """A `MaskUpdater` of the parameters `names`, those of this rank, of which it holds `parts`.
+
+    As many entries of them are stored in the end as in the beginning, to the last one.
+    `make_layout` makes a layout of masks.
+    """
 
     def __init__(
         self,
@@ -332,7 +344,8 @@ class DsrMaskUpdater(MaskUpdater):
 
     def _lowered(self, t: int, tensors: Sequence[RegrowthTensor], below: int) -> float:
         """In place of H, where more than `LIMIT` times the target are below it, the greatest number
-        of the ladder of which that is not so. Weights as good as zero go whatever their number."""
+        of the ladder of which that is not so. Weights as good as zero go whatever their number.
+        """
         counts = torch.zeros(RUNGS, dtype=torch.int64)
         for tensor in tensors:
             if self._parts.counted(tensor.info.name):

@@ -114,7 +114,8 @@ class EarlyBird(MaskUpdater):
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
         """Number of draws, the ticket's update, and the masks that the next draw is compared with,
         under the numbers of their draws and the names of their parameters: bool, of what this rank
-        holds of the whole ones. Each is unpacked as it is asked for."""
+        holds of the whole ones. Each is unpacked as it is asked for.
+        """
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):
             for name in masks:
@@ -145,8 +146,10 @@ class EarlyBird(MaskUpdater):
     def _logical(
         self, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Views of the weights to prune, without padding, in an order that no bucketing changes:
-        ranks that hold parts of them draw together."""
+        """Views of the weights to prune, without padding, in an order that no bucketing changes.
+
+        Ranks that hold parts of them draw together.
+        """
         wanted = {info.name for info in self.infos}
         found = {info.name: flat for info, flat in weights if info.name in wanted}
         return {

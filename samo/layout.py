@@ -40,8 +40,10 @@ class StoredCount(NamedTuple):
 
 
 class CompressedLayout:
-    """A `BucketLayout` of the entries that `masks` marks; a parameter without a mask, or whose mask
-    leaves nothing out, is stored as `DenseLayout` stores it.
+    """A `BucketLayout` of the entries that `masks` marks.
+
+    A parameter without a mask, or whose mask leaves nothing out, is stored as `DenseLayout` stores
+    it.
 
     `masks` are looked up one after another. `cut`: names of parameters that are cut over ranks; the
     masks given of these count even where all that they leave out is on another rank.
@@ -118,8 +120,10 @@ class CompressedLayout:
             index.compress(dense.reshape(-1), out, add=True)
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
-        """Put stored entries back into a dense tensor, cast to its dtype: III-C3's "expand", in
-        place. The other entries are 0 already and stay untouched."""
+        """Put stored entries back into a dense tensor, cast to its dtype.
+
+        III-C3's "expand", in place. The other entries are 0 already and stay untouched.
+        """
         index = self._indices.get(name)
         if index is None:
             self._dense.scatter(name, flat, param)
@@ -129,7 +133,8 @@ class CompressedLayout:
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
         """Fill the fp32 master slice from the parameter and set the parameter's other entries to 0,
         in the one storage of all leaves. fp32 parameters too keep a storage of their own, unless
-        they are stored whole."""
+        they are stored whole.
+        """
         index = self._indices.get(name)
         if index is None:
             self._dense.bind(name, flat, leaves)
@@ -166,7 +171,8 @@ class CompressedLayout:
 
 class PositionStore:
     """Which `stored` of the `length` entries of a flattened parameter exist, by ascending int32
-    positions: what a CPU gathers by fastest."""
+    positions: what a CPU gathers by fastest.
+    """
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -215,8 +221,9 @@ class PositionStore:
 
 
 class BitmapStore:
-    """The stored entries of a parameter as one bit for each entry, on `device`: the fastest form
-    to gather by on a GPU.
+    """The stored entries of a parameter as one bit for each entry, on `device`.
+
+    The fastest form to gather by on a GPU.
     """
 
     def __init__(self, mask: torch.Tensor, device: torch.device) -> None:

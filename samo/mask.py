@@ -75,8 +75,10 @@ class PackedMasks(Mapping[str, torch.Tensor]):
 
 
 def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
-    """The mask of what is on this rank as the parameter lies in its memory: bool [param.numel()],
-    False for rows that exist in memory only."""
+    """The mask of what is on this rank as the parameter lies in its memory.
+
+    Bool [param.numel()], False for rows that exist in memory only.
+    """
     assert part.numel() == info.local_entries, f"{info.name}: a mask of another shape"
     missing = info.param.numel() - part.numel()
     flat = part.reshape(-1)
@@ -92,7 +94,8 @@ def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
 def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) -> PackedMasks:
     """This rank's parts of masks of logical shapes, as the parameters lie in memory, without those
     that leave nothing out: such a parameter is stored whole, padding and all, as if it had none.
-    Masks are looked up one after another."""
+    Masks are looked up one after another.
+    """
     return PackedMasks.of(
         (info.name, flat_mask(info, mask))
         for info in infos
@@ -116,8 +119,10 @@ def flat_parts(
 
 
 def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
-    """Write masks (bool, of logical shapes) to one file, whole or not at all: the bytes go beside
-    it first, and a file that is there is replaced. Equal masks make equal bytes.
+    """Write masks (bool, of logical shapes) to one file, whole or not at all.
+
+    The bytes go beside it first, and a file that is there is replaced. Equal masks make equal
+    bytes.
 
     Raises `ConfigError` where the file cannot be written.
     """

@@ -53,7 +53,8 @@ def packed_bytes(shape: Sequence[int]) -> int:
 def check_mask_file(path: Path, shapes: Mapping[str, Sequence[int]] | None) -> None:
     """Raise `DataError` unless the path is a mask file whose headers make sense and whose masks
     fit `shapes`, those of the model's tensors. With None, for a caller that cannot know them, the
-    headers are compared with one another alone. No mask is unpacked."""
+    headers are compared with one another alone. No mask is unpacked.
+    """
     with opened_masks(path) as archive:
         found = mask_shapes(path, archive)
     if shapes is not None:
@@ -101,7 +102,8 @@ def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
 
 def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ...]]:
     """The logical shape of each mask, in the file's order, once the bits of each mask are found to
-    have the size of the shape."""
+    have the size of the shape.
+    """
     version, count = _vector(archive, MARK, np.int64, most=2).tolist()
     if version != VERSION:
         raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_AGAIN}")
@@ -146,8 +148,11 @@ def _check_size(member: IO[bytes], wanted: int, shape: Sequence[int]) -> None:
 
 
 def _header(member: IO[bytes]) -> tuple[tuple[int], np.dtype]:
-    """Length and type of the vector that follows. The header of version 1 is at most 64 KB long;
-    those of later versions may be 4 GB, and no mask file has them."""
+    """Length and type of the vector that follows.
+
+    The header of version 1 is at most 64 KB long; those of later versions may be 4 GB, and no mask
+    file has them.
+    """
     version = np.lib.format.read_magic(member)
     if version != (1, 0):
         raise ValueError(f"array format {version}, wanted (1, 0)")
@@ -161,7 +166,8 @@ def _vector(
     archive: zipfile.ZipFile, name: str, dtype: type[np.generic], *, most: int
 ) -> np.ndarray:
     """A vector of at most so many entries out of the archive, which compares its CRC when the last
-    byte is read."""
+    byte is read.
+    """
     with archive.open(f"{name}.npy") as member:
         (length,), found = _header(member)
         if found != dtype or not 0 <= length <= most:

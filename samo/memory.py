@@ -21,7 +21,8 @@ def state_bytes(
 ) -> dict[str, int]:
     """Model state by kind, of `entries` parameters of which `stored` exist, beside an index of so
     many bytes: Eq. 1 of the paper without the fp32 copy of the gradients and the 16-bit one of the
-    new weights, which are made chunk by chunk. The parameters themselves are dense."""
+    new weights, which are made chunk by chunk. The parameters themselves are dense.
+    """
     return {
         "parameters": param_bytes * entries,
         "gradients": grad_bytes * stored,
@@ -32,8 +33,9 @@ def state_bytes(
 
 
 def index_bytes(sizes: Mapping[str, int], stored: Mapping[str, int], *, device: str) -> int:
-    """Return the bytes of the index of all parameters that are partly stored: positions on a
-    CPU, a bitmap on a GPU. `sizes`: entries in memory.
+    """Return the bytes of the index of all parameters that are partly stored.
+
+    Positions on a CPU, a bitmap on a GPU. `sizes`: entries in memory.
     """
     indexed = [name for name in sizes if stored[name] < sizes[name]]
     if device == "cpu":
@@ -47,8 +49,10 @@ def paper_bytes(entries: int, stored: int) -> int:
 
 
 def memory_note(kinds: Mapping[str, int], entries: int, stored: int, *, beside_paper: bool) -> str:
-    """One line that says what is kept, a parameter; beside the paper's figure, which is for 16-bit
-    parameters."""
+    """One line that says what is kept, a parameter.
+
+    Beside the paper's figure, which is for 16-bit parameters.
+    """
     each = ", ".join(f"{kind} {size / entries:.2f}" for kind, size in kinds.items() if size)
     text = f"samo: {sum(kinds.values()) / entries:.2f} bytes a parameter are kept ({each})"
     paper = f"; the paper's 24 f + 2 is {paper_bytes(entries, stored) / entries:.2f}"
@@ -57,7 +61,8 @@ def memory_note(kinds: Mapping[str, int], entries: int, stored: int, *, beside_p
 
 def csr_bits(shape: Sequence[int], stored: int, *, value_bits: int, copies: int) -> int:
     """Bits of `copies` tensors of this shape with one pattern of `stored` nonzeros, in flattened
-    CSR; 0 copies are the index alone."""
+    CSR; 0 copies are the index alone.
+    """
     rows, columns = shape[0], math.prod(shape[1:])
     assert 0 <= stored <= rows * columns
     index = stored * _bits_to_tell(columns) + (rows + 1) * _bits_to_tell(stored + 1)
@@ -71,8 +76,11 @@ def model_bits(
     value_bits: int = 32,
     copies: int,
 ) -> int:
-    """Bits of a model's tensors, by logical name and shape; `stored` gives the nonzeros of those
-    that are sparse. `copies`: 2 with plain SGD (weight, gradient), 3 with momentum, 4 with Adam."""
+    """Bits of a model's tensors, by logical name and shape.
+
+    `stored` gives the nonzeros of those that are sparse. `copies`: 2 with plain SGD (weight,
+    gradient), 3 with momentum, 4 with Adam.
+    """
     dense = sum(math.prod(shape) for name, shape in shapes.items() if name not in stored)
     sparse = [
         csr_bits(shapes[name], count, value_bits=value_bits, copies=copies)

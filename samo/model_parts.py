@@ -49,15 +49,18 @@ class ModelParts(ModelShard):
         return work() if self._groups is None else self._groups.world.raise_on_all_ranks(work)
 
     def raise_on_holders(self, name: str, work: Callable[[], T]) -> T:
-        """Run `work` on the ranks that hold parts of a tensor; raise on all of them if one rank
-        raises.
+        """Run `work` on the ranks that hold parts of a tensor.
+
+        Raise on all of them if one rank raises.
         """
         tp = self.holders(name)
         return work() if tp is None else tp.raise_on_all_ranks(work)
 
     def summed(self, rows: Rows) -> dict[str, list[int]]:
-        """Numbers of tensors' parts, as many of each, as those of the whole tensors. Collective
-        over the stage."""
+        """Numbers of tensors' parts, as many of each, as those of the whole tensors.
+
+        Collective over the stage.
+        """
         return self._reduced(rows, dist.ReduceOp.SUM)
 
     def greatest(self, rows: Rows) -> dict[str, list[int]]:
@@ -66,7 +69,8 @@ class ModelParts(ModelShard):
 
     def table(self, rows: Rows) -> dict[str, list[int]]:
         """Numbers of the parts here as those of every tensor of the model, which are in the order
-        of their names. Collective over a copy of the model."""
+        of their names. Collective over a copy of the model.
+        """
         return self.everywhere(self.summed(rows))
 
     def everywhere(self, rows: Rows) -> dict[str, list[int]]:
@@ -110,7 +114,8 @@ class ModelParts(ModelShard):
 
     def first_of_largest(self, name: str, value: float, place: int) -> bool:
         """Whether this rank's largest value of a tensor, at `place` of its part, is the whole
-        tensor's: the first of equal ones. `value` < 0: it has none. Collective over the stage."""
+        tensor's: the first of equal ones. `value` < 0: it has none. Collective over the stage.
+        """
         tp, shard = self.holders(name), self.shard(name)
         if tp is None or shard is None:
             return True

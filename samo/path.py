@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 
 
 class SamoPath(GradientPath):
-    """The gradient path of a pruned network: only stored entries have gradients, master weights
-    and moments.
+    """The gradient path of a pruned network.
+
+    Only stored entries have gradients, master weights and moments.
     """
 
     name = "samo"

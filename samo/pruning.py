@@ -78,7 +78,8 @@ def magnitude(
     With `parts`, tensors and masks are what this rank holds of them, and the masks are those of the
     whole ones; "global" is over all of the model. Collective then over a copy of the model. Raises
     `NumericsError` for entries that are not finite, on all ranks of the stage;
-    `ModelParts.raise_on_all_ranks` makes it all of the world."""
+    `ModelParts.raise_on_all_ranks` makes it all of the world.
+    """
     if scope == "global":
         counts = _counts_of_all(tensors, sparsity, parts)
         return {name: _draw(name, tensors, parts, counts[name]) for name in tensors}
@@ -94,7 +95,8 @@ def refuse_zeros(
 ) -> None:
     """Raise `ConfigError`, in the words `what` for the setting, where a mask keeps entries that the
     network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing.
-    With `parts` collective over the stage."""
+    With `parts` collective over the stage.
+    """
     rows = {name: [_extra(drawn[name], stored[name])] for name in drawn if name in stored}
     for name, (extra,) in parts.summed(rows).items():
         if extra:
@@ -107,8 +109,10 @@ def refuse_zeros(
 def random(
     shapes: Mapping[str, Sequence[int]], sparsity: Fraction, *, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Masks of `stored_count` entries of each tensor, every choice equally likely; from the seed
-    and the tensor's name alone."""
+    """Masks of `stored_count` entries of each tensor, every choice equally likely.
+
+    From the seed and the tensor's name alone.
+    """
     return {
         name: _as_mask(
             select_largest(
@@ -124,9 +128,11 @@ def random(
 def distance(
     a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, parts: ModelParts = WHOLE
 ) -> float:
-    """|A xor B| / (|A| + |B|) over all tensors, for masks of the same ones: 0 for equal masks, 1
-    for those that have no entry in common, p for unrelated ones. With `parts` of the model, of
-    which these masks are what this rank holds; collective then over a copy of it."""
+    """|A xor B| / (|A| + |B|) over all tensors, for masks of the same ones.
+
+    0 for equal masks, 1 for those that have no entry in common, p for unrelated ones. With `parts`
+    of the model, of which these masks are what this rank holds; collective then over a copy of it.
+    """
     assert a.keys() == b.keys()
     rows: dict[str, tuple[int, int]] = {}
     for name, first in a.items():
@@ -188,8 +194,9 @@ def _random_numbers(count: int, key: str) -> torch.Tensor:
 def _counts_of_all(
     tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: ModelParts
 ) -> dict[str, int]:
-    """How many entries of each tensor a draw over all of them keeps: its largest, and its share of
-    the largest of all others, which are as many of its largest.
+    """How many entries of each tensor a draw over all of them keeps.
+
+    Its largest, and its share of the largest of all others, which are as many of its largest.
 
     The magnitude at which these end is found by counting, as within one tensor (see
     `megatron.sparse.selection`), so that no vector of all tensors is made. No rank begins to sum
@@ -216,8 +223,11 @@ def _counts_of_all(
 def _look(
     tensors: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> tuple[dict[str, int], dict[str, list[int]], torch.Tensor]:
-    """The bits of the largest magnitude of each tensor; the entries of each that are here; and
-    this rank's counts of those that are no tensor's first of its largest, by their highest bits."""
+    """The bits of the largest magnitude of each tensor; the entries of each that are here.
+
+    And this rank's counts of those that are no tensor's first of its largest, by their highest
+    bits.
+    """
     counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the last: above the bracket
     largest: dict[str, list[int]] = {}
     sizes: dict[str, list[int]] = {}
@@ -252,7 +262,8 @@ def _compare(
     tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, threshold: int
 ) -> dict[str, list[int]]:
     """How many of each tensor's entries here are above the threshold and at it, where the ranks
-    that hold parts of it leave out the first of its largest once."""
+    that hold parts of it leave out the first of its largest once.
+    """
     rows: dict[str, list[int]] = {}
     for name in tensors:
         bits = magnitudes(_read(name, tensors, parts).view(-1)).cpu().numpy()

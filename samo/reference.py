@@ -12,7 +12,8 @@ from megatron.sparse.reference import count_blocks as count_blocks
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Overwrite `out` by the chosen entries of `dense`, cast to its dtype, or `add` them to it,
-    rounding once."""
+    rounding once.
+    """
     for piece, at, mine in _pieces(bits, dense, out):
         found = piece.index_select(0, at)
         mine.add_(found) if add else mine.copy_(found)

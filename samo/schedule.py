@@ -26,8 +26,11 @@ EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
 
 @dataclass(frozen=True, kw_only=True)
 class RewiringSchedule:
-    """Rewirings come after the updates that the interval divides, up to `until`. `widening`: the
-    interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run where `until` is 0.95."""
+    """Rewirings come after the updates that the interval divides, up to `until`.
+
+    `widening`: the interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run where
+    `until` is 0.95.
+    """
 
     interval: int
     until: int
@@ -57,15 +60,18 @@ def until_of(total: int) -> int:
 
 
 def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
-    """How many weights a rewiring should prune of tensors with so many entries each, rounded; at
-    least one."""
+    """How many weights a rewiring should prune of tensors with so many entries each, rounded.
+
+    At least one.
+    """
     return max(1, round(fraction * sum(entries)))
 
 
 def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str:
     """Why so large a fraction cannot be pruned at a time of tensors of which `stored` entries
     exist, and what would do; "" where it can. A rewiring may prune twice the target, and the
-    threshold would double for ever on its way to a target that is out of reach."""
+    threshold would double for ever on its way to a target that is out of reach.
+    """
     target, total = target_of(fraction, entries), sum(entries)
     if 2 * target <= stored:
         return ""
@@ -76,8 +82,10 @@ def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str
 
 
 def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
-    """Why none of the updates `first` to `last` is followed by a rewiring, and what would help;
-    "" where one is."""
+    """Why none of the updates `first` to `last` is followed by a rewiring, and what would help.
+
+    "" where one is.
+    """
     if schedule.any_due(first, last):
         return ""
     end = min(last, schedule.until)
@@ -98,7 +106,8 @@ def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
 def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
     """Why Radius, which begins in an update that `interval` divides, from `start` on and once there
     is a ticket, does not in the updates `first`, the earliest after a ticket, to `last`; "" where
-    it does."""
+    it does.
+    """
     if last // interval * interval >= max(first, start):
         return ""
     return (
@@ -113,8 +122,10 @@ DRAWS = 5
 
 
 def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
-    """Whether a tensor is a weight matrix, or an embedding and these are not kept: biases and
-    norms, which have one axis, never are. An embedding is what has the word in its name."""
+    """Whether a tensor is a weight matrix, or an embedding and these are not kept.
+
+    Biases and norms, which have one axis, never are. An embedding is what has the word in its name.
+    """
     return len(shape) > 1 and not (keep_embeddings and "embedding" in name)
 
 

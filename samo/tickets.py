@@ -33,7 +33,8 @@ def first_masks(
 ) -> Masks:
     """The masks of the checkpoint where that is of the same path with the same settings, else the
     ticket's. Collective over the world; where it raises, it does so on all ranks of a stage at
-    least."""
+    least.
+    """
     if saved is not None and saved.same_path:
         masks = _masks_of(saved, infos)
         return PackedMasks.of(

@@ -117,7 +117,8 @@ def _score(saved: SavedModel, asked: Sequence[Continuation], batch_size: int) ->
 
 def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) -> Continuation:
     """What is to be predicted are the tokens that the ending adds to those of its context, where a
-    token that spans the two counts as the ending's."""
+    token that spans the two counts as the ending's.
+    """
     from megatron.model.likelihood import Continuation
 
     context = tokenizer.encode(example.context)

@@ -1,5 +1,7 @@
-"""The runs that `golden.py` compares: every gradient path on every axis of the grid, and every
-other mechanism once. Loads nothing."""
+"""The runs that `golden.py` compares.
+
+Every gradient path on every axis of the grid, and every other mechanism once. Loads nothing.
+"""
 
 from __future__ import annotations
 

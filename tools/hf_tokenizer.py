@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """Contents by file name; none where `why_none` says. `eod`: id that ends a document, if
-    known."""
+    """Contents by file name; none where `why_none` says.
+
+    `eod`: id that ends a document, if known.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     eod: int | None = None
@@ -28,8 +30,11 @@ class TokenizerFiles:
 
 
 def tokenizer_files(described: SavedModel, options: argparse.Namespace) -> TokenizerFiles:
-    """The files of the tokenizer that the flags, the run or its data name. A run that names none
-    is no mistake; files that are damaged are, and those that flags name and that are missing."""
+    """The files of the tokenizer that the flags, the run or its data name.
+
+    A run that names none is no mistake; files that are damaged are, and those that flags name and
+    that are missing.
+    """
     try:
         tokenizer = described.tokenizer(options)
     except (DataError, ConfigError) as error:
@@ -88,8 +93,10 @@ def _config(kind: str, mark: str, positions: int) -> bytes:
 
 
 def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """Tokenizer type of a model folder of Hugging Face's, and its files by our flags' fields;
-    None where there is none that we read."""
+    """Tokenizer type of a model folder of Hugging Face's, and its files by our flags' fields.
+
+    None where there is none that we read.
+    """
     vocab, merges, whole = (folder / n for n in ("vocab.json", "merges.txt", "tokenizer.json"))
     by_bytes = vocab.is_file() and merges.is_file()
     if whole.is_file() and not (by_bytes and _is_gpt2s(whole)):
@@ -101,7 +108,8 @@ def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
 
 def _is_gpt2s(path: Path) -> bool:
     """Whether a tokenizer.json cuts text as GPT-2 does, so that a vocabulary and merges say the
-    same. Others have both files too, and take digits apart or know more special tokens."""
+    same. Others have both files too, and take digits apart or know more special tokens.
+    """
     try:
         found = json.loads(path.read_bytes())
         before = found["pre_tokenizer"]

@@ -133,7 +133,8 @@ def _weights(
 
 class _WeightState(Mapping[str, "torch.Tensor"]):
     """Tensors by their names in the file, or in the files of an index, each read when it is asked
-    for. `leave_out`: what the library does not read either, where config.json ties it."""
+    for. `leave_out`: what the library does not read either, where config.json ties it.
+    """
 
     def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:
         from safetensors import SafetensorError, safe_open
@@ -216,8 +217,10 @@ def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
 def _bring_tokenizer(
     source: Path, output: Path, *, vocab_size: int
 ) -> tuple[DataConfig, Vocabulary]:
-    """Copy the tokenizer's files and say how they are named; a vocabulary of another size than the
-    table's is the model's own affair and is told."""
+    """Copy the tokenizer's files and say how they are named.
+
+    A vocabulary of another size than the table's is the model's own affair and is told.
+    """
     from megatron.data.tokenizer import build_tokenizer
 
     without = DataConfig(vocab_size=vocab_size), Vocabulary(size=vocab_size)

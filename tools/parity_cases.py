@@ -54,8 +54,10 @@ class ParityGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
-    """A gradient path with its flags, the steps to take and how far weights may differ. The first
-    gradient is dense in each of them, or of the same entries."""
+    """A gradient path with its flags, the steps to take and how far weights may differ.
+
+    The first gradient is dense in each of them, or of the same entries.
+    """
 
     name: str
     path: str

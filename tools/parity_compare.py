@@ -75,7 +75,8 @@ def relative(one: np.ndarray, other: np.ndarray) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
     """Whole tensors of a grid by kind and name, its losses, and tensors of which two ranks have
-    different copies, or nobody some part."""
+    different copies, or nobody some part.
+    """
 
     losses: list[float]
     whole: dict[str, np.ndarray]

@@ -64,7 +64,8 @@ def run_case(
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train: "losses", and for each tensor what this rank holds of its first mean gradient
-    ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs."""
+    ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs.
+    """
     config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     trainer = build_trainer(
         GPT_TASK, GRADIENT_PATHS, config, runtime, groups, own, NullMetrics(), None

@@ -136,8 +136,10 @@ def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _usable(config: Path, output: Path, overwrite: bool) -> str:
-    """A configuration to train with the masks by: the run's, or if that says what may not be there,
-    a copy that does not."""
+    """A configuration to train with the masks by.
+
+    The run's, or if that says what may not be there, a copy that does not.
+    """
     lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = list(_without_the_path(lines))
     if kept == lines:
@@ -156,7 +158,8 @@ def _usable(config: Path, output: Path, overwrite: bool) -> str:
 
 def _without_the_path(lines: Sequence[str]) -> Iterator[str]:
     """Without the gradient path's sections and what the run began from, of a file as runs write
-    them: a line for each section and each of its settings."""
+    them: a line for each section and each of its settings.
+    """
     section = ""
     for line in lines:
         key, _, value = line.partition(":")

@@ -72,8 +72,10 @@ def _tell_unreadable(run: RunData) -> None:
 
 
 def _write(runs: Sequence[RunData], output: str | None) -> None:
-    """The reports and, of several runs, the comparison; with `output`, which holds one of them, the
-    comparison alone."""
+    """The reports and, of several runs, the comparison.
+
+    With `output`, which holds one of them, the comparison alone.
+    """
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
     if output is None or len(runs) == 1:

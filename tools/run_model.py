@@ -47,7 +47,8 @@ class SavedModel:
     def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
         """The one that `options` name (`add_tokenizer_flags`), else the run, else the one that made
         its data. Raises `DataError` where nobody says, and for another tokenizer than the
-        checkpoint remembers of its data."""
+        checkpoint remembers of its data.
+        """
         tokenizer = _tokenizer(self.data, options)
         self._check_tokenizer(tokenizer)
         return tokenizer
@@ -62,14 +63,17 @@ class SavedModel:
             )
 
     def load(self) -> GPT:
-        """The whole model in evaluation mode, on the GPU if there is one. Raises
-        `CheckpointError` where weights do not have the shapes that the configuration gives."""
+        """The whole model in evaluation mode, on the GPU if there is one.
+
+        Raises `CheckpointError` where weights do not have the shapes that the configuration gives.
+        """
         return _load(self)
 
 
 def find_model(place: Path, *, step: int | None = None) -> SavedModel:
-    """The model in a run folder, its `checkpoints`, or one step folder: that of `step`, by default
-    the newest that verifies.
+    """The model in a run folder, its `checkpoints`, or one step folder.
+
+    That of `step`, by default the newest that verifies.
 
     Raises `ConfigError` where nothing there says what the model is, `CheckpointError` for a missing
     or damaged checkpoint.
@@ -147,7 +151,9 @@ def _run_folder(place: Path) -> Path | None:
 
 def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
     """A section from what a checkpoint remembers of its run; None where that is not all of it.
-    Raises `CheckpointError` for a value that the configuration would refuse."""
+
+    Raises `CheckpointError` for a value that the configuration would refuse.
+    """
     known: dict[str, Any] = {}
     specs = specs_of(kind, name)
     for key in specs.keys() & {text.removeprefix(f"{name}.") for text in identity}:

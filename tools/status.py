@@ -53,8 +53,11 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(kw_only=True)
 class Standing:
-    """What is known of a run. `state`: running, done, left, failed; lost (it says that it runs, but
-    nobody does); unknown (no status.json that can be read). Ages are in seconds."""
+    """What is known of a run.
+
+    `state`: running, done, left, failed; lost (it says that it runs, but nobody does); unknown (no
+    status.json that can be read). Ages are in seconds.
+    """
 
     run: str
     state: str

@@ -47,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(folder: Path, *, tables: bool) -> list[str]:
-    """Print what each step is and return what is wrong. Raises `CheckpointError` for a folder
-    without checkpoints."""
+    """Print what each step is and return what is wrong.
+
+    Raises `CheckpointError` for a folder without checkpoints.
+    """
     if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         report(folder, verify_folder(folder), tables=tables)
         return []

@@ -128,8 +128,10 @@ class _Written:
 
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Saves and restores everything a run consists of; a `Saver`. Every rank calls all of it
-    together. `data_files`: facts of the data sets, looked at by rank 0 alone.
+    """Saves and restores everything a run consists of; a `Saver`.
+
+    Every rank calls all of it together. `data_files`: facts of the data sets, looked at by rank 0
+    alone.
 
     With `--async-save` a save copies this rank's shards and returns; a thread of its own writes
     them, and gathers over `channel`, a group that nobody else uses. Whether all ranks have
@@ -194,8 +196,10 @@ class Checkpointer:
         self.metrics.log(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell of a pending save that has ended on every rank, or `wait` for that; raises as
-        `save` does."""
+        """Tell of a pending save that has ended on every rank, or `wait` for that.
+
+        Raises as `save` does.
+        """
         if self._background.pending and (wait or self._ended_everywhere()):
             self._conclude(self._background.take)
 
@@ -300,7 +304,8 @@ class Checkpointer:
 
     def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
         """Raise `CheckpointError` where the gradient path would do nothing in what is left of the
-        run. A run that goes on, and may have lost its chance to skipped steps, is told."""
+        run. A run that goes on, and may have lost its chance to skipped steps, is told.
+        """
         applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
         if self.config.training.skip_train or left <= 0:
             return

@@ -85,7 +85,8 @@ def check_identity(
     was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, model_only: bool
 ) -> None:
     """Raise `CheckpointError` naming the settings that differ, those of the model alone where
-    training starts anew on its weights."""
+    training starts anew on its weights.
+    """
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
     differing = _differences(was, now, checked)
@@ -110,9 +111,11 @@ def check_path(
     reset: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `CheckpointError` where the gradient path differs: a run (`own`) keeps the one it began
-    with, another may start from a dense one's checkpoint; with `reset` any may start from any,
-    without what the old one had not sent yet."""
+    """Raise `CheckpointError` where the gradient path differs.
+
+    A run (`own`) keeps the one it began with, another may start from a dense one's checkpoint; with
+    `reset` any may start from any, without what the old one had not sent yet.
+    """
     differing = path_differences(was, now)
     path, new = was.get(_PATH), now.get(_PATH)
     if not differing:

@@ -38,8 +38,11 @@ _STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
 
 @dataclass(frozen=True, order=True)
 class CommittedStep:
-    """A folder that was committed as `step`. Of several for one step the one under the plain name
-    comes first, then the last one that was replaced."""
+    """A folder that was committed as `step`.
+
+    Of several for one step the one under the plain name comes first, then the last one that was
+    replaced.
+    """
 
     step: int
     plain: bool
@@ -49,8 +52,10 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class StepListing:
-    """What a folder of step folders holds: committed ones, newest first; those set aside as
-    damaged; drafts of saves that never ended."""
+    """What a folder of step folders holds: committed ones, newest first.
+
+    Those set aside as damaged; drafts of saves that never ended.
+    """
 
     committed: list[CommittedStep]
     damaged: list[Path]
@@ -59,7 +64,9 @@ class StepListing:
 
 def checkpoints_folder(path: Path) -> Path:
     """The folder of step folders: `path`, or `path/checkpoints` where that is a run folder.
-    Raises `CheckpointError` where the folder may not be read."""
+
+    Raises `CheckpointError` where the folder may not be read.
+    """
     inner = path / CHECKPOINTS
     with failing_as(path, "read"):
         return inner if inner.is_dir() else path
@@ -301,8 +308,11 @@ def save_directory(config: Config, run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The step folder a run starts from. `own`: this very run saved it, and goes on; else it is
-    another's, of which `--finetune` and `--no-load-optim` may leave out parts."""
+    """The step folder a run starts from.
+
+    `own`: this very run saved it, and goes on; else it is another's, of which `--finetune` and
+    `--no-load-optim` may leave out parts.
+    """
 
     path: Path
     own: bool
@@ -311,9 +321,10 @@ class CheckpointSource:
 def locate_checkpoint(
     config: Config, run_dir: Path, *, log: Callable[[str], None], look: bool = False
 ) -> CheckpointSource | None:
-    """Where to start from: the newest good checkpoint of this run, else of `--load`; None for
-    step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is hashed,
-    which is enough to find a mistake before a run starts.
+    """Where to start from: the newest good checkpoint of this run, else of `--load`.
+
+    None for step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is
+    hashed, which is enough to find a mistake before a run starts.
 
     Raises `CheckpointError` where committed folders are there and none verifies, where `--load`
     names another place and nothing was ever committed there, and for `--ckpt-step` of this run's

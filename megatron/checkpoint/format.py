@@ -300,7 +300,8 @@ def _check_mask(record: TensorRecord, tensors: Mapping[str, TensorRecord], where
 
 def _check_cover(record: TensorRecord, where: str) -> None:
     """Boxes that are cells of one grid, are all different, and are as many as the grid has cells
-    cover the tensor exactly once: linear in the number of slices."""
+    cover the tensor exactly once: linear in the number of slices.
+    """
     boxes: dict[Box, list[SliceRecord]] = {}
     for number, part in enumerate(record.slices):
         at = f"{where}.slices[{number}]"
@@ -403,8 +404,10 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Bytes of `manifest.json`, whose state has passed `check_json`. Raises `CheckpointError` where
-    a reader would refuse them."""
+    """Bytes of `manifest.json`, whose state has passed `check_json`.
+
+    Raises `CheckpointError` where a reader would refuse them.
+    """
     blocks = {
         "format": _line(FORMAT),
         "version": _line(VERSION),

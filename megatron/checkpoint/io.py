@@ -95,8 +95,10 @@ FILES = Files()
 
 @contextlib.contextmanager
 def failing_as(path: Path, doing: str, *, need: int | None = None) -> Iterator[None]:
-    """Turn `OSError` into a one-line `CheckpointError` naming the path; without space left it also
-    tells the bytes that were needed and those there are."""
+    """Turn `OSError` into a one-line `CheckpointError` naming the path.
+
+    Without space left it also tells the bytes that were needed and those there are.
+    """
     try:
         yield
     except OSError as error:
@@ -187,8 +189,10 @@ def replace_text(files: Files, path: Path, content: str, nonce: str) -> None:
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size in bytes of a regular file, open for reading. Raises `CheckpointError`,
-    for links, folders, pipes and devices too."""
+    """Descriptor and size in bytes of a regular file, open for reading.
+
+    Raises `CheckpointError`, for links, folders, pipes and devices too.
+    """
     with failing_as(path, "read"):
         try:
             # Without O_NONBLOCK a pipe under that name would be waited for.
@@ -223,8 +227,11 @@ HEADER_LIMIT = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class TensorToWrite:
-    """A tensor to be written. `data()` gives its bytes, little-endian and in row-major order, when
-    their turn has come, so that one tensor at a time is copied."""
+    """A tensor to be written.
+
+    `data()` gives its bytes, little-endian and in row-major order, when their turn has come, so
+    that one tensor at a time is copied.
+    """
 
     key: str
     dtype: str
@@ -253,8 +260,10 @@ def in_order(items: Sequence[TensorToWrite]) -> list[TensorToWrite]:
 
 
 def header(items: Sequence[TensorToWrite]) -> bytes:
-    """Length and header for items that lie in the order given; padded so that data begin at a
-    multiple of 8. Raises `ValueError` for a header beyond the limit."""
+    """Length and header for items that lie in the order given.
+
+    Padded so that data begin at a multiple of 8. Raises `ValueError` for a header beyond the limit.
+    """
     ends = list(itertools.accumulate(item.bytes for item in items))
     document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for item, begin, end in zip(items, [0, *ends], ends, strict=False):

@@ -34,8 +34,11 @@ _INTEGER = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 class FolderReader:
-    """Reads tensors of one step folder; a file is opened, and its header checked against the
-    manifest, when it is first needed. Hashes are `verify_folder`'s concern."""
+    """Reads tensors of one step folder.
+
+    A file is opened, and its header checked against the manifest, when it is first needed. Hashes
+    are `verify_folder`'s concern.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -58,7 +61,8 @@ class FolderReader:
 
     def fill(self, out: np.ndarray, name: str, box: Box) -> None:
         """Write a box of a tensor into `out`, which has the box's shape and an integer dtype of
-        the tensor's width (bool for BOOL). Entries that a mask left out become 0."""
+        the tensor's width (bool for BOOL). Entries that a mask left out become 0.
+        """
         record = self.record(name)
         for part in record.slices:
             if volume(box) == 0 or common(part.box, box) is None:

@@ -32,7 +32,8 @@ from megatron.parallel.groups import ProcessGroups
 @dataclass(frozen=True)
 class FileMask:
     """Only entries at which the boolean tensor `name` of the checkpoint equals `value` are in the
-    file: on this rank those that `kept` marks, bool [local_entries]."""
+    file: on this rank those that `kept` marks, bool [local_entries].
+    """
 
     name: str
     value: bool
@@ -41,8 +42,11 @@ class FileMask:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What this rank has of a parameter: the part that `info` tells, of which `layout` stores some
-    entries. `pruned`: some do not exist, here or on another rank that has a part."""
+    """What this rank has of a parameter.
+
+    The part that `info` tells, of which `layout` stores some entries. `pruned`: some do not exist,
+    here or on another rank that has a part.
+    """
 
     info: ParamInfo
     layout: BucketLayout
@@ -50,8 +54,10 @@ class LocalParameter:
 
     @property
     def exists(self) -> torch.Tensor:
-        """Which entries of the part are stored: bool [local_entries], on the CPU. Made anew each
-        time: to keep it would take a byte for each entry of a pruned model."""
+        """Which entries of the part are stored: bool [local_entries], on the CPU.
+
+        Made anew each time: to keep it would take a byte for each entry of a pruned model.
+        """
         entries, mask = self.info.local_entries, self.layout.mask(self.info.name)
         return torch.ones(entries, dtype=torch.bool) if mask is None else mask[:entries]
 
@@ -65,7 +71,8 @@ class LocalParameter:
 
     def stored(self, flat: torch.Tensor) -> torch.Tensor:
         """The stored entries of a state in a bucket, without vocabulary padding, which lies at the
-        end of a slice that is stored whole and is not in one that is not. A view."""
+        end of a slice that is stored whole and is not in one that is not. A view.
+        """
         return flat[: self.info.local_entries]
 
     def pick(self, part: torch.Tensor) -> torch.Tensor:
@@ -83,8 +90,11 @@ class LocalParameter:
     def shards(
         self, name: str, values: torch.Tensor, mask: FileMask | None = None
     ) -> Iterator[LocalShard]:
-        """What this rank writes of the tensor `name`: `values` (1-D) are those of the part's
-        entries that are in the file, which are all without a mask."""
+        """What this rank writes of the tensor `name`.
+
+        `values` (1-D) are those of the part's entries that are in the file, which are all without a
+        mask.
+        """
         boxes, shape = self.boxes, tuple(self.info.logical_shape)
         whole = values
         if len(boxes) > 1 and mask is not None:
@@ -182,9 +192,11 @@ class RunStateDict:
                     yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
 
     def _shared(self, pruned: set[str], moments: bool) -> Iterator[_RankPart]:
-        """State equal on all data-parallel ranks, as far as this rank's group writes it. Of a
-        parameter that is stored in part its mask is saved once, and of its weight and moments the
-        entries there are."""
+        """State equal on all data-parallel ranks, as far as this rank's group writes it.
+
+        Of a parameter that is stored in part its mask is saved once, and of its weight and moments
+        the entries there are.
+        """
         for kind, name, flat in self.optimizer.tensors():
             info = self.engine.infos[name]
             held = self._held(info, pruned)

@@ -49,8 +49,10 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank writes of a tensor: `tensor` holds the box `[start, stop)` of the logical
-    tensor `name` of `shape`, in row-major order (its own shape does not matter).
+    """What one rank writes of a tensor.
+
+    `tensor` holds the box `[start, stop)` of the logical tensor `name` of `shape`, in row-major
+    order (its own shape does not matter).
 
     `flat`: only entries `[a, b)` of the flattened box. `mask`: only entries at which the saved
     boolean tensor of that name equals `mask_value`. `per_rank`: each data-parallel rank has its
@@ -173,7 +175,9 @@ def owned(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Lo
 
 def part_of(shards: Iterable[LocalShard], file: str) -> RankWrites:
     """What a rank brings to a save: items for its `file`, and the records of their tensors.
-    Raises `CheckpointError` naming the tensor."""
+
+    Raises `CheckpointError` naming the tensor.
+    """
     records: dict[str, TensorRecord] = {}
     items: list[TensorToWrite] = []
     for shard in shards:
@@ -270,8 +274,9 @@ def save_checkpoint(
     log: Callable[[str], None] = lambda text: None,
     files: Files = FILES,
 ) -> Path:
-    """Write `directory/step_%08d`, whole or not at all; every rank calls, and all return its path
-    or all raise the same `CheckpointError`.
+    """Write `directory/step_%08d`, whole or not at all.
+
+    Every rank calls, and all return its path or all raise the same `CheckpointError`.
 
     `tensors`: the shards that this rank writes (together each entry exactly once), or a mapping of
     whole tensors that every rank holds alike, which is then spread over the ranks by `owner`.
@@ -313,9 +318,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, *, verify: bool | Collection[str] = True) -> Checkpoint:
-        """Open a step folder. `verify`: True checks everything in it; names of files hash those
-        only (ranks can share the work); False reads the manifest, and each file's header when it
-        is first needed. Raises `CheckpointError` naming file and key."""
+        """Open a step folder.
+
+        `verify`: True checks everything in it; names of files hash those only (ranks can share the
+        work); False reads the manifest, and each file's header when it is first needed. Raises
+        `CheckpointError` naming file and key.
+        """
         folder = Path(path)
         if verify is False:
             return cls(folder, read_manifest(folder))

@@ -101,8 +101,10 @@ def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord
 def read_header(
     folder: Path, name: str, manifest: Manifest, *, files: Files = FILES
 ) -> dict[str, StoredTensor]:
-    """What a file of the folder says it holds, once its size is right. Raises
-    `CheckpointError`."""
+    """What a file of the folder says it holds, once its size is right.
+
+    Raises `CheckpointError`.
+    """
     path = folder / name
     with opened(files, path) as (descriptor, size):
         if size != manifest.files[name].bytes:

@@ -91,9 +91,11 @@ class RankWrites:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save of one rank. `directory` holds the step folders, lies on a disk that all ranks see
-    and takes one save at a time. `manifest` lacks files and tensors only; that of rank 0
-    counts."""
+    """One save of one rank.
+
+    `directory` holds the step folders, lies on a disk that all ranks see and takes one save at a
+    time. `manifest` lacks files and tensors only; that of rank 0 counts.
+    """
 
     directory: Path
     manifest: Manifest
@@ -134,9 +136,11 @@ class Save:
             raise CheckpointError(one_line(error)) from error
 
     def _agree(self, act: Callable[[], Any]) -> list[Any]:
-        """Do this rank's share of a phase; return what all ranks did, or raise the same error on
-        all. Anything that goes wrong is told, bugs too: a rank that left here would be waited
-        for."""
+        """Do this rank's share of a phase.
+
+        Return what all ranks did, or raise the same error on all. Anything that goes wrong is told,
+        bugs too: a rank that left here would be waited for.
+        """
         cause: Exception | None = None
         try:
             answer = json.dumps({"value": act()})
@@ -271,8 +275,11 @@ def set_aside(files: Files, folder: Path, kind: str) -> Path:
 
 
 def merge(plans: Sequence[Mapping[str, Any]]) -> dict[str, TensorRecord]:
-    """Tensors of a step from the plans of all ranks. Raises `CheckpointError` where ranks disagree,
-    or where an entry of a tensor is brought by two ranks or by none."""
+    """Tensors of a step from the plans of all ranks.
+
+    Raises `CheckpointError` where ranks disagree, or where an entry of a tensor is brought by two
+    ranks or by none.
+    """
     tensors: dict[str, TensorRecord] = {}
     first: dict[str, int] = {}
     for rank, plan in enumerate(plans):

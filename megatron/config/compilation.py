@@ -24,8 +24,9 @@ class Compilation(NamedTuple):
 def choose_compilation(
     config: Config, device: str, *, triton: bool | None = None, compiler: bool | None = None
 ) -> Compilation:
-    """Choose whether to compile the layers of a run: as `--compile` says, else where compiled
-    kernels break no promise of the run.
+    """Choose whether to compile the layers of a run.
+
+    As `--compile` says, else where compiled kernels break no promise of the run.
 
     Recomputation, pipelines and gradient paths work with compiled layers as with others, since
     seeding, collectives and hooks stay outside of what is compiled.

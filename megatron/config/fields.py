@@ -74,8 +74,11 @@ def option(
     within: ValueRange | None = None,
     saved: bool = True,
 ) -> Any:
-    """A field of a section. `help`: one sentence with the unit and what turns it off. `within`:
-    legal numbers (of each element, for a tuple). `saved`: whether `to_yaml` writes it."""
+    """A field of a section.
+
+    `help`: one sentence with the unit and what turns it off. `within`: legal numbers (of each
+    element, for a tuple). `saved`: whether `to_yaml` writes it.
+    """
     facts = {"help": help, "within": within, "saved": saved}
     return dataclasses.field(default=default, metadata={_METADATA: facts})
 
@@ -88,8 +91,11 @@ def section(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """All that is known of one field. `kind`: int, float, bool or str, of each element where
-    `many`; `count`: number of elements, None for one or more."""
+    """All that is known of one field.
+
+    `kind`: int, float, bool or str, of each element where `many`; `count`: number of elements, None
+    for one or more.
+    """
 
     name: str
     section: str
@@ -121,8 +127,11 @@ def flag_name(name: str) -> str:
 
 @cache
 def specs_of(cls: type, section_name: str) -> dict[str, FieldSpec]:
-    """The specs of a dataclass by field name, in order. Fields made without `option` are legal and
-    have no help; types are int, float, bool, str, Literal or tuples of these, or None."""
+    """The specs of a dataclass by field name, in order.
+
+    Fields made without `option` are legal and have no help; types are int, float, bool, str,
+    Literal or tuples of these, or None.
+    """
     hints = type_hints(cls)
     return {f.name: _spec(f, hints[f.name], section_name) for f in dataclasses.fields(cls)}
 
@@ -249,7 +258,7 @@ def convert(spec: FieldSpec, given: GivenValue) -> Any:
 
 
 def _stands_for_none(given: GivenValue) -> bool:
-    """null in the file, "none" on the command line."""
+    """Null in the file, "none" on the command line."""
     if given.from_file:
         return isinstance(given.value, Scalar) and given.value.is_null
     return given.value in (Scalar("none"), (Scalar("none"),))

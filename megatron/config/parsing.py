@@ -69,13 +69,15 @@ class PathOptions(Protocol):
     @property
     def sections(self) -> Mapping[str, type]:
         """Sections of the configuration file by name, each a frozen dataclass of options with one
-        flag for each field. Paths may share a section."""
+        flag for each field. Paths may share a section.
+        """
         ...
 
     @property
     def refused_pairs(self) -> Sequence[RefusedPair]:
         """Settings that exclude each other on this path, in addition to those that exclude each
-        other everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
+        other everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`.
+        """
         ...
 
     @property
@@ -244,9 +246,12 @@ _PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """What the flags said. Fields appear in `givens` by name, the last use of a flag winning.
-    `complaints`: one text for each flag that is unknown or refused, so that one error can list them
-    all. `path_pairs`: what gradient paths refuse, by the path's name, for `--help-compat`."""
+    """What the flags said.
+
+    Fields appear in `givens` by name, the last use of a flag winning. `complaints`: one text for
+    each flag that is unknown or refused, so that one error can list them all. `path_pairs`: what
+    gradient paths refuse, by the path's name, for `--help-compat`.
+    """
 
     config: str | None = None
     givens: dict[str, GivenValue] = field(default_factory=dict[str, GivenValue])
@@ -262,9 +267,11 @@ def read_flags(
     specs: Mapping[str, Sequence[FieldSpec]],
     path_pairs: Mapping[str, Sequence[RefusedPair]],
 ) -> CommandLine:
-    """Flags of the fields in `specs` (by section). Every other flag is a complaint. Raises
-    `ConfigError` for a flag with too few or too many values, SystemExit after `--help` and
-    `--help-compat`, which prints `path_pairs` as well."""
+    """Flags of the fields in `specs` (by section).
+
+    Every other flag is a complaint. Raises `ConfigError` for a flag with too few or too many
+    values, SystemExit after `--help` and `--help-compat`, which prints `path_pairs` as well.
+    """
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
     line = CommandLine(path_pairs=path_pairs)
     texts = _attach_numbers(argv, specs)
@@ -276,8 +283,10 @@ def read_flags(
 
 
 def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[FieldSpec]]) -> list[str]:
-    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it. In
-    front of a list it would then be the only value, so a number that argparse knows stays."""
+    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it.
+
+    In front of a list it would then be the only value, so a number that argparse knows stays.
+    """
     lists = {spec.flag for group in specs.values() for spec in group if spec.many}
     joined: list[str] = []
     for text in argv:
@@ -462,7 +471,8 @@ def _complaints_of_unknown(
 ) -> list[str]:
     """A complaint for each of the `unknown`, which argparse could not place among the `texts` of
     the command line. Texts directly after an unknown flag are that flag's values, and the complaint
-    about the flag covers them. The name of a YAML file is never taken for such a value."""
+    about the flag covers them. The name of a YAML file is never taken for such a value.
+    """
     complaints: list[str] = []
     left = list(unknown)
     after_flag = False
@@ -494,9 +504,12 @@ def _stray(text: str) -> str:
 
 
 def _flag_hint(flag: str, known: Sequence[str]) -> str:
-    """What an unknown flag may have meant: the name that another program's flag has here, else the
-    closest flag, if one is close. Dashes and underscores count as equal. Names are compared without
-    the dashes in front, which make any two short flags look alike."""
+    """What an unknown flag may have meant.
+
+    The name that another program's flag has here, else the closest flag, if one is close. Dashes
+    and underscores count as equal. Names are compared without the dashes in front, which make any
+    two short flags look alike.
+    """
     name = flag.lstrip("-").replace("-", "_").lower()
     if name in ELSEWHERE:
         return f"; here it is {ELSEWHERE[name]}"
@@ -549,8 +562,10 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
 
 
 def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence[FieldSpec]]:
-    """Return every setting by section, in the order of `--help`: the fixed sections, then those
-    that the gradient paths bring."""
+    """Return every setting by section, in the order of `--help`.
+
+    The fixed sections, then those that the gradient paths bring.
+    """
     return _Fields(paths).by_section
 
 
@@ -678,7 +693,8 @@ def _convert_all(
     fields: _Fields,
 ) -> tuple[dict[str, Any], list[str]]:
     """The typed values, and a complaint for each field that the gradient path does not take or
-    whose value cannot be read."""
+    whose value cannot be read.
+    """
     values: dict[str, Any] = {}
     complaints: list[str] = []
     for name, given in givens.items():
@@ -784,8 +800,11 @@ _LONGEST_VALUE = 60
 
 
 def to_yaml(config: Config) -> str:
-    """Every saved setting, by section. Left out are where it runs and writes (`RunConfig`,
-    `CheckpointConfig.save`), which are no part of what is computed."""
+    """Every saved setting, by section.
+
+    Left out are where it runs and writes (`RunConfig`, `CheckpointConfig.save`), which are no part
+    of what is computed.
+    """
     return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
 
 

@@ -575,8 +575,10 @@ class ParallelConfig:
         )
 
     def longest_run(self, num_layers: int) -> int:
-        """Layers that a stage runs one after the other: those of the fullest stage, or of an
-        interleaved one's chunk."""
+        """Layers that a stage runs one after the other.
+
+        Those of the fullest stage, or of an interleaved one's chunk.
+        """
         return max(len(run) for runs in self.layer_split(num_layers) for run in runs)
 
 

@@ -32,8 +32,10 @@ from megatron.low_memory.checkpoint_interval import checkpoint_interval, describ
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedPair:
-    """`name` says which settings, in the user's words; `holds` whether a configuration has both;
-    `reason` why not; `instead` the way out."""
+    """`name` says which settings, in the user's words; `holds` whether a configuration has both.
+
+    `reason` why not; `instead` the way out.
+    """
 
     name: str
     holds: Callable[[Config], object]
@@ -388,7 +390,8 @@ def vocabulary_covers_ranks(c: Config) -> str | None:
 
 def check_vocabulary(c: Config, size: int) -> None:
     """Raise `ConfigError` unless every tensor-parallel rank holds a token of a vocabulary of `size`
-    tokens."""
+    tokens.
+    """
     if complaint := _too_few_tokens(c, size):
         raise ConfigError(complaint)
 
@@ -786,8 +789,10 @@ def cuda_notices(config: Config) -> list[str]:
 
 
 def describe_recomputation(config: Config) -> str:
-    """Describe the recomputation interval of the fullest stage; empty where layers are not
-    recomputed in groups of one length."""
+    """Describe the recomputation interval of the fullest stage.
+
+    Empty where layers are not recomputed in groups of one length.
+    """
     if config.recompute.recompute_method != "uniform":
         return ""
     layers, interval = config.model.num_layers, config.recompute.recompute_num_layers or 1

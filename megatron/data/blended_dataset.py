@@ -194,8 +194,10 @@ def split_sources(options: DataOptions) -> list[Source | None]:
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Start and end of train, valid and test as fractions; None where the share is 0. Raises as
-    `split_shares` does."""
+    """Start and end of train, valid and test as fractions; None where the share is 0.
+
+    Raises as `split_shares` does.
+    """
     ranges: list[tuple[float, float] | None] = []
     start = 0.0
     for share in normalized(split_shares(text)):
@@ -224,6 +226,7 @@ def filled_split(text: str, num_documents: int) -> str:
 
 def parse_blend(items: Sequence[str], *, name: str) -> Blend:
     """Read "PREFIX", "PREFIX PREFIX ..." or "WEIGHT PREFIX WEIGHT PREFIX ..."; `name` is the flag.
+
     A `.bin` or `.idx` at a prefix's end is left out.
 
     DataError for weights without a prefix, negative, not finite, or all zero. A prefix of weight 0

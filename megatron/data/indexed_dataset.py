@@ -97,7 +97,8 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
 
 def check_header(prefix: str | os.PathLike[str]) -> None:
     """Raise `DataError` unless both files of a pair can be read and the header of `.idx` fits its
-    size. The tables are left alone, so this takes milliseconds for a pair of any size."""
+    size. The tables are left alone, so this takes milliseconds for a pair of any size.
+    """
     _, idx_size = pair_sizes(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):
         if not os.access(path, os.R_OK):
@@ -530,8 +531,10 @@ HASHED_BYTES = 32 * 2**20
 
 
 def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Facts by file name: `bytes`, `modified` (ns since 1970), for an index `sha256` too. Raises
-    `DataError` for a file that cannot be read."""
+    """Facts by file name: `bytes`, `modified` (ns since 1970), for an index `sha256` too.
+
+    Raises `DataError` for a file that cannot be read.
+    """
     facts: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
@@ -546,8 +549,10 @@ def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs, as one short text for each file; a file that is not in `was` is new and none
-    of this function's business."""
+    """What differs, as one short text for each file.
+
+    A file that is not in `was` is new and none of this function's business.
+    """
     found = []
     for path in sorted(was.keys() & now.keys()):
         old, new = was[path], now[path]

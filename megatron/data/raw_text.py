@@ -200,8 +200,11 @@ def _inner_suffix(path: Path) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every file below a folder; `DataError` for a folder that cannot be listed, as its files
-    would be missing from the data in silence."""
+    """Every file below a folder.
+
+    `DataError` for a folder that cannot be listed, as its files would be missing from the data in
+    silence.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be listed: {error.strerror}") from error

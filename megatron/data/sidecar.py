@@ -1,5 +1,8 @@
-"""`PREFIX.json` beside a pair: which tokenizer made it, so that another one is refused, and the
-size and hash of both files, so that damage is found."""
+"""`PREFIX.json` beside a pair.
+
+Which tokenizer made it, so that another one is refused, and the size and hash of both files, so
+that damage is found.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,10 @@ def write_sidecar(
     tokenizer: Mapping[str, object],
     files: Mapping[str, DataFileRecord] | None = None,
 ) -> None:
-    """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files;
-    appears whole or not at all."""
+    """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files.
+
+    Appears whole or not at all.
+    """
     content: dict[str, object] = {"format": FORMAT, "tokenizer": dict(tokenizer)}
     if files is not None:
         content["files"] = {suffix: asdict(record) for suffix, record in files.items()}
@@ -53,8 +58,10 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
 
 
 def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecord] | None:
-    """Size and hash of `.bin` and `.idx`, by suffix, as they were written; None where nothing
-    recorded them: there is no sidecar, or an older version wrote it."""
+    """Size and hash of `.bin` and `.idx`, by suffix, as they were written.
+
+    None where nothing recorded them: there is no sidecar, or an older version wrote it.
+    """
     path = sidecar_path(prefix)
     content = _read(path)
     if content is None or "files" not in content:

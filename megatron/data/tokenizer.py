@@ -389,8 +389,11 @@ def _refusing(place: str | Path, what: str) -> Iterator[None]:
 
 
 def _refuse(what: str, error: BaseException) -> None:
-    """Raise a `DataError` for an error of the `tokenizers` package: a bare Exception, or a Rust
-    panic, which is a BaseException of a class that no module exports. Leave any other alone."""
+    """Raise a `DataError` for an error of the `tokenizers` package.
+
+    A bare Exception, or a Rust panic, which is a BaseException of a class that no module exports.
+    Leave any other alone.
+    """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         raise DataError(f"{what}: {one_line(error)}") from error
 

@@ -37,8 +37,11 @@ class VocabularyOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """`size`: ids are 0 to size - 1, before padding. `eod`: id that ends a document, if known.
-    `fingerprint`: of the tokenizer, if known; data made by another one is refused."""
+    """`size`: ids are 0 to size - 1, before padding.
+
+    `eod`: id that ends a document, if known. `fingerprint`: of the tokenizer, if known; data made
+    by another one is refused.
+    """
 
     size: int
     eod: int | None = None
@@ -91,8 +94,10 @@ def data_prefixes(options: DataOptions) -> list[str]:
 
 
 def _refuse_files_without_type(options: VocabularyOptions) -> None:
-    """Megatron takes GPT2BPETokenizer where no type is given; here the data names its tokenizer,
-    and another one in these files would be ignored in silence."""
+    """Megatron takes GPT2BPETokenizer where no type is given.
+
+    Here the data names its tokenizer, and another one in these files would be ignored in silence.
+    """
     files = {
         "--vocab-file": ("GPT2BPETokenizer", options.vocab_file),
         "--merge-file": ("GPT2BPETokenizer", options.merge_file),

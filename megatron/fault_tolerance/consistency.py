@@ -40,8 +40,10 @@ def compare_data(readers: Mapping[str, BatchReader | None], world: Group) -> Non
 def compare(
     world: Group, facts: Mapping[str, Any], kind: type[SparsetronError], way_out: str
 ) -> None:
-    """Raise `kind` on every rank unless all have the same facts; the odd rank is the one that
-    differs from most."""
+    """Raise `kind` on every rank unless all have the same facts.
+
+    The odd rank is the one that differs from most.
+    """
     mine = json.dumps(facts, sort_keys=True, default=str)
     digests = world.all_gather_str(hashlib.sha256(mine.encode()).hexdigest())
     if len(set(digests)) == 1:

@@ -51,8 +51,9 @@ class Desync:
 
 
 def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None:
-    """Where ranks' calls first differ, None where they do not as far as they are recorded: over
-    any connections, the earliest such place.
+    """Where ranks' calls first differ, None where they do not as far as they are recorded.
+
+    Over any connections, the earliest such place.
 
     The odd rank is the one that differs from most. Of two, it is the one that does what was not
     done after the same calls of an earlier step; where there is no such step, the later rank.
@@ -83,8 +84,11 @@ def find_parting_of(folder: Path, seen: Sequence[RankStatus]) -> Desync | None:
 
 
 def _find_by_digests(folder: Path, tails: Mapping[int, LastCall]) -> Desync | None:
-    """Ranks are compared in a row, from the least far to the farthest. Two of them that differ have
-    a pair of neighbours between them that differs no later: a digest stands for all before it."""
+    """Ranks are compared in a row, from the least far to the farthest.
+
+    Two of them that differ have a pair of neighbours between them that differs no later: a digest
+    stands for all before it.
+    """
     row = sorted(tails, key=lambda rank: tails[rank].number)
     by_number: dict[int, dict[int, CollectiveCall]] = {}
     for one, other in pairwise(row):
@@ -143,8 +147,10 @@ def _kind(call: CollectiveCall) -> tuple[int, str]:
 
 
 def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int, int, str]:
-    """What a call is to those before it: its place in the step of the last, how many steps it is
-    later, and what it does."""
+    """What a call is to those before it.
+
+    Its place in the step of the last, how many steps it is later, and what it does.
+    """
     if not agreed:
         return 0, 0, call.what
     last = agreed[-1].step

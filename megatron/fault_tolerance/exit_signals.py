@@ -49,8 +49,10 @@ _SIGNALS = {
 
 
 class ExitSignals:
-    """Requests to save or leave that reached this rank. `folder`: the run folder, on
-    the rank that looks for files; None on others."""
+    """Requests to save or leave that reached this rank.
+
+    `folder`: the run folder, on the rank that looks for files; None on others.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._save = folder / "SAVE" if folder else None
@@ -59,8 +61,10 @@ class ExitSignals:
         self._sigterm_at = -SIGTERM_SECONDS
 
     def install(self, *numbers: signal.Signals) -> None:
-        """Take over these signals, or all, for good: a rank that is failing has to tell why. Main
-        thread only."""
+        """Take over these signals, or all, for good: a rank that is failing has to tell why.
+
+        Main thread only.
+        """
         for number in numbers or _SIGNALS:
             signal.signal(number, self._note)
 
@@ -83,7 +87,8 @@ class ExitSignals:
 
     def wait_out_sigterm(self) -> None:
         """Return no earlier than a second after a SIGTERM, by when a peer's failure that caused it
-        has shown."""
+        has shown.
+        """
         time.sleep(max(0.0, self._sigterm_at + SIGTERM_SECONDS - time.monotonic()))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

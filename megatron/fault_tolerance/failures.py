@@ -1,5 +1,7 @@
-"""What happens when a rank fails: one cause for all of them in status.json and on stderr, and an
-exit code."""
+"""What happens when a rank fails.
+
+One cause for all of them in status.json and on stderr, and an exit code.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ class Failures:
         )
 
     def report(self, error: BaseException) -> int:
-        """Tell what ended this rank, unless a peer told it already; the exit code. A second call
-        only repeats that."""
+        """Tell what ended this rank, unless a peer told it already; the exit code.
+
+        A second call only repeats that.
+        """
         if self._code is None:
             self._code = self._report(error)
         return self._code

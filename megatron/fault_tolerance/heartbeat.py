@@ -57,8 +57,10 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """The last call of a rank over the connections `group`, which ring `ring` is about: its number,
-    and the digest of all calls up to it."""
+    """The last call of a rank over the connections `group`, which ring `ring` is about.
+
+    Its number, and the digest of all calls up to it.
+    """
 
     group: str
     ring: int
@@ -68,9 +70,11 @@ class LastCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank last wrote. Times are in seconds since the epoch, by that rank's clock; `beats`
-    counts its phase changes; `alive` is when its watchdog last ran; `tails` has one entry for each
-    of its groups."""
+    """What a rank last wrote.
+
+    Times are in seconds since the epoch, by that rank's clock; `beats` counts its phase changes;
+    `alive` is when its watchdog last ran; `tails` has one entry for each of its groups.
+    """
 
     rank: int
     pid: int
@@ -93,8 +97,11 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective that a rank issued: its number among those over the same connections, whose
-    name is `group`, where the rank was, and what it is. `digest` stands for it and all before."""
+    """One collective that a rank issued.
+
+    Its number among those over the same connections, whose name is `group`, where the rank was, and
+    what it is. `digest` stands for it and all before.
+    """
 
     number: int
     step: int
@@ -214,8 +221,10 @@ def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[RankS
 
 
 def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list[CollectiveCall]]:
-    """The latest collectives of these ranks in this attempt, in order, group after group; ranks
-    without a readable record are left out. Reads everything that the ranks wrote."""
+    """The latest collectives of these ranks in this attempt, in order, group after group.
+
+    Ranks without a readable record are left out. Reads everything that the ranks wrote.
+    """
     return {
         seen.rank: [call for tail in seen.tails for call in calls_of(folder, seen.rank, tail)]
         for seen in sightings(folder, attempt=attempt, ranks=ranks)
@@ -232,8 +241,10 @@ def calls_of(folder: Path, rank: int, tail: LastCall) -> list[CollectiveCall]:
 
 
 def call_of(folder: Path, rank: int, tail: LastCall, number: int) -> CollectiveCall | None:
-    """Collective `number` of a rank over the connections of `tail`; None where it is not among the
-    latest."""
+    """Collective `number` of a rank over the connections of `tail`.
+
+    None where it is not among the latest.
+    """
     with suppress(OSError, struct.error, UnicodeError, IndexError):
         place = _CALLS_AT + tail.ring * _RING + number % _CALLS * _CALL.size
         fields = _CALL.unpack(_read(folder, rank, place, _CALL.size))
@@ -281,8 +292,10 @@ def is_gone(seen: RankStatus) -> bool:
 
 
 def wake(seen: RankStatus) -> None:
-    """Let a process of this host go on if it was stopped: stopped, it could not obey a launcher's
-    SIGTERM, and torchrun waits for 30 s before it kills."""
+    """Let a process of this host go on if it was stopped.
+
+    Stopped, it could not obey a launcher's SIGTERM, and torchrun waits for 30 s before it kills.
+    """
     if seen.host == socket.gethostname():
         with suppress(OSError):
             os.kill(seen.pid, signal.SIGCONT)

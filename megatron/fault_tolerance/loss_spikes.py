@@ -11,7 +11,8 @@ WINDOW = 128
 
 def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
     """Whether `loss` lies more than `sigmas` standard deviations above the mean of the recent
-    losses; never before there are `WINDOW` of them."""
+    losses; never before there are `WINDOW` of them.
+    """
     if len(recent) < WINDOW:
         return False
     mean = math.fsum(recent) / len(recent)

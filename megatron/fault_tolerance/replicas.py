@@ -47,7 +47,8 @@ def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
 def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step: int) -> None:
     """Raise `NumericsError`, on every rank, naming parameter and rank, where a copy differs from
     most: among data-parallel ranks, among tensor-parallel ones of what they all hold whole, among
-    stages of what is tied. One small all-reduce for each; collective over the world."""
+    stages of what is tied. One small all-reduce for each; collective over the world.
+    """
     if groups.world.size == 1:
         return
     copies = [

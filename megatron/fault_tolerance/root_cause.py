@@ -42,9 +42,12 @@ SILENT = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RingCheck:
-    """What one rank found in the headers of all: the rank that parted from the others (`step`,
-    `phase` and `reason` say how), and the rank that has come the least far. None: no such rank.
-    `number` counts the looks of this start: clocks of two hosts would not tell which was first."""
+    """What one rank found in the headers of all.
+
+    The rank that parted from the others (`step`, `phase` and `reason` say how), and the rank that
+    has come the least far. None: no such rank. `number` counts the looks of this start: clocks of
+    two hosts would not tell which was first.
+    """
 
     attempt: str
     number: int = 0
@@ -57,8 +60,11 @@ class RingCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class RootCause:
-    """What this attempt's ranks know of its failure. `signed`: job and version of every status.
-    `near`: the ranks on this host; all ranks where that is not known."""
+    """What this attempt's ranks know of its failure.
+
+    `signed`: job and version of every status. `near`: the ranks on this host; all ranks where that
+    is not known.
+    """
 
     run_dir: Path
     attempt: str
@@ -91,14 +97,18 @@ class RootCause:
         return next((peer for peer in self._seen(near) if is_gone(peer)), None)
 
     def parted(self) -> Status | None:
-        """The failure of the rank that issued another collective than its peers, if one did: what
-        else went wrong came of that."""
+        """The failure of the rank that issued another collective than its peers, if one did.
+
+        What else went wrong came of that.
+        """
         return self._parted_in(self.look(until=time.monotonic() + PATIENCE))
 
     def look(self, *, until: float) -> RingCheck:
-        """What can be seen from now on, by this rank or by another one that looks for all. A rank
-        that nobody has told anything `until` then looks by itself: the one that looks for all may
-        be the one that is stopped."""
+        """What can be seen from now on, by this rank or by another one that looks for all.
+
+        A rank that nobody has told anything `until` then looks by itself: the one that looks for
+        all may be the one that is stopped.
+        """
         try:
             with _opened(self.run_dir / FOLDER / LOOK) as file:
                 asked = self._told(file)
@@ -121,8 +131,11 @@ class RootCause:
             return self._look() if mine else RingCheck(attempt=self.attempt)
 
     def _told(self, file: int) -> RingCheck | None:
-        """The last look of this start, as the file has it. A half-written one is read again; None
-        where it stays so, since the number of that look is not known."""
+        """The last look of this start, as the file has it.
+
+        A half-written one is read again; None where it stays so, since the number of that look is
+        not known.
+        """
         for _ in range(_READS):
             text = os.pread(file, _LOOK_BYTES, 0)
             with suppress(ValueError, TypeError):
@@ -160,8 +173,11 @@ class RootCause:
         return self._failed(rank=look.parted, step=step, phase=phase, reason=look.reason)
 
     def blame(self, heartbeat: Heartbeat, seen: str) -> Status | None:
-        """Whose fault a failed collective is, as this rank can tell it; None where a peer told
-        its own. `seen`: what the collective said. Takes up to `PATIENCE` seconds."""
+        """Whose fault a failed collective is, as this rank can tell it.
+
+        None where a peer told its own. `seen`: what the collective said. Takes up to `PATIENCE`
+        seconds.
+        """
         here = f"seen by rank {self.rank} in {heartbeat.phase}: {seen}"
         step, phase = heartbeat.step, heartbeat.phase
         heartbeat.at("leaving")
@@ -215,7 +231,9 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _locked(file: int, until: float) -> bool:
     """Whether the file could be locked until then, which closing it ends; tried at least once.
-    Raises OSError where the disk has no locks."""
+
+    Raises OSError where the disk has no locks.
+    """
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,8 +281,10 @@ def _silence(peer: RankStatus) -> float:
 
 
 def find_out(run_dir: Path) -> int | None:
-    """The run's exit code; a run that was cut short is written down as failed. None where there is
-    no status.json to go by."""
+    """The run's exit code; a run that was cut short is written down as failed.
+
+    None where there is no status.json to go by.
+    """
     status = read_status(run_dir)
     if status is None or status.state != "running":
         return _recorded(run_dir)

@@ -41,8 +41,11 @@ class RunFolderInUse(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a run folder. `started` is the process's start in clock ticks since `boot`, so
-    that a pid given to another process is not taken for it. `job` and `restarts` are Slurm's."""
+    """Who holds a run folder.
+
+    `started` is the process's start in clock ticks since `boot`, so that a pid given to another
+    process is not taken for it. `job` and `restarts` are Slurm's.
+    """
 
     host: str
     pid: int
@@ -129,8 +132,10 @@ def _in_use(path: Path, holder: Holder | None) -> RunFolderInUse:
 
 
 def _create(path: Path, mine: Holder) -> int | None:
-    """The descriptor of a new lock file, None where there is one. It gets its name by a link, so
-    that under that name it is never without contents or kernel lock."""
+    """The descriptor of a new lock file, None where there is one.
+
+    It gets its name by a link, so that under that name it is never without contents or kernel lock.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     try:
@@ -150,8 +155,10 @@ def _create(path: Path, mine: Holder) -> int | None:
 
 
 def _clear(path: Path, mine: Holder) -> str | None:
-    """Remove a lock whose holder is gone and name it; None if the lock has gone by itself. Raises
-    `RunFolderInUse`."""
+    """Remove a lock whose holder is gone and name it; None if the lock has gone by itself.
+
+    Raises `RunFolderInUse`.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -236,8 +243,10 @@ def _myself(job: Mapping[str, str]) -> Holder:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if there is none, or only its remains
-    that nobody waited for."""
+    """When a process started, in clock ticks since boot.
+
+    -1 if there is none, or only its remains that nobody waited for.
+    """
     try:
         # The command's name, in parentheses, may itself hold spaces and parentheses.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -65,8 +65,11 @@ _MAY_TAKE_LONG = ("start", "save", "done")
 
 
 class Watchdog(threading.Thread):
-    """Watches one rank. `limit`: seconds that a phase may take. Needs the main thread for `watch`,
-    which starts it, since signals go there."""
+    """Watches one rank.
+
+    `limit`: seconds that a phase may take. Needs the main thread for `watch`, which starts it,
+    since signals go there.
+    """
 
     def __init__(self, heartbeat: Heartbeat, causes: RootCause, *, limit: float) -> None:
         super().__init__(name="watchdog", daemon=True)

@@ -62,8 +62,9 @@ def factors(count: int) -> list[int]:
 
 
 def checkpoint_interval(num_layers: int, held: int) -> int:
-    """Layers in a run that is recomputed as one: the factor of `held` nearest to the root of
-    `num_layers`, of two the smaller.
+    """Layers in a run that is recomputed as one.
+
+    The factor of `held` nearest to the root of `num_layers`, of two the smaller.
 
     `held`: layers of a stage (interleaved: of a chunk; uneven stages: of the fullest), at most
     `num_layers`. Where sqrt(num_layers) lies between the geometric and the arithmetic mean of the

@@ -116,9 +116,12 @@ class AppendFile:
 
 
 def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str, Value]:
-    """The line of a step as a dictionary: `COLUMNS`, then what went along other axes of the grid,
-    what the gradient path tells of it, and where timers were read, the seconds a step of each: the
-    slowest rank's mean over the `steps` since they were read before."""
+    """The line of a step as a dictionary.
+
+    `COLUMNS`, then what went along other axes of the grid, what the gradient path tells of it, and
+    where timers were read, the seconds a step of each: the slowest rank's mean over the `steps`
+    since they were read before.
+    """
     values = (
         record.iteration,
         record.lm_loss,
@@ -256,13 +259,17 @@ class Console:
 
     def log(self, text: str, *, brief: str | None = None) -> None:
         """Announce `text`, with the time before its first line and control characters dropped.
-        `brief` is as for `line`."""
+
+        `brief` is as for `line`.
+        """
         time = f" [{timestamp(self._clock())}] "
         self.line(time + text, brief=time + brief if brief else brief)
 
     def line(self, text: str, *, brief: str | None = None) -> None:
-        """Announce `text` as it is, save for control characters. A terminal shows `brief` in its
-        place where there is one, and nothing where that is empty."""
+        """Announce `text` as it is, save for control characters.
+
+        A terminal shows `brief` in its place where there is one, and nothing where that is empty.
+        """
         text = _CONTROL.sub("", text) + "\n"
         if brief is None or not self._is_terminal:
             self._show(text)
@@ -351,7 +358,8 @@ class Metrics:
     `formula` says which operations `StepRecord.flops` counts; `summary` is what trackers show as
     the configuration. `bar` forces the progress bar on or off (None:
     on a terminal). Raises `ConfigError` where a tracker's package is missing. On resume call
-    `cut_metrics` before."""
+    `cut_metrics` before.
+    """
 
     def __init__(
         self,
@@ -396,8 +404,11 @@ class Metrics:
         self._announce_formula(formula)
 
     def log(self, text: str, *, brief: str | None = None) -> None:
-        """Announce `text` on stdout and in log.txt, with the time. Where stdout is a terminal it
-        shows `brief` instead, if there is one, and nothing if that is empty."""
+        """Announce `text` on stdout and in log.txt, with the time.
+
+        Where stdout is a terminal it shows `brief` instead, if there is one, and nothing if that is
+        empty.
+        """
         self._console.log(text, brief=brief)
 
     def step(self, record: StepRecord) -> None:

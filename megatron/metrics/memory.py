@@ -8,8 +8,11 @@ import torch
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Let the peak start again from the memory that is held now. The peak of a process on the CPU
-    is the kernel's, which goes on rising from the start of the process."""
+    """Let the peak start again from the memory that is held now.
+
+    The peak of a process on the CPU is the kernel's, which goes on rising from the start of the
+    process.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 

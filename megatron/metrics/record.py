@@ -56,8 +56,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogInterval:
-    """What the steps since the last log line have in common: sums, means and counts; of `path`,
-    which not every step has, the latest of each name."""
+    """What the steps since the last log line have in common: sums, means and counts.
+
+    Of `path`, which not every step has, the latest of each name.
+    """
 
     steps: int
     seconds: float

@@ -1,5 +1,7 @@
-"""What the steps of one start come to: their pace, the time of a whole training, and the arithmetic
-of a device (AxoNN, VI-D, Eq. 2 and 3)."""
+"""What the steps of one start come to.
+
+Their pace, the time of a whole training, and the arithmetic of a device (AxoNN, VI-D, Eq. 2 and 3).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ nothing.
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What a sample is: `seq_length` tokens of `flops_per_token` operations each, which are three
-    passes of a layer's, or four where each is `recomputed` (as Eq. 3 of AxoNN has it)."""
+    passes of a layer's, or four where each is `recomputed` (as Eq. 3 of AxoNN has it).
+    """
 
     seq_length: int
     flops_per_token: float
@@ -28,10 +31,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Means over `steps` steps, of which `skipped` had no optimizer step: seconds of one, days of
-    300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3, without its fourth pass
-    where no layer is recomputed), and those as per cent of its peak where that is known.
-    `flops_per_token` is the model's."""
+    """Means over `steps` steps, of which `skipped` had no optimizer step.
+
+    Seconds of one, days of 300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3,
+    without its fourth pass where no layer is recomputed), and those as per cent of its peak where
+    that is known. `flops_per_token` is the model's.
+    """
 
     steps: int
     skipped: int
@@ -64,8 +69,10 @@ class Throughput:
 
 
 def shows_papers_metrics(flops_per_token: float, percent_of_peak: float | None) -> bool:
-    """Whether AxoNN's metrics tell something of this run: its model is as large as GPT-3's
-    smallest, or `--peak-tflops` asks for them."""
+    """Whether AxoNN's metrics tell something of this run.
+
+    Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them.
+    """
     return percent_of_peak is not None or flops_per_token >= FLOPS_PER_TOKEN_OF_GPT3
 
 

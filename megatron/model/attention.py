@@ -92,10 +92,13 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
         stream: LayerStream | None = None,
     ) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]; [b, s/tp, h] both where the sequence is cut, `rotary` and `mask`
-        whole all the same. `mask`: bool [b, 1, s, s], True where attention is allowed, in place of
-        the causal one. `cache`: generation only; a pass of several positions must start with an
-        empty one. `stream`: where dropout draws from when it is recomputed."""
+        """[b, s, h] -> [b, s, h].
+
+        [b, s/tp, h] both where the sequence is cut, `rotary` and `mask` whole all the same. `mask`:
+        bool [b, 1, s, s], True where attention is allowed, in place of the causal one. `cache`:
+        generation only; a pass of several positions must start with an empty one. `stream`: where
+        dropout draws from when it is recomputed.
+        """
         mixed = self.tp.by_position(self.query_key_value(hidden))
         if self.recomputes and torch.is_grad_enabled():
             context = _recomputed_core(self, mixed, rotary, mask, stream)
@@ -110,8 +113,10 @@ class SelfAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """What is between the projections: [b, s, rows] -> contexts side by side [b, s, heads * d],
-        of the heads that are here."""
+        """What is between the projections.
+
+        [b, s, rows] -> contexts side by side [b, s, heads * d], of the heads that are here.
+        """
         batch, length, _ = mixed.shape
         per_group = self.num_heads // self.num_groups
         mixed = mixed.view(batch, length, self.num_groups, per_group + 2, self.head_dim)
@@ -169,8 +174,11 @@ def _recomputed_core(
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """Block-causal mask from [b, s] ids: bool [b, 1, s, s], True where position i may see j, that
-    is j <= i and both lie in the same document."""
+    """Block-causal mask from [b, s] ids.
+
+    Bool [b, 1, s, s], True where position i may see j, that is j <= i and both lie in the same
+    document.
+    """
     length = document_ids.shape[1]
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     return same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril_()

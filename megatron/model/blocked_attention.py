@@ -30,8 +30,11 @@ _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Whether `blocked_attention` is the faster way: 16 bit on a CPU, not under torch.compile,
-    which cannot trace it. In fp32 torch's fused kernel is faster, with AVX2 and with AVX512."""
+    """Whether `blocked_attention` is the faster way.
+
+    16 bit on a CPU, not under torch.compile, which cannot trace it. In fp32 torch's fused kernel is
+    faster, with AVX2 and with AVX512.
+    """
     return (
         not torch.compiler.is_compiling()
         and query.device.type == "cpu"
@@ -45,8 +48,10 @@ def blocked_attention(
     value: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v: query [b, s, g * p, d], key and value [b, s, g, d] ->
-    contiguous [b, s, g * p, d]. The first p query heads belong to the first group, and so on.
+    """Causal softmax(q k^T / sqrt(d)) v.
+
+    Query [b, s, g * p, d], key and value [b, s, g, d] -> contiguous [b, s, g * p, d]. The first p
+    query heads belong to the first group, and so on.
 
     `mask`: bool [b, 1, s, s], True where attention is allowed; each True must lie on or below the
     diagonal, since later keys are skipped.

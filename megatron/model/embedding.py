@@ -28,8 +28,10 @@ class EmbeddingTable(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token plus, if learned, position embedding, with dropout: tokens [b, s] -> [b, s, h], or
-    this rank's positions [b, s/tp, h] where the sequence is cut."""
+    """Token plus, if learned, position embedding, with dropout.
+
+    Tokens [b, s] -> [b, s, h], or this rank's positions [b, s/tp, h] where the sequence is cut.
+    """
 
     def __init__(
         self,
@@ -60,8 +62,10 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[b, s] int64 -> [b, s, h] or [b, s/tp, h]. `position_ids` [b, s]: None stands for
-        0..s-1."""
+        """[b, s] int64 -> [b, s, h] or [b, s/tp, h].
+
+        `position_ids` [b, s]: None stands for 0..s-1.
+        """
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             table = self.position_embeddings.weight
@@ -74,8 +78,9 @@ class Embedding(nn.Module):
 
 
 class OutputLayer(ShardedModule):
-    """Hidden states to this rank's share of the logits, without bias: [..., h] -> [..., columns],
-    padding included.
+    """Hidden states to this rank's share of the logits, without bias.
+
+    [..., h] -> [..., columns], padding included.
 
     `tied_to` is the token table to share: the weight is then a second leaf over the same storage,
     so that each use accumulates a gradient of its own and no dense sum is formed by autograd.
@@ -103,8 +108,10 @@ class OutputLayer(ShardedModule):
             self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [b, s, columns], or from [b, s/tp, h] by rank where the sequence is cut;
-        padding columns are 0."""
+        """[b, s, h] -> [b, s, columns], or from [b, s/tp, h] by rank where the sequence is cut.
+
+        Padding columns are 0.
+        """
         if self.is_sharded:
             return multiply_by_columns(hidden, self.weight, None, self.tp)
         return multiply(hidden, self.weight)

@@ -56,14 +56,19 @@ def training_days(*, step_seconds: float, tokens_per_step: float) -> float:
 
 
 def is_of_heads(name: str) -> bool:
-    """Whether the parameter with a logical name normalizes queries or keys: each tensor-parallel
-    rank holds the whole parameter, and finds its gradient by the heads of that rank alone."""
+    """Whether the parameter with a logical name normalizes queries or keys.
+
+    Each tensor-parallel rank holds the whole parameter, and finds its gradient by the heads of that
+    rank alone.
+    """
     return name.rpartition(".")[0].endswith(("attention.q_layernorm", "attention.k_layernorm"))
 
 
 def parameter_count(config: ModelConfig, vocab_size: int, *, include_padding: bool = False) -> int:
-    """Number of logical parameters; a tied table counts once. `include_padding` adds the rows of
-    vocabulary padding that exist in memory."""
+    """Number of logical parameters; a tied table counts once.
+
+    `include_padding` adds the rows of vocabulary padding that exist in memory.
+    """
     hidden = config.hidden_size
     rows = config.padded_vocab_size(vocab_size) if include_padding else vocab_size
     vectors = 2 if config.normalization == "LayerNorm" else 1

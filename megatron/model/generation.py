@@ -13,8 +13,11 @@ from megatron.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. `temperature`: divides the logits, more than 0. `top_k`: the
-    draw is among that many likeliest tokens, 0 = all. `greedy`: the likeliest token, no draw."""
+    """How the next token is drawn.
+
+    `temperature`: divides the logits, more than 0. `top_k`: the draw is among that many likeliest
+    tokens, 0 = all. `greedy`: the likeliest token, no draw.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -32,8 +35,9 @@ def generate(
     vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow a prompt of at least one token; stops before
-    `end_token`.
+    """Yield up to `max_new_tokens` ids that follow a prompt of at least one token.
+
+    Stops before `end_token`.
 
     The model must be whole and in evaluation mode. It sees the last `positions` tokens; once the
     text is longer, keys can no longer be kept (their positions shift) and every token costs a

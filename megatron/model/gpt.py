@@ -118,9 +118,11 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum over tokens of loss_mask * cross-entropy, an fp32 scalar; not a mean: the caller
-        divides by the tokens of the global batch. Labels [b, s] int64, loss_mask [b, s] or None
-        for all ones. Every `tp` rank finds the same sum."""
+        """Sum over tokens of loss_mask * cross-entropy, an fp32 scalar.
+
+        Not a mean: the caller divides by the tokens of the global batch. Labels [b, s] int64,
+        loss_mask [b, s] or None for all ones. Every `tp` rank finds the same sum.
+        """
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
         return self.loss_from_hidden(hidden, labels, loss_mask)
@@ -154,7 +156,8 @@ class GPT(nn.Module):
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens [b, s] to the input of the first layer [b, s, h], this rank's positions of it
-        where the sequence is cut."""
+        where the sequence is cut.
+        """
         assert self.embedding is not None, "this stage holds no embedding"
         if self._draws_dropout:
             self.streams.enter(EMBEDDING_STREAM, sharded_rank=self.streams.hidden_rank)
@@ -189,14 +192,17 @@ class GPT(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Output of the last layer [b, s, h] to logits [b, s, padded vocabulary], this rank's
-        share of the vocabulary."""
+        share of the vocabulary.
+        """
         return self.tp.by_position(self._project(hidden))
 
     def loss_from_hidden(
         self, hidden: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`loss` from the output of the last layer [b, s, h]; labels and mask are of whole
-        sequences on every rank."""
+        """`loss` from the output of the last layer [b, s, h].
+
+        Labels and mask are of whole sequences on every rank.
+        """
         logits = self._project(hidden).flatten(0, 1)
         labels = self.tp.by_rank(labels).flatten()
         losses = token_losses(logits, labels, vocab_size=self.vocab_size, group=self.tp.group)
@@ -213,14 +219,19 @@ class GPT(nn.Module):
         return list(self._infos)
 
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set every parameter from tensors of its logical shape by logical name; `KeyError` where
-        one is missing, `ValueError` where a shape differs. Cast to the parameter's dtype."""
+        """Set every parameter from tensors of its logical shape by logical name.
+
+        `KeyError` where one is missing, `ValueError` where a shape differs. Cast to the parameter's
+        dtype.
+        """
         for info in self._infos:
             set_parameter(info, values[info.name])
 
     def logical_values(self) -> dict[str, torch.Tensor]:
-        """Views of every parameter without padding, as far as it is here, by logical name;
-        detached."""
+        """Views of every parameter without padding, as far as it is here, by logical name.
+
+        Detached.
+        """
         return {info.name: info.param.detach()[: info.local_shape[0]] for info in self._infos}
 
     def compile_layers(self, **options: Any) -> None:
@@ -244,8 +255,10 @@ class GPT(nn.Module):
         return self.training and self._has_dropout
 
     def _span_runner(self, span: Span):
-        """The layers of a span as a function; it may run again after the streams have moved on,
-        so it keeps the position of now."""
+        """The layers of a span as a function.
+
+        It may run again after the streams have moved on, so it keeps the position of now.
+        """
         position = self.streams.position if self._draws_dropout else None
 
         def run(

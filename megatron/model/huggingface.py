@@ -32,8 +32,10 @@ _LLAMA_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq
 
 
 def llama_names(name: str) -> tuple[str, ...]:
-    """Names in a LlamaForCausalLM of the parts of the tensor with a logical name. Raises
-    `CheckpointError`."""
+    """Names in a LlamaForCausalLM of the parts of the tensor with a logical name.
+
+    Raises `CheckpointError`.
+    """
     if name in _LLAMA_OUTER:
         return (_LLAMA_OUTER[name],)
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
@@ -54,8 +56,10 @@ def llama_parts(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[t
 
 
 def from_llama(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """State of a LlamaForCausalLM as tensors by logical name. Raises `CheckpointError` for a tensor
-    that is missing or that Llama does not have."""
+    """State of a LlamaForCausalLM as tensors by logical name.
+
+    Raises `CheckpointError` for a tensor that is missing or that Llama does not have.
+    """
     left = {name for name in state if not _LLAMA_BUFFER.fullmatch(name)}
     if config.tied:
         left.discard(_LLAMA_OUTER["output_layer.weight"])

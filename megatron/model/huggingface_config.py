@@ -29,8 +29,10 @@ _GELU_BACK = {
 
 
 def choose_format(config: ModelConfig) -> str:
-    """`GPT2` where that format holds the model, else `LLAMA`. Raises `ConfigError` naming each
-    field that stands in the way of either."""
+    """`GPT2` where that format holds the model, else `LLAMA`.
+
+    Raises `ConfigError` naming each field that stands in the way of either.
+    """
     problems = {GPT2: _not_gpt2(config), LLAMA: _not_llama(config)}
     for name, found in problems.items():
         if not found:
@@ -219,8 +221,10 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
-    """The model's fields for the frequencies that `rope` asks for. `positions`: those of the model,
-    which are the original ones where `rope` tells of no others."""
+    """The model's fields for the frequencies that `rope` asks for.
+
+    `positions`: those of the model, which are the original ones where `rope` tells of no others.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}

@@ -29,7 +29,8 @@ class Continuation:
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
     """Natural logarithm of the probability of all tokens of a continuation, and whether each of
-    them is the likeliest where it stands."""
+    them is the likeliest where it stands.
+    """
 
     log: float
     greedy: bool

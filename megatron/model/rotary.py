@@ -51,9 +51,12 @@ def rotary_frequencies(rotated: int, *, base: float) -> torch.Tensor:
 
 
 def scale_frequencies(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
-    """Llama 3.1's frequencies for longer texts: a pair that does not turn fully within the original
-    length turns `factor` times slower, a pair that turns four times or more is left alone, and
-    frequencies in between are mixed of both, linearly in the number of turns."""
+    """Llama 3.1's frequencies for longer texts.
+
+    A pair that does not turn fully within the original length turns `factor` times slower, a pair
+    that turns four times or more is left alone, and frequencies in between are mixed of both,
+    linearly in the number of turns.
+    """
     low, high = ROPE_SCALING["low_freq_factor"], ROPE_SCALING["high_freq_factor"]
     turns = ROPE_SCALING["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)

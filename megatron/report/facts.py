@@ -122,7 +122,8 @@ def phase_table(run: RunData) -> list[tuple[str, str, str]]:
 
 def config_table(run: RunData) -> list[tuple[str, str]]:
     """The settings that people ask for first, as far as the configuration names them, with those of
-    the gradient path."""
+    the gradient path.
+    """
     of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
     return [
         (key.replace("_", " "), _setting(run.config[key]))
@@ -132,8 +133,10 @@ def config_table(run: RunData) -> list[tuple[str, str]]:
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """Rows (setting, its value in each run) where these differ; a run without the setting has a
-    dash."""
+    """Rows (setting, its value in each run) where these differ.
+
+    A run without the setting has a dash.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [
         (key.replace("_", " "), *(_setting(run.config.get(key)) for run in runs)) for key in keys

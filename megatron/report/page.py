@@ -96,8 +96,11 @@ def comparison_page(
     *,
     written: str,
 ) -> str:
-    """The page that lays runs over each other: the `settings` in which they differ, their figures
-    (`rows`), each with its heading first, and the charts."""
+    """The page that lays runs over each other.
+
+    The `settings` in which they differ, their figures (`rows`), each with its heading first, and
+    the charts.
+    """
     differing = _table("Settings that differ", settings[1:], head=tuple(settings[0]))
     figures = _table("Runs", rows[1:], head=tuple(rows[0]))
     body = [

@@ -22,8 +22,9 @@ def write_report(
     output: str | Path | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write report.html and loss.png from what the folder holds, into it or into `output`; returns
-    the former's path.
+    """Write report.html and loss.png from what the folder holds, into it or into `output`.
+
+    Returns the former's path.
 
     Without matplotlib there is no loss.png, and `log` is told so. Raises `ConfigError` where the
     folder holds no metrics, OSError where it cannot be written.

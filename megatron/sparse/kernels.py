@@ -37,8 +37,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
 def launch_over(
     kernel: Any, at_once: int, bits: Bits, blocks: int, *arguments: Any, **options: Any
 ) -> None:
-    """Start a kernel that takes so many blocks at once and is first told which are chosen; without
-    patches it gets tensors there that it does not look at."""
+    """Start a kernel that takes so many blocks at once and is first told which are chosen.
+
+    Without patches it gets tensors there that it does not look at.
+    """
     if bits.patch is None or bits.patches is None:
         chosen = (bits.words, bits.offsets, bits.words, bits.words)
     else:
@@ -311,7 +313,8 @@ def chosen_entries(
     WORDS: tl.constexpr,
 ):
     """Whether each entry of the blocks from the first on is chosen, and how many of them are before
-    it; [entries]."""
+    it; [entries].
+    """
     at = tl.arange(0, BLOCKS * WORDS)
     if PATCHED:
         row = tl.load(patch + first + at // WORDS).to(tl.int64)
@@ -335,8 +338,10 @@ def chosen_entries(
 
 @triton.jit
 def _popcount(word):
-    """Number of bits set in each int32, by adding neighbours (Warren, Hacker's Delight, 5-1); a
-    form in which the compiler sees the machine's own instruction."""
+    """Number of bits set in each int32, by adding neighbours (Warren, Hacker's Delight, 5-1).
+
+    A form in which the compiler sees the machine's own instruction.
+    """
     word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)

@@ -70,8 +70,11 @@ class Bits:
 
 
 def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
-    """Bits of |x| as an fp32 number, int32, for fp32, bf16 or fp16 values: widening keeps their
-    order, and which are equal. Written to the beginning of `scratch` (int32) if that is given."""
+    """Bits of |x| as an fp32 number, int32, for fp32, bf16 or fp16 values.
+
+    Widening keeps their order, and which are equal. Written to the beginning of `scratch` (int32)
+    if that is given.
+    """
     if scratch is None:
         scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
     bits = scratch[: values.numel()]
@@ -82,9 +85,11 @@ def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> tor
 
 
 def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
-    """Count magnitudes into `counts`, int32 or int64 [BINS + 1]: in bin i those whose bits less
-    `first` begin with i when the lowest `shift` are cut off, in the last those above `last`; int64
-    `bracket` [3] is (first, last, shift)."""
+    """Count magnitudes into `counts`, int32 or int64 [BINS + 1].
+
+    In bin i those whose bits less `first` begin with i when the lowest `shift` are cut off, in the
+    last those above `last`; int64 `bracket` [3] is (first, last, shift).
+    """
     if values.device.type == "cpu":
         first, last, shift = bracket.tolist()
         _add_histogram_on_cpu(values, first, last, shift, counts)
@@ -128,7 +133,8 @@ def add_tie_counts(
 ) -> None:
     """Count into `counts`, int64, the magnitudes that equal the threshold in each TIE_BLOCK entries
     of the whole tensor, as far as they are on this rank. Means nothing where `wanted` (bool []) is
-    False."""
+    False.
+    """
     numel = values.numel()
     if shard.is_run and values.device.type == "cpu":
         for block in range(shard.offset // TIE_BLOCK, -(-(shard.offset + numel) // TIE_BLOCK)):
@@ -150,7 +156,8 @@ def mark_ties(
     marks: torch.Tensor,
 ) -> None:
     """Write 1 to `marks`, int64 [TIE_BLOCK], for each entry of TIE_BLOCK number `block` (int64 [])
-    of the whole tensor that is on this rank and whose magnitude equals the threshold."""
+    of the whole tensor that is on this rank and whose magnitude equals the threshold.
+    """
     if not values.numel():
         return
     places = block * TIE_BLOCK + torch.arange(TIE_BLOCK, device=values.device)
@@ -185,7 +192,8 @@ def write_bits(
     shard: FlatShard,
 ) -> None:
     """Choose, of the entries from `start` on, those above the threshold, or at it and before the
-    cutoff in the whole tensor (see `selection.Largest`)."""
+    cutoff in the whole tensor (see `selection.Largest`).
+    """
     for first, stop in aligned_pieces(start, start + values.numel()):
         magnitude = magnitudes(values[first - start : stop - start])
         local = torch.arange(first - start, stop - start, device=values.device)
@@ -201,7 +209,8 @@ def aligned_pieces(start: int, stop: int) -> list[tuple[int, int]]:
 
 def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
     """Set the bits from position `start` on to a bool tensor, which may be on the CPU where the
-    words are not."""
+    words are not.
+    """
     first, last = start // 32, -(-(start + chosen.numel()) // 32)
     padded = torch.zeros((last - first) * 32, dtype=torch.bool, device=chosen.device)
     within = slice(start - first * 32, start - first * 32 + chosen.numel())

@@ -23,8 +23,10 @@ SAMPLED = 61
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions (int64, ascending) of the `k` entries of largest magnitude of a 1-D tensor; of
-    equal magnitudes the lower position goes first."""
+    """Positions (int64, ascending) of the `k` entries of largest magnitude of a 1-D tensor.
+
+    Of equal magnitudes the lower position goes first.
+    """
     magnitude = values.abs()
     if magnitude.device.type == "cpu":
         # There `topk` takes one thread 30 ns an entry at d = 0.01, and finding candidates 5.
@@ -35,8 +37,11 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """Ascending positions of all entries above a bound that a sample suggests. If they are `k` or
-    more, the k largest are among them; else the sample was a bad one, or too small to take."""
+    """Ascending positions of all entries above a bound that a sample suggests.
+
+    If they are `k` or more, the k largest are among them; else the sample was a bad one, or too
+    small to take.
+    """
     sample = magnitude[::SAMPLED]
     share = k / SAMPLED
     enough = math.ceil(share + 4 * math.sqrt(share) + 4)  # four standard deviations
@@ -91,14 +96,16 @@ class Selection(Protocol):
 
     def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The chosen ones of [start, stop), ascending, less `start`; int32. CUDA makes the host
-        wait for them."""
+        wait for them.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class LargestSelection:
     """Entries whose magnitude is above `threshold` (int32 [], bits of |x|), or at it with a place
-    before `cutoff` (int64 []) in the whole tensor. Reads `values` whenever it is asked."""
+    before `cutoff` (int64 []) in the whole tensor. Reads `values` whenever it is asked.
+    """
 
     values: torch.Tensor
     threshold: torch.Tensor
@@ -139,7 +146,8 @@ class LargestSelection:
 @dataclass(frozen=True)
 class Candidates:
     """A 1-D fp32, bf16 or fp16 tensor without NaN, or the part of one that `shard` says, of which
-    `k` entries are wanted, counted over all parts."""
+    `k` entries are wanted, counted over all parts.
+    """
 
     values: torch.Tensor
     k: int
@@ -158,9 +166,10 @@ def select_largest(
     sum_bins: SumBins | None = None,
     shard: FlatShard | None = None,
 ) -> LargestSelection:
-    """The k entries of largest magnitude of a 1-D fp32, bf16 or fp16 tensor without NaN; of equal
-    ones those that come first. Decides at once, without a wait on CUDA; `values` are read again
-    when the selection is used. 16-bit values are widened piece by piece.
+    """The k entries of largest magnitude of a 1-D fp32, bf16 or fp16 tensor without NaN.
+
+    Of equal ones those that come first. Decides at once, without a wait on CUDA; `values` are read
+    again when the selection is used. 16-bit values are widened piece by piece.
 
     Where the tensor is cut over ranks, k counts them all, `shard` says which entries these are, and
     `sum_bins` adds integers over the ranks in place; all of them call this, those without any entry
@@ -176,7 +185,8 @@ def select_largest_each(
 ) -> list[LargestSelection]:
     """Select from each tensor as `select_largest` does, with few more launches on a GPU than for
     one of them. All of them are whole, or all are cut over the ranks of `sum_bins`, which then call
-    this with the parts of the same tensors in the same order."""
+    this with the parts of the same tensors in the same order.
+    """
     found: dict[int, LargestSelection] = {}
     counted: dict[bool, list[int]] = {False: [], True: []}
     for number, (values, k, shard) in enumerate((t.values, t.k, t.shard) for t in tensors):
@@ -237,8 +247,11 @@ def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class _Bins:
-    """Counts of the magnitudes of m tensors: `counts` [m, BINS] of those in `bracket` [m, 3]
-    (first, last, shift) and `above` [m, 1], of those above it; all int64."""
+    """Counts of the magnitudes of m tensors.
+
+    `counts` [m, BINS] of those in `bracket` [m, 3] (first, last, shift) and `above` [m, 1], of
+    those above it; all int64.
+    """
 
     counts: torch.Tensor
     above: torch.Tensor
@@ -246,8 +259,10 @@ class _Bins:
 
 
 class _Counter:
-    """The passes over m tensors, over all ranks that hold parts of them. What is found stays on the
-    device: numbers are tensors [m, 1], choices are `torch.where`."""
+    """The passes over m tensors, over all ranks that hold parts of them.
+
+    What is found stays on the device: numbers are tensors [m, 1], choices are `torch.where`.
+    """
 
     def __init__(self, batch: Sequence[Candidates], sum_bins: SumBins | None) -> None:
         self.batch, self.sum_bins = batch, sum_bins
@@ -273,8 +288,11 @@ class _Counter:
         return _Bins(counts[:, :BINS], counts[:, BINS:], brackets)
 
     def sampled(self) -> _Bins:
-        """Counts in which the wanted entry lies: of a narrow bracket that a sample suggests, and
-        only where that misses, which the device finds out by itself, of everything."""
+        """Counts in which the wanted entry lies.
+
+        Of a narrow bracket that a sample suggests, and only where that misses, which the device
+        finds out by itself, of everything.
+        """
         # An odd stride meets every column of a matrix.
         samples = [
             one.values[:: (one.values.numel() // SAMPLE) | 1].contiguous() for one in self.batch
@@ -294,7 +312,8 @@ class _Counter:
 
     def threshold(self, bins: _Bins) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Bits of the k-th largest magnitude (int32 [m, 1]), how many entries have it and how many
-        of these are wanted (int64 [m, 1])."""
+        of these are wanted (int64 [m, 1]).
+        """
         first, last, shift = bins.bracket.split(1, dim=1)
         bin_, rest = _from_top(bins.counts, self.wanted - bins.above)
         low = first + (bin_ << shift)
@@ -308,7 +327,8 @@ class _Counter:
         self, thresholds: torch.Tensor, ties: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
         """Place in each whole tensor before which there are `wanted` entries at the threshold, or
-        one beyond every place where all `ties` are wanted (int64 [m, 1])."""
+        one beyond every place where all `ties` are wanted (int64 [m, 1]).
+        """
         cut = wanted < ties
         if not self._has_ties(cut):
             return torch.full_like(wanted, _ALL_TIES)
@@ -329,8 +349,10 @@ class _Counter:
         return torch.where(cut, cutoff, _ALL_TIES)
 
     def _has_ties(self, cut: torch.Tensor) -> bool:
-        """Whether a tensor may have more entries at its threshold than are wanted: a GPU is not
-        asked, since the host would wait for the answer."""
+        """Whether a tensor may have more entries at its threshold than are wanted.
+
+        A GPU is not asked, since the host would wait for the answer.
+        """
         return self.device.type != "cpu" or bool(cut.any())
 
     def _column(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -343,7 +365,8 @@ class _Counter:
 
 def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first place of each row up to which its counts sum to `wanted`, and how many of the place
-    are needed; [m, 1] from [m, n] and [m, 1]."""
+    are needed; [m, 1] from [m, n] and [m, 1].
+    """
     sums = counts.cumsum(1)
     place = torch.searchsorted(sums, wanted).clamp_(max=counts.shape[1] - 1)
     return place, wanted - (sums - counts).gather(1, place)
@@ -357,7 +380,8 @@ def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
 
 def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Brackets [m, 3] that hold the `wanted`-th largest of `total` magnitudes almost certainly,
-    from samples' counts over everything."""
+    from samples' counts over everything.
+    """
     size = counts.sum(dim=1, keepdim=True)
     place = wanted * size // total
     margin = (3 * size.double().sqrt()).long()  # six standard deviations at the median
@@ -393,7 +417,8 @@ class GivenSelection:
 @dataclass(frozen=True)
 class DrawnSelection:
     """Runs of entries of the whole tensor, `[starts, starts + lengths)`, ascending int64 on the
-    CPU; those of them that are on this rank are what it chooses."""
+    CPU; those of them that are on this rank are what it chooses.
+    """
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -425,8 +450,11 @@ class DrawnSelection:
 def draw_seeded(
     n: int, k: int, *, seed: int, step: int, name: str, shard: FlatShard | None = None
 ) -> DrawnSelection:
-    """k of the n entries of the tensor `name`, from these numbers and the name alone: whole blocks
-    of 64 entries, of which one is cut to make it k. `shard` says which are on this rank."""
+    """K of the n entries of the tensor `name`, from these numbers and the name alone.
+
+    Whole blocks of 64 entries, of which one is cut to make it k. `shard` says which are on this
+    rank.
+    """
     assert 0 <= k <= n
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

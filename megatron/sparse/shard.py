@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Where this rank's `numel` entries lie among the `total` of a tensor: local entry i is entry
-    j // row * stride + offset + j % row, where j = first + i.
+    """Where this rank's `numel` entries lie among the `total` of a tensor.
+
+    Local entry i is entry j // row * stride + offset + j % row, where j = first + i.
 
     `runs`, where they lie less evenly, says it in place of these numbers: int64 [runs] on the CPU,
     which local entry each run begins with and where that lies, both ascending.
@@ -96,7 +97,8 @@ class FlatShard:
 
     def local(self, logical: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Local positions of entries of the whole tensor (int64), and which of them are on this
-        rank: the positions of others mean nothing."""
+        rank: the positions of others mean nothing.
+        """
         if self.runs is not None:
             starts, places = self._runs_on(logical.device)
             run = torch.searchsorted(places, logical, right=True) - 1

@@ -42,7 +42,8 @@ class LoadedTask(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint and a run that loads the checkpoint must share, by
-        dotted name, as JSON holds them."""
+        dotted name, as JSON holds them.
+        """
         ...
 
     def data_files(self) -> dict[str, Any]:
@@ -55,7 +56,8 @@ class LoadedTask(Protocol):
 
     def chunks(self, groups: ProcessGroups, device: torch.device) -> Sequence[Chunk]:
         """Build the chunks of this rank's stage, with their initial weights, in the order in which
-        a microbatch passes them."""
+        a microbatch passes them.
+        """
         ...
 
     def readers(
@@ -102,8 +104,10 @@ class Task(Protocol):
     def logical_shapes(
         self, config: Config, path: GradientPath
     ) -> Mapping[str, tuple[int, ...]] | None:
-        """Return the shape of every parameter of the whole model by logical name; None where files
-        that tell the size of the model are not named."""
+        """Return the shape of every parameter of the whole model by logical name.
+
+        None where files that tell the size of the model are not named.
+        """
         ...
 
     def open(self, config: Config) -> LoadedTask:

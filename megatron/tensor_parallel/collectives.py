@@ -85,7 +85,8 @@ class TensorParallel:
         self, terms: torch.Tensor, *, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:
         """The sum over ranks of contiguous `terms`, which are overwritten by it, or this rank's
-        positions of that sum of terms by rank; what is there to wait for, with `async_op`."""
+        positions of that sum of terms by rank; what is there to wait for, with `async_op`.
+        """
         if not self.cuts_sequence:
             return terms, self.group.all_reduce(terms, dist.ReduceOp.SUM, async_op=async_op)
         part = terms.new_empty(terms.shape[0] // self.size, *terms.shape[1:])
@@ -103,7 +104,8 @@ _UNCOMPILED: list[list[Callable[..., Any]]] = []
 
 def uncompiled(function: F) -> F:
     """Let `function` run as it is written inside what torch.compile compiles, if that was told by
-    `keep_uncompiled`."""
+    `keep_uncompiled`.
+    """
     called: list[Callable[..., Any]] = [function]
     _UNCOMPILED.append(called)
 
@@ -115,8 +117,10 @@ def uncompiled(function: F) -> F:
 
 
 def keep_uncompiled() -> None:
-    """Tell torch.compile which functions are `uncompiled`. Not before it is used: its compiler
-    takes as long to load as the rest of torch."""
+    """Tell torch.compile which functions are `uncompiled`.
+
+    Not before it is used: its compiler takes as long to load as the rest of torch.
+    """
     while _UNCOMPILED:
         called = _UNCOMPILED.pop()
         called[0] = torch.compiler.disable(called[0])

@@ -94,7 +94,8 @@ class _TokenLosses(torch.autograd.Function):
 
 def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest logit of each token over the group, and the sum of exp(logit - largest) over the
-    columns here; fp32 [n]."""
+    columns here; fp32 [n].
+    """
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)
         maximum = mine.clone()

@@ -19,7 +19,8 @@ _WARPS = 8
 
 def statistics(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exp(logit - maximum) over each row of `logits` [n, columns], which must be
-    contiguous in itself; two fp32 tensors [n]."""
+    contiguous in itself; two fp32 tensors [n].
+    """
     assert logits.stride(1) == 1, "rows are read as they lie"
     rows, columns = logits.shape
     maximum = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -39,7 +40,8 @@ def write_gradient(
     at_target: torch.Tensor,
 ) -> None:
     """Overwrite each row of `logits` [n, columns] by (exp(logit - maximum) + at_target at
-    its target) * scale. All but logits are [n]. Autograd is not told of the write."""
+    its target) * scale. All but logits are [n]. Autograd is not told of the write.
+    """
     rows, columns = logits.shape
     kernel: Any = _gradient
     kernel[(rows,)](

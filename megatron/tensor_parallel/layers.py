@@ -20,8 +20,11 @@ from megatron.tensor_parallel.products import multiply, product
 
 
 class ShardedModule(nn.Module):
-    """Holds parameters of which each tensor-parallel rank has a part: `shards`, by the parameter's
-    name in this module, empty with one rank. Values are left for `init` to fill."""
+    """Holds parameters of which each tensor-parallel rank has a part.
+
+    `shards`, by the parameter's name in this module, empty with one rank. Values are left for
+    `init` to fill.
+    """
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -60,8 +63,9 @@ def shards_of(model: nn.Module) -> dict[str, TensorShard]:
 
 
 class ColumnParallelLinear(ShardedModule):
-    """[..., k] -> this rank's share of n outputs. The gradient of the input is summed over ranks
-    while that of the weight is computed.
+    """[..., k] -> this rank's share of n outputs.
+
+    The gradient of the input is summed over ranks while that of the weight is computed.
 
     `blocks`: the outputs are so many equal blocks, and a rank has its share of each. With sequence
     parallelism the input is a part of each sequence and the output whole, by rank.
@@ -94,8 +98,10 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """This rank's share of k inputs -> [..., n], summed over ranks; the bias, which every rank
-    holds whole, is added once, after the sum."""
+    """This rank's share of k inputs -> [..., n], summed over ranks.
+
+    The bias, which every rank holds whole, is added once, after the sum.
+    """
 
     def __init__(
         self,
@@ -125,8 +131,11 @@ class RowParallelLinear(ShardedModule):
 def multiply_by_rows(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
 ) -> torch.Tensor:
-    """`F.linear` by this rank's rows, then g: inputs [b, s, k], by rank where the sequence is cut,
-    weight [n, k], bias [n], which is added once -> [b, s, n] or [b, s/tp, n]."""
+    """`F.linear` by this rank's rows, then g.
+
+    Inputs [b, s, k], by rank where the sequence is cut, weight [n, k], bias [n], which is added
+    once -> [b, s, n] or [b, s/tp, n].
+    """
     return _MultiplyByRows.apply(inputs, weight, bias, tp)
 
 
@@ -163,8 +172,11 @@ class _MultiplyByRows(torch.autograd.Function):
 def multiply_by_columns(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
 ) -> torch.Tensor:
-    """f, then `F.linear` by this rank's columns: inputs [b, s, k], or [b, s/tp, k] where the
-    sequence is cut, weight [n, k], bias [n] -> [b, s, n], or by rank."""
+    """f, then `F.linear` by this rank's columns.
+
+    Inputs [b, s, k], or [b, s/tp, k] where the sequence is cut, weight [n, k], bias [n] -> [b, s,
+    n], or by rank.
+    """
     return _MultiplyByColumns.apply(inputs, weight, bias, tp)
 
 

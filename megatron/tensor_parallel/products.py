@@ -29,8 +29,11 @@ _WIDENED_ELEMENTS = 1 << 20
 def multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear`: inputs [..., k], weight [n, k], bias [n] -> [..., n]. One way for one shape,
-    with gradients or without, so that recomputation repeats the bits of the first pass."""
+    """`F.linear`: inputs [..., k], weight [n, k], bias [n] -> [..., n].
+
+    One way for one shape, with gradients or without, so that recomputation repeats the bits of the
+    first pass.
+    """
     if _one_dnn_serves(inputs, weight):
         return _OneDnnLinear.apply(inputs, weight, bias)
     if _must_widen(inputs):
@@ -41,8 +44,10 @@ def multiply(
 def product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`multiply` without a graph, for functions that differentiate themselves: the three products
-    of a linear layer, forward and backward, have one size and so go one way."""
+    """`multiply` without a graph, for functions that differentiate themselves.
+
+    The three products of a linear layer, forward and backward, have one size and so go one way.
+    """
     if _one_dnn_serves(left, right):
         return _product(left, right, bias)
     if _must_widen(left):
@@ -96,7 +101,7 @@ class _OneDnnLinear(torch.autograd.Function):
 def _product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """left [..., k] times the transpose of right [n, k], contiguous."""
+    """Left [..., k] times the transpose of right [n, k], contiguous."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
@@ -133,8 +138,9 @@ class _WidenedLinear(torch.autograd.Function):
 def _widened_product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """left [..., k] times the transpose of right [n, k], contiguous, rounded to the dtype of left
-    after the bias was added."""
+    """Left [..., k] times the transpose of right [n, k], contiguous, rounded to the dtype of left
+    after the bias was added.
+    """
     rows = left.reshape(-1, left.shape[-1]).float()
     out = left.new_empty(*left.shape[:-1], right.shape[0])
     columns = out.view(-1, right.shape[0])

@@ -44,8 +44,10 @@ class VocabularyTable(ShardedModule):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids [b, s] -> their rows [b, s, h] or, cut along the sequence, [b, s/tp, h].
+
         `IndexError` for an id outside the vocabulary (with several ranks on a CPU; on CUDA the
-        device asserts)."""
+        device asserts).
+        """
         if not self.is_sharded:
             return F.embedding(ids, self.weight)
         check_ids(ids, vocab_size=self.vocab_size)
@@ -64,9 +66,11 @@ def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> Tenso
 
 
 def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, which no rank would find in its share; every rank sees the
-    same ids, so all of them do. On CUDA the device asserts, as its index operations do, so that
-    nothing waits."""
+    """Refuse ids outside the vocabulary, which no rank would find in its share.
+
+    Every rank sees the same ids, so all of them do. On CUDA the device asserts, as its index
+    operations do, so that nothing waits.
+    """
     if ids.device.type == "cuda":
         inside = ((ids >= 0) & (ids < vocab_size)).all()
         torch.ops.aten._assert_async.msg(inside, f"a token id {_OUTSIDE} {vocab_size} entries")

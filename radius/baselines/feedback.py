@@ -40,15 +40,18 @@ if TYPE_CHECKING:
 
 
 class CompressedWork(ABC):
-    """A compressed reduction under way, from `FeedbackReducer.compress`. `entries`: how many this
-    rank sends."""
+    """A compressed reduction under way, from `FeedbackReducer.compress`.
+
+    `entries`: how many this rank sends.
+    """
 
     entries: int
 
     @abstractmethod
     def wait(self) -> ReducedGrad:
         """Put the mean into the bucket's gradient, and see that the offered buffers hold what was
-        not sent."""
+        not sent.
+        """
 
     @abstractmethod
     def drop(self) -> None:
@@ -99,17 +102,23 @@ class FeedbackReducer(GradientReducer, ABC):
 
     @abstractmethod
     def plan(self, bucket: GradBucket) -> Sequence[str]:
-        """Prepare for a bucket of matrices; returns the parameters that need a residual, none to
-        have the whole bucket sent densely."""
+        """Prepare for a bucket of matrices.
+
+        Returns the parameters that need a residual, none to have the whole bucket sent densely.
+        """
 
     @abstractmethod
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
-        """Start sending what stands for `offer` of each planned parameter; must not wait for a
-        collective."""
+        """Start sending what stands for `offer` of each planned parameter.
+
+        Must not wait for a collective.
+        """
 
     def offer(self, bucket: GradBucket, name: str, step: StepContext) -> torch.Tensor:
-        """residual + gradient of the logical entries, fp32, unscaled; what is left of it when the
-        step is committed is the next residual."""
+        """Residual + gradient of the logical entries, fp32, unscaled.
+
+        What is left of it when the step is committed is the next residual.
+        """
         import torch
 
         residual, offered = self._residual[name], self.offered[name]

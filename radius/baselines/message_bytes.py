@@ -15,13 +15,14 @@ from megatron.data_parallel.bucket_plan import (
 
 
 def count(density: float, entries: int) -> int:
-    """k = ceil(d n), so that top-k leaves no parameter out."""
+    """K = ceil(d n), so that top-k leaves no parameter out."""
     return math.ceil(density * entries)
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:
     """Whether factors of this rank have fewer entries than the matrix, which bounds the rank by
-    both sides as well."""
+    both sides as well.
+    """
     return rank * (rows + columns) < rows * columns
 
 
@@ -31,8 +32,10 @@ FACTOR_BYTES = 4
 
 
 def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
-    """`warm start`: the Q that the last step ended with. `factors`: P, its basis and Q, and what is
-    sent whole beside the first."""
+    """`warm start`: the Q that the last step ended with.
+
+    `factors`: P, its basis and Q, and what is sent whole beside the first.
+    """
     residual = warm = passing = 0
     for bucket in matrices(rank):
         first, second, compressed = _factors(rank, bucket, rank_of_factors)

@@ -46,9 +46,11 @@ def first_q(seed: int, name: str, columns: int, rank: int) -> torch.Tensor:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the column space. Householder's QR gives one of full rank even where
-    the columns depend on each other or are 0; Gram-Schmidt would divide by 0 there, and a Q that
-    became 0 would stay it."""
+    """An orthonormal basis of the column space.
+
+    Householder's QR gives one of full rank even where the columns depend on each other or are 0;
+    Gram-Schmidt would divide by 0 there, and a Q that became 0 would stay it.
+    """
     return torch.linalg.qr(matrix).Q
 
 
@@ -66,7 +68,8 @@ class _Matrix:
 @dataclass
 class _Plan:
     """What one bucket sends: P of each matrix, then the parameters too small to compress, as they
-    are (`whole`, by name); then Q of each matrix."""
+    are (`whole`, by name); then Q of each matrix.
+    """
 
     matrices: list[_Matrix] = field(default_factory=list)
     whole: dict[str, slice] = field(default_factory=dict)
@@ -193,8 +196,10 @@ class PowerSGDReducer(FeedbackReducer):
         return [matrix.name for matrix in plan.matrices]
 
     def _is_worth_it(self, name: str) -> bool:
-        """Whether factors are smaller, for the least part of the parameter that any rank has: its
-        ranks have a residual all or none."""
+        """Whether factors are smaller, for the least part of the parameter that any rank has.
+
+        Its ranks have a residual all or none.
+        """
         info, tp = self.infos[name], self.model_shard.tp
         ranks = 1 if tp is None else tp.size
         least = list(info.local_shape)

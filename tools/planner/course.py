@@ -23,8 +23,10 @@ rounds are simulated.
 
 @dataclass(frozen=True)
 class Links:
-    """What joins the ranks of a data-parallel group, and a stage with the next. `blocking`: a
-    message keeps the rank that sends it and the one that receives it from computing."""
+    """What joins the ranks of a data-parallel group, and a stage with the next.
+
+    `blocking`: a message keeps the rank that sends it and the one that receives it from computing.
+    """
 
     reduce: Link
     message: Link
@@ -33,9 +35,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is played. `ranks`: one of each stage; `passes` of a microbatch: of each stage;
-    `lasts`: of each of so many pipelines that are played against each other, all others being as
-    one of these."""
+    """What is played.
+
+    `ranks`: one of each stage; `passes` of a microbatch: of each stage; `lasts`: of each of so many
+    pipelines that are played against each other, all others being as one of these.
+    """
 
     grid: RankGrid
     site: Site
@@ -65,8 +69,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Course:
-    """A pipeline's passes. All microbatches that were left out of `timeline` take `skipped` seconds
-    together, in rounds that are all alike."""
+    """A pipeline's passes.
+
+    All microbatches that were left out of `timeline` take `skipped` seconds together, in rounds
+    that are all alike.
+    """
 
     timeline: Timeline
     skipped: float = 0.0
@@ -126,8 +133,10 @@ def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> in
 
 
 def _rounds(course: Timeline, stages: int) -> tuple[float, float]:
-    """Seconds of the last round before the pipeline drains, and of the one before it: between
-    backwards of the first stage."""
+    """Seconds of the last round before the pipeline drains, and of the one before it.
+
+    Between backwards of the first stage.
+    """
     stops = [float(p.stop) for p in course.ranks[0] if p.operation.kind is Kind.BACKWARD]
     ends = [stops[-1 - turns * stages] for turns in (1, 2, 3)]
     return ends[0] - ends[1], ends[1] - ends[2]

@@ -19,10 +19,13 @@ LEGEND = (
 
 
 def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterator[str]:
-    """The first pipeline. A row of passes for each of the first `stages`: capitals forward and
-    small letters backward, by microbatch, the alphabet over and over; below it what its network (=,
-    + for gathers) does, or beside that its look at sums (~) and its optimizer (#). What was not
-    played is left out. The legend comes last."""
+    """The first pipeline.
+
+    A row of passes for each of the first `stages`: capitals forward and small letters backward, by
+    microbatch, the alphabet over and over; below it what its network (=, + for gathers) does, or
+    beside that its look at sums (~) and its optimizer (#). What was not played is left out. The
+    legend comes last.
+    """
     course = step.courses[0]
     length = step.length - course.skipped
     cell = length / width

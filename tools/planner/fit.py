@@ -77,8 +77,10 @@ class Search:
         return found
 
     def fewest_stages(self, changes: Changes | None = None) -> Way | None:
-        """The smallest pipeline on the same ranks, G_inter, that fits with these changes; None
-        where none does."""
+        """The smallest pipeline on the same ranks, G_inter, that fits with these changes.
+
+        None where none does.
+        """
         dims = self.plan.grid.dims
         for stages in range(1, dims.world_size // dims.tp + 1):
             if dims.world_size % (dims.tp * stages):
@@ -141,8 +143,10 @@ class Search:
 
 
 def changed(config: Config, changes: Changes, paths: Mapping[str, GradientPath]) -> Config:
-    """The configuration with other values of some fields, checked as a parsed one is; raises
-    `ConfigError`."""
+    """The configuration with other values of some fields, checked as a parsed one is.
+
+    Raises `ConfigError`.
+    """
     sections: dict[str, Any] = {}
     for name, value in changes.items():
         section = SPECS[name].section

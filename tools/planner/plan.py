@@ -97,8 +97,11 @@ class Plan:
         cap: int,
         site: Site,
     ) -> Plan:
-        """`cap`: entries of a gradient bucket. `config` is resolved for `world` ranks. Raises
-        `ConfigError` where a tensor-parallel rank would hold no token of the vocabulary."""
+        """`cap`: entries of a gradient bucket.
+
+        `config` is resolved for `world` ranks. Raises `ConfigError` where a tensor-parallel rank
+        would hold no token of the vocabulary.
+        """
         check_vocabulary(config, vocabulary)
         parallel = config.parallel
         dims = ParallelDims.from_world(

@@ -61,9 +61,11 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of an average step: `compute` and `tensor` (waiting for tensor-parallel sums) of
-    the busiest stage, `bubble` and messages, `exposed` (the part of `reduce` that no backward
-    hides), and the parts of norm and `optimizer` that no reduction hides.
+    """Seconds of an average step.
+
+    `compute` and `tensor` (waiting for tensor-parallel sums) of the busiest stage, `bubble` and
+    messages, `exposed` (the part of `reduce` that no backward hides), and the parts of norm and
+    `optimizer` that no reduction hides.
     """
 
     compute: float
@@ -142,8 +144,10 @@ def evaluation_seconds(grid: RankGrid, site: Site) -> float:
 def pipeline_seconds(
     grid: RankGrid, passes: Sequence[PassSeconds], link: Link, microbatches: int
 ) -> float:
-    """All microbatches through a pipeline; `passes`: of each stage. Stages that take equal times
-    wait for the bubble of Eq. 6 and 7 of the SAMO paper."""
+    """All microbatches through a pipeline; `passes`: of each stage.
+
+    Stages that take equal times wait for the bubble of Eq. 6 and 7 of the SAMO paper.
+    """
     stages = grid.dims.pp
     if stages == 1:
         return microbatches * passes[0].total
@@ -169,8 +173,11 @@ def play(
     *,
     lasts: Lasts = unchanged,
 ) -> Timeline:
-    """What the stages do when. `transfer`: seconds of a message, which occupies no rank; `lasts`:
-    what becomes of the seconds of a pass."""
+    """What the stages do when.
+
+    `transfer`: seconds of a message, which occupies no rank; `lasts`: what becomes of the seconds
+    of a pass.
+    """
     stages, chunks = grid.dims.pp, len(grid.split[0])
     parallel = grid.config.parallel
 
@@ -196,9 +203,12 @@ def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float
 
 
 class AfterBackward(NamedTuple):
-    """Seconds of one stage's rank: `reduce`, all that it sends and waits for; of that `exposed`,
-    what is left when backward is over; `looked`, until the norm is known after that; `updated`,
-    until its parameters are. Where updates follow sums one by one nobody waits for a norm."""
+    """Seconds of one stage's rank: `reduce`, all that it sends and waits for.
+
+    Of that `exposed`, what is left when backward is over; `looked`, until the norm is known after
+    that; `updated`, until its parameters are. Where updates follow sums one by one nobody waits for
+    a norm.
+    """
 
     reduce: float
     exposed: float

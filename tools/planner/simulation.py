@@ -1,5 +1,6 @@
-"""Plays a step event by event: passes, messages, collectives, optimizer, each for as long as the
-cost model of `seconds` says.
+"""Plays a step event by event.
+
+Passes, messages, collectives, optimizer, each for as long as the cost model of `seconds` says.
 
     stage 0   F F F . . B B B     norm    norm | optimizer
     network                    bucket bucket               gather      first in, first out
@@ -37,7 +38,8 @@ from tools.planner.updates import (
 
 class SimulatedEvent(NamedTuple):
     """What a stage's network ("reduce", "gather") or device ("norm", "optimizer") does beside
-    passes, in seconds from the start of the step."""
+    passes, in seconds from the start of the step.
+    """
 
     stage: int
     lane: str
@@ -48,10 +50,11 @@ class SimulatedEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedPhases:
-    """Seconds that add up to a step: `compute` and `tensor` (waiting for sums) of the busiest
-    stage, `messages` that kept it from computing, `bubble` while it waited for others,
-    `exposed` (the part of `reduce` after the last backward), and norm and `optimizer` after
-    that.
+    """Seconds that add up to a step.
+
+    `compute` and `tensor` (waiting for sums) of the busiest stage, `messages` that kept it from
+    computing, `bubble` while it waited for others, `exposed` (the part of `reduce` after the last
+    backward), and norm and `optimizer` after that.
     """
 
     compute: float
@@ -192,8 +195,10 @@ class _Reduction:
         return max(stop for _, stop in self._backwards[stage])
 
     def _ready(self, stage: int, share: float) -> float:
-        """When so much of its gradient is there: it appears evenly in each chunk's last
-        backward."""
+        """When so much of its gradient is there.
+
+        It appears evenly in each chunk's last backward.
+        """
         turns = self._backwards[stage]
         at = share * len(turns)
         number = min(int(at), len(turns) - 1)

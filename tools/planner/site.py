@@ -22,10 +22,13 @@ GIGA = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What ranks run on: rates in bytes, seconds and FLOP/s. `efficiency`: share of a GPU's peak
-    that forward and backward reach; `network_efficiency`: share of a node's network rate that a
-    collective reaches, a message has all of it; `host_link_rate`: of a GPU and its host, each way;
-    `host_memory_rate`: of a node's host memory, for reading and writing together."""
+    """What ranks run on: rates in bytes, seconds and FLOP/s.
+
+    `efficiency`: share of a GPU's peak that forward and backward reach; `network_efficiency`: share
+    of a node's network rate that a collective reaches, a message has all of it; `host_link_rate`:
+    of a GPU and its host, each way; `host_memory_rate`: of a node's host memory, for reading and
+    writing together.
+    """
 
     name: str
     device: Literal["cpu", "cuda"]
@@ -49,8 +52,10 @@ class Site:
     disk_rate: float
 
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
-        """How the ranks of a group along an axis are joined, with all such groups at work: those
-        that a node has ranks of share its NICs."""
+        """How the ranks of a group along an axis are joined, with all such groups at work.
+
+        Those that a node has ranks of share its NICs.
+        """
         # All groups lie as that of the first rank does, or close to it.
         line = range(0, dims.sizes[axis] * dims.stride(axis), dims.stride(axis))
         here = self.gpus_per_node
@@ -100,7 +105,8 @@ class Link:
 
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
         """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
-        as many messages as it has neighbours to come round to (Eq. 3 of the Radius paper)."""
+        as many messages as it has neighbours to come round to (Eq. 3 of the Radius paper).
+        """
         return rounds * (ranks - 1) * self.latency + sent / self.rate
 
 

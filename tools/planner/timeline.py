@@ -35,8 +35,10 @@ class Player(Protocol):
     """How far a rank is in what it does."""
 
     def possible(self) -> Sequence[Operation]:
-        """What may come next, as soon as its message is there, the more urgent first; none: the
-        batch is over."""
+        """What may come next, as soon as its message is there, the more urgent first.
+
+        None: the batch is over.
+        """
         ...
 
     def after(self, operation: Operation) -> Self:
@@ -82,8 +84,11 @@ class Timeline:
 
     @property
     def bubble(self) -> Fraction:
-        """Idle over busy time, of the rank that is busy longest: (p - 1) / (v m) where stages take
-        equal times (Narayanan et al. 2021, section 2.2; Eq. 6 and 7 of the SAMO paper)."""
+        """Idle over busy time, of the rank that is busy longest.
+
+        (p - 1) / (v m) where stages take equal times (Narayanan et al. 2021, section 2.2; Eq. 6 and
+        7 of the SAMO paper).
+        """
         busy = max(
             sum(Fraction(each.stop) - Fraction(each.start) for each in passed)
             for passed in self.ranks
@@ -99,8 +104,11 @@ class Timeline:
         return most
 
     def __str__(self) -> str:
-        """One row a rank, one letter a unit of time: microbatch A, B, ... forward and a, b, ...
-        backward, followed by the chunk where there is more than one. For whole times only."""
+        """One row a rank, one letter a unit of time: microbatch A, B, ...
+
+        forward and a, b, ... backward, followed by the chunk where there is more than one. For
+        whole times only.
+        """
         chunked = any(each.operation.chunk for passed in self.ranks for each in passed)
         width = 2 if chunked else 1
         rows = []
@@ -134,8 +142,10 @@ def slow(stage: int, by: Time) -> Factor:
 
 
 def jitter(seed: int, sigma: float = 0.3) -> Factor:
-    """Every pass takes a log-normal number of times as long, 1 in the mean; `sigma`: standard
-    deviation of its logarithm. It is drawn for the pass, whenever that runs."""
+    """Every pass takes a log-normal number of times as long, 1 in the mean.
+
+    `sigma`: standard deviation of its logarithm. It is drawn for the pass, whenever that runs.
+    """
 
     def factor(rank: int, operation: Operation) -> float:
         drawn = random.Random(f"{seed} {rank} {operation}")

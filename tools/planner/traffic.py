@@ -16,9 +16,10 @@ NUMBER = 8
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Traffic of one microbatch on the tensor-parallel group: bytes sent `forward`, `again` by
-    recomputed forwards, and by `backward`, and the number of trips round the ring. A sum
-    takes two trips, a gather or a scattered sum one.
+    """Traffic of one microbatch on the tensor-parallel group.
+
+    Bytes sent `forward`, `again` by recomputed forwards, and by `backward`, and the number of trips
+    round the ring. A sum takes two trips, a gather or a scattered sum one.
     """
 
     forward: int = 0

@@ -1,5 +1,7 @@
-"""What comes of gradients once they are there: sums, a look at each, updates, and which of these go
-on beside which. Seconds count from wherever the caller's do.
+"""What comes of gradients once they are there.
+
+Sums, a look at each, updates, and which of these go on beside which. Seconds count from wherever
+the caller's do.
 
               network     | sum 0 | sum 1 | sum 2 |
     usual     device              |0|     |1|     |2| agreed | 0 1 2 |    |n| the norm's pass of n
@@ -42,8 +44,10 @@ class BucketSums(NamedTuple):
 
 
 class UpdateJob(NamedTuple):
-    """What of a bucket is taken up at once: so many entries of this rank's, which are there at
-    `arrives`."""
+    """What of a bucket is taken up at once.
+
+    So many entries of this rank's, which are there at `arrives`.
+    """
 
     name: str
     entries: float
@@ -70,8 +74,11 @@ def play_sums(
     ready: Callable[[int, float, float], float],
     takes: Callable[[PlannedCollective], float],
 ) -> BucketSums:
-    """One after the other, first in first out. `ready`: when a bucket may leave, of its number, the
-    share of all gradients that are there then, and when the network is free."""
+    """One after the other, first in first out.
+
+    `ready`: when a bucket may leave, of its number, the share of all gradients that are there then,
+    and when the network is free.
+    """
     entries = sum(bucket.numel for bucket in rank.buckets)
     done, rest, late = list[Summed](), list[PlannedCollective](), list[PlannedCollective]()
     seen = set[tuple[int, int]]()
@@ -137,12 +144,13 @@ def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
 
 
 def update_seconds(grid: RankGrid, site: Site, entries: float) -> float:
-    """Return the seconds of updating `entries` entries, from the bytes that an update moves: the
-    gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is widened
-    in memory. Offloaded states move over a GPU's link both ways at once, each way at the
-    link's rate unless the host's memory, which all GPUs of the node share, is slower. Each of
-    the two sets of buffers is filled once it is empty, so that half of an update adds to a
-    copy. A CPU does everything in turn.
+    """Return the seconds of updating `entries` entries, from the bytes that an update moves.
+
+    The gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is widened in
+    memory. Offloaded states move over a GPU's link both ways at once, each way at the link's rate
+    unless the host's memory, which all GPUs of the node share, is slower. Each of the two sets of
+    buffers is filled once it is empty, so that half of an update adds to a copy. A CPU does
+    everything in turn.
     """
     config, states = grid.config, state_width(grid.config)
     grad, param = (BYTES[x] for x in (config.precision.grad_dtype, config.precision.param_dtype))

@@ -19,8 +19,11 @@ AS_ROUNDING = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """How far a curve is from plain PyTorch's: largest difference of the first `EQUAL_STEPS` and of
-    all steps, mean difference of all steps, all without sign; and that of the last validation."""
+    """How far a curve is from plain PyTorch's.
+
+    Largest difference of the first `EQUAL_STEPS` and of all steps, mean difference of all steps,
+    all without sign; and that of the last validation.
+    """
 
     first: float
     most: float

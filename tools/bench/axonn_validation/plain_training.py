@@ -1,5 +1,6 @@
-"""Trains the plain GPT-2 of `plain_gpt.py` as a run of ours trains: from its first weights, on its
-samples in its order, with its settings.
+"""Trains the plain GPT-2 of `plain_gpt.py` as a run of ours trains.
+
+From its first weights, on its samples in its order, with its settings.
 
 Module, optimizer, clipping, schedule and loop are torch's or this file's. Ours are only the flags,
 the samples and the numbers that the weights start from: what both do not share can show a mistake.
@@ -56,7 +57,8 @@ def train(
 ) -> LossCurve:
     """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
     gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
-    `after_step` is told each step and its loss."""
+    `after_step` is told each step and its loss.
+    """
     config = resolve(parse(list(flags), paths=GRADIENT_PATHS), 1)
     _check(config)
     train_reader, valid_reader, vocabulary = _open_data(config, micro_batch)
@@ -104,8 +106,10 @@ def plain_gpt(config: Config, vocabulary: int) -> PlainGPT:
 
 
 def plain_values(values: Mapping[str, torch.Tensor], *, heads: int) -> dict[str, torch.Tensor]:
-    """Our parameters by logical name as the plain model's. Ours hold query, key and value of one
-    head after another, the plain model those of all heads."""
+    """Our parameters by logical name as the plain model's.
+
+    Ours hold query, key and value of one head after another, the plain model those of all heads.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         owner, _, kind = name.rpartition(".")
@@ -145,8 +149,10 @@ def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchRead
 def _optimizer(
     model: PlainGPT, config: Config
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """torch's AdamW, by which matrices decay and vectors do not; a linear rise from 0, then half a
-    cosine."""
+    """Torch's AdamW, by which matrices decay and vectors do not.
+
+    A linear rise from 0, then half a cosine.
+    """
     options, steps = config.optimizer, config.total_iterations()
     assert options.lr is not None
     parameters, decay = list(model.parameters()), options.weight_decay
@@ -177,9 +183,11 @@ def _accumulate(model: PlainGPT, reader: BatchReader, first: int, count: int) ->
 
 
 def _clip(model: PlainGPT, norm: float) -> None:
-    """Clip gradients to a norm that is found in fp64. On the CPU `clip_grad_norm_` adds squares one
-    after another in fp32: the norm of a word table is too small by 8e-4, and after 50 steps of
-    AdamW losses have changed by 3e-3."""
+    """Clip gradients to a norm that is found in fp64.
+
+    On the CPU `clip_grad_norm_` adds squares one after another in fp32: the norm of a word table is
+    too small by 8e-4, and after 50 steps of AdamW losses have changed by 3e-3.
+    """
     parameters = list(model.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]

@@ -25,14 +25,17 @@ class AlphaBetaLink:
 
     def all_gather(self, payload: float) -> float:
         """Seconds of a ring all-gather where each rank gives `payload` bytes (Eq. 4, whose D is
-        what all ranks give together)."""
+        what all ranks give together).
+        """
         n = self.ranks
         return self.alpha * n + n * payload * self.beta * (n - 1) / n
 
 
 def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> AlphaBetaLink:
-    """The link on which all-reduces of two sizes, each (bytes, seconds), took what they did. A
-    latency below zero, which only noise can give, is zero."""
+    """The link on which all-reduces of two sizes, each (bytes, seconds), took what they did.
+
+    A latency below zero, which only noise can give, is zero.
+    """
     slope = (large[1] - small[1]) / (large[0] - small[0])
     constant = max(0.0, small[1] - slope * small[0])
     return AlphaBetaLink(
@@ -43,7 +46,8 @@ def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Al
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaTimeline:
     """A step that sends nothing: seconds from its start until each parameter's gradient is there,
-    until backward is over, and until the step is."""
+    until backward is over, and until the step is.
+    """
 
     ready: Mapping[str, float]
     backward: float
@@ -52,8 +56,10 @@ class AlphaBetaTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaMessage:
-    """A collective that takes `seconds` and may start when the gradients of `names` are there;
-    without names, when backward is over."""
+    """A collective that takes `seconds` and may start when the gradients of `names` are there.
+
+    Without names, when backward is over.
+    """
 
     seconds: float
     names: Sequence[str] = ()
@@ -62,8 +68,10 @@ class AlphaBetaMessage:
 def predict(
     timeline: AlphaBetaTimeline, messages: Iterable[AlphaBetaMessage], *, overlap: bool = True
 ) -> float:
-    """Seconds of a step that sends these messages one after another, in this order: the step
-    without communication, longer by what is still to be sent when backward is over."""
+    """Seconds of a step that sends these messages one after another, in this order.
+
+    The step without communication, longer by what is still to be sent when backward is over.
+    """
     end = 0.0
     for message in messages:
         start = timeline.backward
@@ -77,7 +85,8 @@ def greedy_buckets(
     sizes: Iterable[tuple[str, int]], *, caps: Sequence[int]
 ) -> list[tuple[str, ...]]:
     """DDP's buckets: parameters (name, bytes), in order of arrival, are put into one until it has
-    reached its cap; the first caps are for the first buckets, the last for all others."""
+    reached its cap; the first caps are for the first buckets, the last for all others.
+    """
     buckets: list[tuple[str, ...]] = []
     names: list[str] = []
     filled = 0

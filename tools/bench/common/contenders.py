@@ -33,9 +33,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and the batch of one rank. `microbatches` of `batch` sequences make a step of ours;
-    `bucket` entries a bucket (None: our trainer's own choice); `more_flags` are given to our
-    trainer as they are."""
+    """A model and the batch of one rank.
+
+    `microbatches` of `batch` sequences make a step of ours; `bucket` entries a bucket (None: our
+    trainer's own choice); `more_flags` are given to our trainer as they are.
+    """
 
     layers: int = 6
     hidden: int = 384
@@ -201,8 +203,10 @@ class DdpTraining:
 
 
 class DdpLoop(DdpTraining):
-    """Our GPT in torch's DistributedDataParallel, the plain way: one parameter for the tied table,
-    parameters and moments in the dtype."""
+    """Our GPT in torch's DistributedDataParallel, the plain way.
+
+    One parameter for the tied table, parameters and moments in the dtype.
+    """
 
     def __init__(
         self,
@@ -246,7 +250,7 @@ class Batches:
 
 
 def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
-    """torch's fused AdamW; matrices decay, as in ours, vectors do not."""
+    """Torch's fused AdamW; matrices decay, as in ours, vectors do not."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -33,7 +33,9 @@ Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
     """`layers` of one matrix and one vector each, and the seconds that a step pretends to compute.
-    Each matrix fills a bucket."""
+
+    Each matrix fills a bucket.
+    """
 
     layers: int = 8
     rows: int = 1120
@@ -57,8 +59,10 @@ class Emulation:
 
 
 class EmulatedModel(torch.nn.Module):
-    """Sleeps where a model computes, with parameters of its gradients' dtype. `pace` 0 takes steps
-    without pause, where nothing is timed."""
+    """Sleeps where a model computes, with parameters of its gradients' dtype.
+
+    `pace` 0 takes steps without pause, where nothing is timed.
+    """
 
     def __init__(self, emulation: Emulation, gradients: Gradients) -> None:
         super().__init__()

@@ -70,9 +70,12 @@ _GO_WITH = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A row. `kind`: compute, dense, radius, topk, powersgd, samo, samo+radius (ours), or ddp.
-    `density` of a radius or topk path, `rank` of either PowerSGD, `sparsity` of samo's masks;
-    `bucket_mb` None is DDP's own choice."""
+    """A row.
+
+    `kind`: compute, dense, radius, topk, powersgd, samo, samo+radius (ours), or ddp. `density` of a
+    radius or topk path, `rank` of either PowerSGD, `sparsity` of samo's masks; `bucket_mb` None is
+    DDP's own choice.
+    """
 
     name: str
     kind: str

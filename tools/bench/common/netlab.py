@@ -38,7 +38,9 @@ class Network:
 
     def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
         """The command line that runs `program` of this Python once for each rank, one thread each.
-        `folder` is where `netlab.sh` leaves its logs."""
+
+        `folder` is where `netlab.sh` leaves its logs.
+        """
         if self.rate == NO_LIMIT:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             torchrun += ["--nproc-per-node", str(self.ranks)]
@@ -88,8 +90,10 @@ def find_mpiexec() -> str:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run to the end, whatever ends it; returns the exit code. An interruption of ours ends it in
-    its own way, so that `netlab.sh` takes its namespaces down."""
+    """Run to the end, whatever ends it; returns the exit code.
+
+    An interruption of ours ends it in its own way, so that `netlab.sh` takes its namespaces down.
+    """
     with subprocess.Popen(command) as process:
         try:
             return process.wait()

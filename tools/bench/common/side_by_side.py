@@ -32,7 +32,8 @@ class Contender(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """Steps of one contender: median and least seconds, median processor seconds of this process,
-    tokens/s by the median, first and last loss."""
+    tokens/s by the median, first and last loss.
+    """
 
     name: str
     median_seconds: float
@@ -46,7 +47,8 @@ class Timing:
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
     """Tokens/s of `ours` over those of `theirs`, median over the rounds in which both took a turn
-    directly one after the other. `target` None: for information."""
+    directly one after the other. `target` None: for information.
+    """
 
     ours: str
     theirs: str

@@ -13,10 +13,12 @@ from tools.bench.convergence.study import DENSE
 
 @dataclass(frozen=True, kw_only=True)
 class RunGroup:
-    """Runs that differ in their seed only. `gap`: mean over seeds of validation loss less that of
-    the dense run of the same seed, beta2 and optimizer; `error` is its standard error, with one
-    seed from the scatter of the groups that have more (`error_is_own` False). None where a run did
-    not end well or nothing is known."""
+    """Runs that differ in their seed only.
+
+    `gap`: mean over seeds of validation loss less that of the dense run of the same seed, beta2 and
+    optimizer; `error` is its standard error, with one seed from the scatter of the groups that have
+    more (`error_is_own` False). None where a run did not end well or nothing is known.
+    """
 
     name: str
     variant: str

@@ -1,5 +1,8 @@
-"""The models of the convergence studies: one that all runs share, pruned or not, and a small one
-that has as many parameters as that has left. No torch."""
+"""The models of the convergence studies.
+
+One that all runs share, pruned or not, and a small one that has as many parameters as that has
+left. No torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def stored(sequence: int, sparsity: Fraction, shape: Shape = SHAPE) -> int:
 
 def shape_of(entries: int, sequence: int) -> Shape:
     """The shape with a number of parameters nearest to `entries`, at most twice as deep as the
-    model that all runs share and not wider."""
+    model that all runs share and not wider.
+    """
     shapes = [
         (layers, hidden)
         for layers in range(1, 2 * LAYERS + 1)

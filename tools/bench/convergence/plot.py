@@ -38,7 +38,8 @@ def write_plot(
     colors: Mapping[str, str],
 ) -> bool:
     """Draw a study: its panels beside each other, below them the gaps at the end, whose colour the
-    first word of the variant tells. False without matplotlib."""
+    first word of the variant tells. False without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

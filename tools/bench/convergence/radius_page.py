@@ -27,8 +27,11 @@ COLUMNS = ("run", "seeds", "T", "payload", "largest", "clipped", "validation los
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Whether a group's gap is at most half of plain Radius's: `margin` is the mean over seeds of
-    half of that gap less this one, `error` its standard error; met where beyond twice that."""
+    """Whether a group's gap is at most half of plain Radius's.
+
+    `margin` is the mean over seeds of half of that gap less this one, `error` its standard error;
+    met where beyond twice that.
+    """
 
     name: str
     against: str
@@ -45,7 +48,8 @@ class Goal:
 
 def goals_of(groups: Sequence[RunGroup]) -> list[Goal]:
     """Each rolling group beside plain Radius of its density, start and beta2, over the seeds both
-    have; needs two of them."""
+    have; needs two of them.
+    """
     found = []
     for group in groups:
         if not group.variant.startswith("rolling_"):

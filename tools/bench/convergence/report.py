@@ -31,7 +31,8 @@ class Study:
     """A declared set of runs, those first that matter most, and what its page is made of.
 
     `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot go
-    by the first word of a variant."""
+    by the first word of a variant.
+    """
 
     folder: str
     runs: tuple[StudyRun, ...]

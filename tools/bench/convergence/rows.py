@@ -96,8 +96,11 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path, plan: StudyPlan | None = None) -> list[Row]:
-    """The results so far; none where there is no file. With `plan`: `ConfigError` for rows of a
-    study of another size, which must not be mixed. A torn last line is left out."""
+    """The results so far; none where there is no file.
+
+    With `plan`: `ConfigError` for rows of a study of another size, which must not be mixed. A torn
+    last line is left out.
+    """
     if not path.is_file():
         return []
     rows: dict[str, Row] = {}
@@ -150,8 +153,10 @@ def _stored(run: StudyRun, plan: StudyPlan) -> float:
 
 
 def _ticket(run: StudyRun, plan: StudyPlan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The step after which there is what the run trains, None where that never came. An early bird
-    tells a distance for each mask it draws and draws none after its ticket."""
+    """The step after which there is what the run trains, None where that never came.
+
+    An early bird tells a distance for each mask it draws and draws none after its ticket.
+    """
     if run.ticket == "early-bird":
         drawn = [i for i, step in steps.items() if "mask_distance" in step]
         last = max(drawn, default=None)

@@ -1,4 +1,5 @@
 """What a convergence study is made of: the size that its runs share, a run, and its command line.
+
 No torch.
 
 Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
@@ -47,8 +48,10 @@ Ticket = Literal["magnitude", "random", "early-bird"]
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """The size that all runs of a study share. `tokens` is those of a step, `valid_tokens` those
-    of the one evaluation at the end."""
+    """The size that all runs of a study share.
+
+    `tokens` is those of a step, `valid_tokens` those of the one evaluation at the end.
+    """
 
     steps: int = REFERENCE_STEPS
     tokens: int = 2048
@@ -84,10 +87,13 @@ class StudyPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One run. `variant` names what is compared, without seed, beta2 and optimizer; `start` is the
-    share of the run after which the path takes over from a dense run, None for a run from the
-    beginning. `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`.
-    `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes."""
+    """One run.
+
+    `variant` names what is compared, without seed, beta2 and optimizer; `start` is the share of the
+    run after which the path takes over from a dense run, None for a run from the beginning.
+    `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`. `sparsity`
+    and `ticket` prune the model. `flags` are the path's own, without leading dashes.
+    """
 
     variant: str
     seed: int
@@ -140,8 +146,11 @@ def checked(runs: Sequence[StudyRun], *, most: int) -> tuple[StudyRun, ...]:
 
 
 def fork_steps(plan: StudyPlan) -> list[int]:
-    """Checkpoints of a dense run that others leave from: the step before each one's start, where
-    the path selects for the first time. Every dense run has all, so that runs can be added."""
+    """Checkpoints of a dense run that others leave from.
+
+    The step before each one's start, where the path selects for the first time. Every dense run has
+    all, so that runs can be added.
+    """
     return sorted(plan.start_step(share) - 1 for share in (EARLY, START))
 
 

@@ -30,9 +30,11 @@ BITS = 1 / 8
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Something done to every bucket. `bytes_for_entry(density)`: what must be read and written for
-    each entry of the bucket, in whole sectors where only some entries are needed. `theirs` does the
-    same as `peer` describes it."""
+    """Something done to every bucket.
+
+    `bytes_for_entry(density)`: what must be read and written for each entry of the bucket, in whole
+    sectors where only some entries are needed. `theirs` does the same as `peer` describes it.
+    """
 
     name: str
     bytes_for_entry: Callable[[float], float]
@@ -43,9 +45,12 @@ class KernelPass:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench:
-    """Passes, and what they work on: `states(length, device)` of a bucket whatever the density,
-    `bucket(states, density, peers=...)` on top of them. `copy(states)` copies one tensor as long as
-    the bucket, of `copied_bytes` an entry, read and written. Results go to files of its `name`."""
+    """Passes, and what they work on.
+
+    `states(length, device)` of a bucket whatever the density, `bucket(states, density, peers=...)`
+    on top of them. `copy(states)` copies one tensor as long as the bucket, of `copied_bytes` an
+    entry, read and written. Results go to files of its `name`.
+    """
 
     name: str
     what: str
@@ -87,8 +92,10 @@ class KernelBench:
         rounds: int,
         peers: bool,
     ) -> dict[str, Any]:
-        """Time every pass of every model and density; seconds are medians over rounds in which ours
-        and the peer take turns."""
+        """Time every pass of every model and density.
+
+        Seconds are medians over rounds in which ours and the peer take turns.
+        """
         rows: list[dict[str, Any]] = []
         copy_rates = {}
         for shape, lengths in shapes.items():
@@ -157,7 +164,8 @@ def bucket_lengths(layers: int, hidden: int) -> list[int]:
 
 def met(density: float, width: int) -> float:
     """Part of the sectors that hold a chosen entry of so many bytes, were these strewn at
-    random."""
+    random.
+    """
     return 1.0 - (1.0 - density) ** (SECTOR // width)
 
 

@@ -83,8 +83,10 @@ def measure(
     out: Path,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Time every contender and write FOLDER/SECTION.json; `compiled` False leaves out those that
-    need torch.compile. Returns what was written."""
+    """Time every contender and write FOLDER/SECTION.json.
+
+    `compiled` False leaves out those that need torch.compile. Returns what was written.
+    """
     out.mkdir(parents=True, exist_ok=True)
     on_cuda = device.type == "cuda"
     report: dict[str, Any] = {

@@ -27,8 +27,10 @@ NOTHING = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of one step on this rank: bytes sent by the ring model (NaN if the contender does
-    not count them), entries sent over entries stored, and seconds blocked on communication.
+    """Facts of one step on this rank.
+
+    Bytes sent by the ring model (NaN if the contender does not count them), entries sent over
+    entries stored, and seconds blocked on communication.
     """
 
     bytes_sent: float
@@ -56,8 +58,11 @@ class MeasuredContender(Protocol):
 
 
 class OursPath:
-    """Steps of our engine. Blocked is what its reducer waits for, and the ranks' agreement, which
-    is the first to wait for what is still on its way."""
+    """Steps of our engine.
+
+    Blocked is what its reducer waits for, and the ranks' agreement, which is the first to wait for
+    what is still on its way.
+    """
 
     def __init__(self, method: Method, engine: GradientEngine) -> None:
         self.name, self.method, self.engine = method.name, method, engine
@@ -170,7 +175,8 @@ class Arrivals:
 
     def medians(self) -> dict[str, Any]:
         """Seconds from the start of a step to each gradient (`ready`, by name) and to the end of
-        `backward`, over the steps that were kept."""
+        `backward`, over the steps that were kept.
+        """
         ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
         return {"ready": ready, "backward": statistics.median(self.backward)}
 
@@ -203,7 +209,8 @@ def emulated_contenders(
     groups: ProcessGroups,
 ) -> list[MeasuredContender]:
     """Contenders around sleeping models, which share the gradients, given by dtype, that they
-    pretend to make."""
+    pretend to make.
+    """
     contenders: list[MeasuredContender] = []
     for method in methods:
         model = EmulatedModel(emulation, gradients[method.dtype])

@@ -41,8 +41,10 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class CostStudy:
-    """Methods to compare, by dtype, on how many ranks; what is their own work, and what is asked
-    of it."""
+    """Methods to compare, by dtype, on how many ranks.
+
+    What is their own work, and what is asked of it.
+    """
 
     ranks: int
     methods: Mapping[str, Sequence[str]]

@@ -1,5 +1,7 @@
-"""Peak memory of each gradient path, in processes of its own: one that has served another path
-keeps what it was given."""
+"""Peak memory of each gradient path, in processes of its own.
+
+One that has served another path keeps what it was given.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ INTERVAL = 3
 
 
 def peak_memory(names: Sequence[str], emulation: Emulation) -> dict[str, float]:
-    """Bytes by which resident memory grew at most, mean over two ranks, by method; and, as
-    `parameters`, how many the model has."""
+    """Bytes by which resident memory grew at most, mean over two ranks, by method.
+
+    And, as `parameters`, how many the model has.
+    """
     # Its forks have torch imported, which alone takes seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

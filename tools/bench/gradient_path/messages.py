@@ -21,8 +21,10 @@ HOOK_GAIN = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Shapes by name in the order of the forward pass, and the names of each bucket of ours;
-    `stored` entries of those that are not stored whole, bytes of each."""
+    """Shapes by name in the order of the forward pass, and the names of each bucket of ours.
+
+    `stored` entries of those that are not stored whole, bytes of each.
+    """
 
     shapes: Mapping[str, Sequence[int]]
     buckets: Sequence[Sequence[str]] = ()
@@ -39,7 +41,7 @@ class Sizes:
 
     @property
     def stored_share(self) -> float:
-        """f of the SAMO paper: stored entries over all."""
+        """F of the SAMO paper: stored entries over all."""
         return sum(map(self.numel, self.shapes)) / sum(map(self.entries, self.shapes))
 
     @property
@@ -59,8 +61,10 @@ class Sizes:
 def messages(
     method: Method, sizes: Sizes, link: AlphaBetaLink, *, interval: int
 ) -> list[AlphaBetaMessage]:
-    """Collectives of a step of `method`, in the order in which they are sent; a Radius step is one
-    between two resamples of `interval` steps."""
+    """Collectives of a step of `method`, in the order in which they are sent.
+
+    A Radius step is one between two resamples of `interval` steps.
+    """
     if method.kind == COMPUTE:
         return []
     if method.kind == "ddp":
@@ -115,8 +119,10 @@ def _bucket(
 
 
 def _selected(method: Method, numel: int, interval: int) -> float:
-    """Entries of a matrix that a Radius step sends: ceil(d n), with the rolling schedule also the
-    T-th part that is sent densely."""
+    """Entries of a matrix that a Radius step sends.
+
+    Ceil(d n), with the rolling schedule also the T-th part that is sent densely.
+    """
     kept = math.ceil(method.density * numel)
     return kept + (numel - kept) / interval if "rolling" in method.flags else kept
 

@@ -48,8 +48,11 @@ COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a rank is told. Of `warm_up + rounds` turns of each method the first are not kept.
-    `interval`: Radius's T; its first resample is over when the turns begin."""
+    """What a rank is told.
+
+    Of `warm_up + rounds` turns of each method the first are not kept. `interval`: Radius's T; its
+    first resample is over when the turns begin.
+    """
 
     protocol: str
     methods: tuple[str, ...]
@@ -141,7 +144,8 @@ class RankBench:
 
     def _head_start(self) -> None:
         """Steps that no table shows: Radius's up to its first resample, those after which DDP cuts
-        its buckets anew and its PowerSGD begins."""
+        its buckets anew and its PowerSGD begins.
+        """
         for contender in self.contenders:
             contender.pace(0.0)
             resamples = contender.method.resamples

@@ -111,8 +111,10 @@ def read(folder: Path) -> tuple[list[GradientPathTable], dict[str, float] | None
 
 
 def plot(file: Path, tables: Sequence[GradientPathTable]) -> None:
-    """Bars of step time, what is blocked of it dark, predictions as ticks; a panel for each
-    table, a row of panels for each protocol."""
+    """Bars of step time, what is blocked of it dark, predictions as ticks.
+
+    A panel for each table, a row of panels for each protocol.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

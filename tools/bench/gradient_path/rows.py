@@ -20,10 +20,13 @@ TARGET_RATE = "800mbit"
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPathRow:
-    """A method on one network, seconds and bytes of one step: median and least time of the slowest
-    rank, alpha-beta prediction, mean time blocked, bytes that a rank says it sent and that its
-    interface counted (None: not told, not counted). `resample`: median step of a resample, None
-    where the method has none; `spread`: a step with its share of one over `SPREAD` steps."""
+    """A method on one network, seconds and bytes of one step.
+
+    Median and least time of the slowest rank, alpha-beta prediction, mean time blocked, bytes that
+    a rank says it sent and that its interface counted (None: not told, not counted). `resample`:
+    median step of a resample, None where the method has none; `spread`: a step with its share of
+    one over `SPREAD` steps.
+    """
 
     method: str
     median: float
@@ -60,8 +63,10 @@ class GradientPathTable:
         return f"{self.protocol} computing, {self.network}"
 
     def ratio(self, name: str, base: str) -> float:
-        """Step of one method over another's, median over the rounds in which both took one: what
-        else the machine did in a round was done to both."""
+        """Step of one method over another's, median over the rounds in which both took one.
+
+        What else the machine did in a round was done to both.
+        """
         pairs = zip(self.turns[name], self.turns[base], strict=True)
         return statistics.median(one / other for one, other in pairs if one and other)
 

@@ -127,8 +127,10 @@ class Watch:
 def watch(
     flags: Sequence[str], *, steps: int, tops: Sequence[float], kinds: Mapping[str, str]
 ) -> tuple[list[LocalityCurve], dict[str, Any]]:
-    """Train `steps` steps as flags say, on one rank, and count. Raises `ConfigError` where the run
-    ends before, or is not dense."""
+    """Train `steps` steps as flags say, on one rank, and count.
+
+    Raises `ConfigError` where the run ends before, or is not dense.
+    """
     launch = detect_launch()
     config = resolve(parse(flags, paths=GRADIENT_PATHS), launch.world_size)
     if launch.world_size != 1:

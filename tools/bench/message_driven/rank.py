@@ -1,6 +1,8 @@
-"""One stage of the benchmark of message-driven pipelines. Started for each by `run.py` under
-mpiexec, with its settings as JSON; rank 0 writes every step of every contender, and whether
-they train alike, to `result.json`."""
+"""One stage of the benchmark of message-driven pipelines.
+
+Started for each by `run.py` under mpiexec, with its settings as JSON; rank 0 writes every step of
+every contender, and whether they train alike, to `result.json`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the benchmark of message-driven pipelines puts side by side: ways to run a step, stages that
-sleep unevenly, and how long a step is on paper."""
+"""What the benchmark of message-driven pipelines puts side by side.
+
+Ways to run a step, stages that sleep unevenly, and how long a step is on paper.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ PROFILES = (BALANCED, SLOW, JITTER)
 
 @dataclass(frozen=True, kw_only=True)
 class UnevenContender:
-    """A way to run a step. `beyond`: microbatches in flight beyond the number of stages where
-    messages drive it, None for the fixed order of 1F1B; `ahead`: forwards that this runs before
-    its first backward beyond those of 1F1B."""
+    """A way to run a step.
+
+    `beyond`: microbatches in flight beyond the number of stages where messages drive it, None for
+    the fixed order of 1F1B; `ahead`: forwards that this runs before its first backward beyond those
+    of 1F1B.
+    """
 
     name: str
     over_mpi: bool = False
@@ -66,8 +71,10 @@ ONLY_ON_PAPER = UnevenContender(name="1F1B, two more in flight", ahead=2)
 
 
 def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
-    """So many forwards, then one forward and one backward in turns; 1F1B where `ahead` is the
-    number of stages behind."""
+    """So many forwards, then one forward and one backward in turns.
+
+    1F1B where `ahead` is the number of stages behind.
+    """
     forwards = [Operation(Kind.FORWARD, number) for number in range(microbatches)]
     backwards = [Operation(Kind.BACKWARD, number) for number in range(microbatches)]
     ahead = min(ahead, microbatches)
@@ -77,8 +84,10 @@ def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
 
 
 def factor_of(profile: str, number: int) -> Factor:
-    """How many times as long a pass takes, in one round of a profile; the same for all contenders
-    and on paper."""
+    """How many times as long a pass takes, in one round of a profile.
+
+    The same for all contenders and on paper.
+    """
     if profile == BALANCED:
         return even
     return slow(SLOW_STAGE, SLOW_FACTOR) if profile == SLOW else jitter(number, SIGMA)

@@ -152,8 +152,10 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 def page_part(instruction_set: str) -> str:
-    """Return the part of `write_page` for an instruction set: a run on one CPU keeps the others'
-    pages."""
+    """Return the part of `write_page` for an instruction set.
+
+    A run on one CPU keeps the others' pages.
+    """
     return "" if instruction_set == INSTRUCTION_SETS[-1] else instruction_set.lower()
 
 

@@ -1,5 +1,8 @@
-"""One rank of the benchmark of all-reduce coarsening. Started for each by `run.py`, with its
-settings as JSON; rank 0 writes the seconds of the slowest rank to `result.json`."""
+"""One rank of the benchmark of all-reduce coarsening.
+
+Started for each by `run.py`, with its settings as JSON; rank 0 writes the seconds of the slowest
+rank to `result.json`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 
 class Updates:
     """Gradients that are there at once, as after a pipeline's last backward, to be summed up in
-    chunks of `k` buckets and applied."""
+    chunks of `k` buckets and applied.
+    """
 
     def __init__(
         self, groups: ProcessGroups, settings: dict[str, Any], *, k: int, stream: bool

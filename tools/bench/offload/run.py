@@ -50,8 +50,11 @@ BUCKET_SIZE, COARSENING = 4_000_000, 4
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Where states were; medians of a step and of what follows its backward, in seconds; bytes on
-    the device, of which `buffers` are neither parameters nor gradients, and in host memory."""
+    """Where states were; medians of a step and of what follows its backward, in seconds.
+
+    Bytes on the device, of which `buffers` are neither parameters nor gradients, and in host
+    memory.
+    """
 
     name: str
     step: float
@@ -63,8 +66,10 @@ class States:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Buckets of an all-reduce, or `APART`; median seconds, and the speed over that of `APART`,
-    median of the rounds."""
+    """Buckets of an all-reduce, or `APART`.
+
+    Median seconds, and the speed over that of `APART`, median of the rounds.
+    """
 
     k: str
     seconds: float
@@ -140,8 +145,10 @@ class WatchedMemory(Ours):
 
 
 def states(shape: Shape, options: argparse.Namespace) -> tuple[list[States], dict[str, float]]:
-    """Steps with states on the device and in host memory; the ratios of resident to offloaded
-    seconds, and of bytes on the device."""
+    """Steps with states on the device and in host memory.
+
+    The ratios of resident to offloaded seconds, and of bytes on the device.
+    """
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     size = 1024 if options.smoke else BUCKET_SIZE

@@ -1,5 +1,8 @@
-"""One stage of the benchmark of pipeline schedules. Started for each by `run.py`, with its
-settings as JSON; rank 0 writes the seconds of the slowest rank to `result.json`."""
+"""One stage of the benchmark of pipeline schedules.
+
+Started for each by `run.py`, with its settings as JSON; rank 0 writes the seconds of the slowest
+rank to `result.json`.
+"""
 
 from __future__ import annotations
 

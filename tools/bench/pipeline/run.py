@@ -38,8 +38,10 @@ SHAPE = (2, 256, 768)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRow:
-    """A schedule: `stages` p, `chunks` v, `microbatches` m; seconds of its median step; bubble on
-    paper, and as measured."""
+    """A schedule: `stages` p, `chunks` v, `microbatches` m; seconds of its median step.
+
+    Bubble on paper, and as measured.
+    """
 
     stages: int
     chunks: int

@@ -51,9 +51,12 @@ PAIRS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PruningComparison:
-    """Whether one way to prune costs less than another: `difference` is the mean over the seeds
-    both have of the other's validation loss less this one's, `error` its standard error (with one
-    seed by the scatter of all groups that have several, None where there are none)."""
+    """Whether one way to prune costs less than another.
+
+    `difference` is the mean over the seeds both have of the other's validation loss less this
+    one's, `error` its standard error (with one seed by the scatter of all groups that have several,
+    None where there are none).
+    """
 
     name: str
     against: str
@@ -80,7 +83,8 @@ class PruningComparison:
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
     """How a group is pruned: `stored` is the share of the shared model's parameters that it
-    trains, `tickets` the step after which each of its seeds drew its mask, None for never."""
+    trains, `tickets` the step after which each of its seeds drew its mask, None for never.
+    """
 
     sparsity: float | None
     stored: float
@@ -103,8 +107,10 @@ def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
 
 
 def comparisons_of(rows: Sequence[Row]) -> list[PruningComparison]:
-    """The `PAIRS` of which both have ended well with a seed in common. Runs of one seed have one
-    dense run, so that their losses differ as their gaps do."""
+    """The `PAIRS` of which both have ended well with a seed in common.
+
+    Runs of one seed have one dense run, so that their losses differ as their gaps do.
+    """
     gaps = gaps_of(rows)
     scatter, found = scatter_of(gaps.values()), []
     for ours, theirs in PAIRS:

@@ -29,8 +29,10 @@ SMALL_SHAPE = shape_of(stored(StudyPlan.sequence, SPARSITY), StudyPlan.sequence)
 
 
 def study() -> tuple[StudyRun, ...]:
-    """All runs, those first that matter most: a study may be stopped at any of them. Its dense
-    runs are those of the study of Radius, so that one folder of runs serves both."""
+    """All runs, those first that matter most: a study may be stopped at any of them.
+
+    Its dense runs are those of the study of Radius, so that one folder of runs serves both.
+    """
     runs = [StudyRun(variant=DENSE, seed=seed) for seed in SEEDS]
     runs += [pruned("magnitude", seed=seed) for seed in SEEDS]
     runs += [pruned("random", seed=seed) for seed in SEEDS]
@@ -92,8 +94,10 @@ def with_radius(density: str = "0.4") -> StudyRun:
 
 
 def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> StudyRun:
-    """Sparse from the beginning, by a random mask that stays or by one that DSR changes;
-    `keep_moments`: of what a rewiring leaves in place."""
+    """Sparse from the beginning, by a random mask that stays or by one that DSR changes.
+
+    `keep_moments`: of what a rewiring leaves in place.
+    """
     kept = "-kept_moments" * keep_moments
     return StudyRun(
         variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{kept}-from_scratch",

@@ -48,8 +48,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One pass of the layer. `run` returns the output; of a backward the input's gradient and the
-    weights', whole or CSR. `missing`: why it cannot run at all. `weight`: what it multiplies by."""
+    """One pass of the layer.
+
+    `run` returns the output; of a backward the input's gradient and the weights', whole or CSR.
+    `missing`: why it cannot run at all. `weight`: what it multiplies by.
+    """
 
     name: str
     run: Callable[[], object]
@@ -58,8 +61,11 @@ class Kernel:
 
 
 def kernels(operands: Operands, one_pass: str) -> Iterator[Kernel]:
-    """All of one pass, dense first. A CPU's sparse kernels refuse 16 bit and get fp32 as well,
-    which is what a run in 16 bit would have to do."""
+    """All of one pass, dense first.
+
+    A CPU's sparse kernels refuse 16 bit and get fp32 as well, which is what a run in 16 bit would
+    have to do.
+    """
     yield Kernel(DENSE, _dense(operands, one_pass), operands.weight)
     yield from _both_orders(operands, one_pass)
     if operands.weight.device.type == "cpu" and operands.weight.dtype != torch.float32:
@@ -156,7 +162,7 @@ def _with_short_index(weight: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unfinished() -> Iterator[None]:
-    """torch warns that its sparse tensors are a beta or a prototype."""
+    """Torch warns that its sparse tensors are a beta or a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

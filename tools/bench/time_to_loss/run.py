@@ -55,9 +55,12 @@ RESULTS = REPO / "tools" / "bench" / "convergence" / "results.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class LossCourse:
-    """A run in time. `step`: median seconds of a step after the fork from dense; `seconds`: those
-    of the run. `points`: (seconds, mean training loss around then). `dense_then`: the dense run's
-    at the time when this one is over."""
+    """A run in time.
+
+    `step`: median seconds of a step after the fork from dense; `seconds`: those of the run.
+    `points`: (seconds, mean training loss around then). `dense_then`: the dense run's at the time
+    when this one is over.
+    """
 
     method: str
     step: float
@@ -112,8 +115,11 @@ def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
 def steps_on(
     network: Network, trained: Mapping[str, Trained], options: argparse.Namespace
 ) -> dict[str, GradientPathRow]:
-    """What a step of each method lasts. A resample's length does not depend on how many steps lie
-    between two, so few do; what a rolling schedule sends does, so that has the study's interval."""
+    """What a step of each method lasts.
+
+    A resample's length does not depend on how many steps lie between two, so few do; what a rolling
+    schedule sends does, so that has the study's interval.
+    """
     rolling = [name for name in GROUPS if name.endswith("rolling")]
     (interval,) = {trained[name]["interval"] for name in rolling}
     plain = [name for name in GROUPS if name not in rolling]
@@ -163,8 +169,11 @@ def courses(
 
 
 def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -> float:
-    """What the first `step` steps of a run last: dense ones up to the fork and then its own, of
-    which each `interval`-th is a resample where the method has those."""
+    """What the first `step` steps of a run last.
+
+    Dense ones up to the fork and then its own, of which each `interval`-th is a resample where the
+    method has those.
+    """
     if run["start"] is None:
         return step * dense
     fork = min(step, StudyPlan(**run["plan"]).start_step(run["start"]))

@@ -31,8 +31,11 @@ class Ablation:
 
     @cached_property
     def setting(self) -> Setting:
-        """Without overlap of all-reduce and optimizer, which came later; states are offloaded,
-        in buckets of 16 million, where they are not spread over enough stages."""
+        """Without overlap of all-reduce and optimizer, which came later.
+
+        States are offloaded, in buckets of 16 million, where they are not spread over enough
+        stages.
+        """
         flags = (
             f"--config {REPO}/configs/gpt_12b.yaml --global-batch-size 2048 --micro-batch-size 1 "
             f"--pipeline-model-parallel-size {self.stages} --overlap-grad-reduce false "

@@ -23,8 +23,11 @@ WEAK = {"12b": 48, "24b": 96, "50b": 192, "100b": 384}
 
 @dataclass(frozen=True)
 class Framework:
-    """What AxoNN is compared with: (micro-batch, G_intra, G_inter) by model (table II), and the
-    percentages of peak that the text tells."""
+    """What AxoNN is compared with.
+
+    (micro-batch, G_intra, G_inter) by model (table II), and the percentages of peak that the text
+    tells.
+    """
 
     name: str
     settings: dict[str, tuple[int, int, int]]
@@ -96,8 +99,9 @@ def _other_step(
 
 
 def _in_parts(machine: Machine, setting: Setting) -> Link:
-    """Return the link of a message of which each tensor-parallel rank sends a part; the
-    receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so too).
+    """Return the link of a message of which each tensor-parallel rank sends a part.
+
+    The receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so too).
     """
     dims, share = setting.grid.dims, machine.with_its_share()
     gather = setting.site.link(dims, "tp")
@@ -106,8 +110,10 @@ def _in_parts(machine: Machine, setting: Setting) -> Link:
 
 
 def _strong(step: Callable[[str], tuple[float, float]]) -> float:
-    """Seconds of 12B on 384 GPUs, by flags of a run. Its micro-batches are not told, only that they
-    were tuned: the best."""
+    """Seconds of 12B on 384 GPUs, by flags of a run.
+
+    Its micro-batches are not told, only that they were tuned: the best.
+    """
     flags = "--global-batch-size 32768 --micro-batch-size"
     return min(step(f"{flags} {size}")[0] for size in MICRO_BATCHES)
 

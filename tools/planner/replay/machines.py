@@ -21,8 +21,11 @@ GPT2_VOCABULARY = 50257
 
 @dataclass(frozen=True)
 class Machine:
-    """A site under one paper's software. `reached`: share of a node's network rate; `blocking`:
-    whether AxoNN's messages keep both their GPUs from computing."""
+    """A site under one paper's software.
+
+    `reached`: share of a node's network rate; `blocking`: whether AxoNN's messages keep both their
+    GPUs from computing.
+    """
 
     site: str
     gpu: str | None

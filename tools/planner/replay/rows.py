@@ -14,8 +14,11 @@ FAR = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRow:
-    """`measured` and `simulated`, in a unit. `low` and `high` in place of `measured`: a range that
-    is all that is told. `claim`: the source says that the figure is above this."""
+    """`measured` and `simulated`, in a unit.
+
+    `low` and `high` in place of `measured`: a range that is all that is told. `claim`: the source
+    says that the figure is above this.
+    """
 
     what: str
     unit: str
@@ -66,8 +69,11 @@ class ReplayRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayTable:
-    """Rows of one source on one machine. `constants`: what was fitted, in words with its value;
-    `source`: whose figures the measured ones are."""
+    """Rows of one source on one machine.
+
+    `constants`: what was fitted, in words with its value; `source`: whose figures the measured ones
+    are.
+    """
 
     name: str
     machine: str
