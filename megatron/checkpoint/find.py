@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.format import MANIFEST_NAME, Manifest, NewerFormat, show
 from megatron.checkpoint.io import (
@@ -27,8 +28,10 @@ from megatron.checkpoint.io import (
 )
 from megatron.checkpoint.verify import alien, open_to_all, verify_folder
 from megatron.checkpoint.writer import LATEST, set_aside
-from megatron.config import Config
 from megatron.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of step folders in a run folder."""

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint.find import Keeper  # noqa: E402
 from megatron.checkpoint.format import (  # noqa: E402
-    Manifest,  # noqa: E402
+    Manifest,
     SliceRecord,
     TensorRecord,
 )
