@@ -53,6 +53,10 @@ def model_provider(
     """Build the model, or the part of it that one pipeline stage holds.
 
     Args:
+        config: The checked configuration.
+        vocabulary: The vocabulary of the run.
+        groups: The process groups of this rank.
+        device: The device of the parameters.
         layers: Global numbers of the layers.
         pre_process: Whether the part begins with the embedding.
         post_process: Whether the part ends with the output layer and the loss.

@@ -239,8 +239,9 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
-    """Refuse a start that MPI is needed for and that brought the ranks none, which all of them find
-    alike; starts it otherwise, within `seconds`. Needs no torch.
+    """Start MPI within `seconds`; refuse a start whose launcher gave the ranks none.
+
+    All ranks find the same. Needs no torch.
     """
     if launch.launcher in ("none", "torchrun"):
         how = "torchrun" if launch.launcher == "torchrun" else "no launcher"

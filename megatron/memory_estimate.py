@@ -420,9 +420,7 @@ class Activations:
 
     @property
     def hidden(self) -> int:
-        """Return the bytes of a hidden state between layers, which is also a message between
-        stages.
-        """
+        """Return the bytes of a hidden state between layers, also a message between stages."""
         return self._between * self.grid.config.model.hidden_size * self._width
 
     @cached_property
@@ -568,9 +566,7 @@ class Activations:
         return self._width * self._rows * columns
 
     def chunk(self, stage: int, chunk: int = 0) -> ChunkBytes:
-        """Return the bytes of one chunk of a stage, with the ends of the model that the chunk
-        has.
-        """
+        """Return the bytes of one chunk of a stage, with the ends of the model in the chunk."""
         saved = again = 0
         count = len(self.grid.split[stage][chunk])
         for span in recompute_spans(count, self.grid.config.recompute):

@@ -50,8 +50,9 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 def describe_processor() -> dict[str, object]:
-    """Return the CPU's model, the instruction set of torch's kernels, and the dtypes of native
-    products, as `environment.json` keeps them.
+    """Return the CPU's facts for `environment.json`.
+
+    These are the model, the instruction set of torch's kernels, and the dtypes of native products.
     """
     import torch
 

@@ -229,9 +229,7 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> tuple[StepRecord, ExitRequest]:
-        """One global batch: its record, and what the ranks are asked for after it (Algorithm 1 of
-        the AxoNN paper).
-        """
+        """Train on one global batch; return its record and requests (Algorithm 1 of AxoNN)."""
         began = time.perf_counter()
         self._bytes_sent()
         restart_peak_memory(self.device)
@@ -400,9 +398,7 @@ class Trainer:
         return max(1, int(count.item()))
 
     def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
-        """Return the mean loss, equal on every rank, from the losses of the last stages (Eq. 1
-        of the Radius paper).
-        """
+        """Return the mean loss, equal on every rank, from the last stages' losses (Eq. 1)."""
         loss = loss.clone().view(1)
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
         # Others add 0, which changes no bit.

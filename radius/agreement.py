@@ -42,9 +42,10 @@ def hash_of(choices: Iterable[IndexChoice]) -> int:
 def take_first_choice(
     choices: Sequence[IndexChoice], group: dist.ProcessGroup | None, device: torch.device
 ) -> int:
-    """Compare what the ranks have chosen by a hash, and where it differs let every rank have the
-    choice of the group's first rank. Returns the bytes that this rank handed to collectives, whose
-    tensors are on `device`: 16, and one bit for each entry where choices differed.
+    """Compare the ranks' choices by a hash; where they differ, use the first rank's choice.
+
+    Returns the bytes that this rank handed to collectives, whose tensors are on `device`: 16, and
+    one bit for each entry where choices differed.
     """
     mine = hash_of(choices)
     # The largest complement is that of the smallest hash.

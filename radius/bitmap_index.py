@@ -115,9 +115,7 @@ class BitmapIndexBase(ABC):
         self._kernels.clear(self.bits, flat)
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere.
-        """
+        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
         self._kernels.expand(self.bits, values, flat)
 
     def apply(
@@ -341,8 +339,9 @@ class BitmapIndex(BitmapIndexBase):
         self._bits = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
-        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are the `runs`. A later `choose` does not change it.
+        """Return an index of these positions and all of the ranges `[start, stop)`.
+
+        Ranges are ascending and disjoint; their places among the values are the `runs`.
         """
         runs: list[IndexRange] = []
         at = upto = 0
@@ -367,9 +366,7 @@ class BitmapIndex(BitmapIndexBase):
             flat[lo:hi].masked_fill_(chosen, 0.0)
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order.
-        For checkpoints: makes the host wait.
-        """
+        """Write the unchosen entries of `[start, start + length)` to `out`, in order."""
         at = 0
         for lo, hi, chosen in self._chosen(start, start + length):
             rest = flat[lo:hi][~chosen]
@@ -386,8 +383,9 @@ class BitmapIndex(BitmapIndexBase):
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """What is chosen in `[start, start + length)`: uint8 on the CPU, bit 7 first, as numpy
-        packs. `start` divides by 8, as that of every slice of a bucket does.
+        """Return the choice in `[start, start + length)` as packed bits.
+
+        uint8 on the CPU, bit 7 first, as numpy packs.
         """
         assert start % 8 == 0
         octets = self._words.view(torch.uint8).view(-1)[start // 8 : -(-(start + length) // 8)]

@@ -167,9 +167,7 @@ class RadiusBucket:
     # ---- state ---------------------------------------------------------------------------------
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the residual, as it is or as it was before the latest step
-        sent it.
-        """
+        """Return the squared norm of the residual, or of the one that the latest step sent."""
         if self.flushed_norm is not None:
             return float(self.flushed_norm)
         pending = self.residual.pending

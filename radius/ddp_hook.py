@@ -222,8 +222,10 @@ class RadiusHook:
     # ---- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Between steps: updates applied, packed index bits (equal on all ranks) and what waits of
-        the residual (this rank's own: save it on each), by place in the optimizer's groups.
+        """Return the state between steps, by place in the optimizer's groups.
+
+        It holds the applied updates, packed index bits (equal on all ranks) and the residual (this
+        rank's own: save it on each rank).
         """
         found = {APPLIED: torch.tensor(self.applied)}
         for number, parameter in enumerate(self._parameters()):

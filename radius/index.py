@@ -81,8 +81,9 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
-        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are its `runs`. A later `choose` does not change it.
+        """Return an index of these positions and all of the ranges `[start, stop)`.
+
+        Ranges are ascending and disjoint; their places among the values are its `runs`.
         """
         ...
 
@@ -91,9 +92,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere.
-        """
+        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
         ...
 
     def clear(self, flat: torch.Tensor) -> None:

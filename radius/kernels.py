@@ -69,10 +69,11 @@ def adamw(
     eps: float,
     t: int,
 ) -> None:
-    """AdamW's step `t` on fp32 weight and moments, to rounding as torch's fused kernel takes it on
-    a gradient of `values` times `factor` at the chosen entries and 0 at the others; those keep
-    weight and moments where they are `frozen`. `steps_accumulated`: fp32 c for each value, which
-    the second moment takes as c gradients of square g^2 / c each.
+    """Take AdamW's step `t` on fp32 weight and moments, with gradients at chosen entries.
+
+    To rounding this is torch's fused kernel on a gradient of `values` times `factor` at the chosen
+    entries and 0 at the others; `frozen` others keep weight and moments. `steps_accumulated`: fp32
+    c for each value, which the second moment takes as c gradients of square g^2 / c each.
     """
     beta1, beta2 = betas
     launch_over(

@@ -30,8 +30,9 @@ _ARGUMENTS = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """The library, None where it was not built, or of another version, or where the processor has
-    none of the instruction sets.
+    """Return the library, or None.
+
+    None: not built, of another version, or on a processor without its instruction sets.
     """
     origin = _origin()
     if origin is None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OffsetPiece:
-    """Sent entries that lie in `[start, stop)`, within one chunk: those at `offsets` (int32, from
-    `start`), or all of them where that is None. Their values begin at `at`. `in_runs`: whether most
-    offsets follow upon the one before.
+    """Sent entries in `[start, stop)`, within one chunk.
+
+    They lie at `offsets` (int32, from `start`), or fill the range where that is None.
     """
 
     start: int
@@ -76,9 +76,7 @@ class OffsetIndexBase(ABC):
             out.mul_(scale)
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and zeros
-        elsewhere.
-        """
+        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
         flat.zero_()
         for piece in self.pieces:
             part, mine = piece.of(flat), values[piece.values]
@@ -220,8 +218,9 @@ class OffsetIndex(OffsetIndexBase):
         self._pieces = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedOffsetIndex:
-        """These positions and all of the ranges `[start, stop)`, ascending and disjoint, whose
-        places among the values are the `runs`. A later `choose` does not change it.
+        """Return an index of these positions and all of the ranges `[start, stop)`.
+
+        Ranges are ascending and disjoint; their places among the values are the `runs`.
         """
         cut = _cut(self.length, self._offsets, self._in_runs, ranges)
         return FlushedOffsetIndex(self.length, *cut)

@@ -103,8 +103,10 @@ class RadiusReducer(GradientReducer):
             self._telling.attached()
 
     def _all_keep_bits(self, device: torch.device) -> bool:
-        """Ranks with another kind of index would update frozen entries in other pieces, whose last
-        few round differently. Collective.
+        """Return whether all ranks keep bitmaps.
+
+        Ranks with another kind of index would update frozen entries in other pieces, whose last few
+        round differently. Collective.
         """
         mine = keeps_bits(device.type, self.settings.density)
         if device.type != "cpu":

@@ -35,8 +35,9 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
-    """Place `values` at the chosen ones of the entries from block `first` on that `out` holds, 0 at
-    the others; cast to its dtype, and then multiplied by `scale`.
+    """Place `values` at the chosen entries of `out` from block `first` on, 0 at the others.
+
+    Values are cast to the dtype of `out`, and then multiplied by `scale`.
     """
     out.zero_()
     for piece, at, some in _pieces(bits, out, values, first):
@@ -54,8 +55,9 @@ def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, flat: torch.Tensor, compacted: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield for each chunk its part of `flat`, which begins at block `first`, the chosen
-    positions in that part, and the matching part of the compact vector.
+    """Yield each chunk's part of `flat`, chosen positions in it, and part of the compact vector.
+
+    `flat` begins at block `first`.
     """
     begin = int(bits.offsets[first]) if first else 0
     for number, piece in enumerate(flat.split(CHUNK)):

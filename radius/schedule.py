@@ -25,8 +25,9 @@ class RadiusSettings:
 
 
 def fitting_interval(first: int, last: int, interval: int) -> int:
-    """`interval` where one of the updates `first` to `last` is a multiple of it, else the largest
-    that would do; 0 where there are no such updates.
+    """Return `interval` if one of the updates `first` to `last` is a multiple of it.
+
+    Otherwise returns the largest interval that would do, 0 if there are no such updates.
     """
     longest = min(interval, last)
     return next((t for t in range(longest, 0, -1) if last // t * t >= max(first, 1)), 0)

@@ -36,9 +36,7 @@ class TorchUpdate:
         self._old_grads: dict[torch.Tensor, torch.Tensor] = {}
 
     def before_step(self) -> None:
-        """Copy the weights that the coming step's update contains, and gradients that it may
-        overwrite.
-        """
+        """Copy the weights that the coming update contains, and gradients that it may overwrite."""
         self._old_weights = {
             parameter: parameter.detach().clone()
             for group in self.optimizer.param_groups

@@ -144,8 +144,9 @@ class RewiredTensor:
 
 
 def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) -> list[int]:
-    """How many of `count` entries, drawn uniformly without replacement from tensors of these sizes,
-    are of each: multivariate hypergeometric.
+    """Return how many of `count` uniformly drawn entries fall in tensors of these sizes.
+
+    The draw is without replacement (multivariate hypergeometric).
 
     numpy's own draws from at most 10^9 entries. Here each entry is first taken with a probability
     by which slightly too many are, as a binomial number a tensor tells, and of these, of which any
@@ -297,9 +298,9 @@ class DsrMaskUpdater(MaskUpdater):
     def _plan(
         self, t: int, tensors: Sequence[RegrowthTensor]
     ) -> tuple[float, dict[str, RegrowthPlan]]:
-        """Return the threshold to prune by and the regrowth plan of each tensor, empty if there
-        is nothing to prune. Adapts the threshold for the next rewiring. Collective over a
-        copy of the model.
+        """Return the pruning threshold and each tensor's regrowth plan, empty if nothing is pruned.
+
+        Adapts the threshold for the next rewiring. Collective over a copy of the model.
         """
         threshold = self._threshold
         counts = self._count(tensors, threshold)
@@ -343,8 +344,10 @@ class DsrMaskUpdater(MaskUpdater):
         self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
 
     def _lowered(self, t: int, tensors: Sequence[RegrowthTensor], below: int) -> float:
-        """In place of H, where more than `LIMIT` times the target are below it, the greatest number
-        of the ladder of which that is not so. Weights as good as zero go whatever their number.
+        """Return the threshold to use in place of H if too many entries are below H.
+
+        Too many are more than `LIMIT` times the target; the threshold is the greatest number of the
+        ladder with fewer. Weights as good as zero go whatever their number.
         """
         counts = torch.zeros(RUNGS, dtype=torch.int64)
         for tensor in tensors:

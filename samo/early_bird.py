@@ -29,8 +29,9 @@ _COUNTS = f"{_STATE}counts"
 
 
 class EarlyBird(MaskUpdater):
-    """A `MaskUpdater` that prunes once, after `DRAWS` draws of which the largest distance between
-    the newest and another is below `limit`.
+    """A `MaskUpdater` that prunes once, when masks have stopped changing.
+
+    After `DRAWS` draws, the largest distance between the newest mask and another is below `limit`.
 
     `infos`: the parameters to prune, those of this rank, of which it holds `parts`. A draw falls on
     each update that `interval` divides; `last` is the run's last update; `drawn`: the ticket is an
@@ -112,9 +113,10 @@ class EarlyBird(MaskUpdater):
         return notes
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """Number of draws, the ticket's update, and the masks that the next draw is compared with,
-        under the numbers of their draws and the names of their parameters: bool, of what this rank
-        holds of the whole ones. Each is unpacked as it is asked for.
+        """Return the number of draws, the ticket's update, and the masks for the next comparison.
+
+        Masks go by the numbers of their draws and the names of their parameters: bool, this rank's
+        part of the whole masks. Each is unpacked as it is asked for.
         """
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):

@@ -131,8 +131,9 @@ class CompressedLayout:
             index.expand(flat, param.view(-1))
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice from the parameter and set the parameter's other entries to 0,
-        in the one storage of all leaves. fp32 parameters too keep a storage of their own, unless
+        """Fill the fp32 master slice from the parameter; set the parameter's other entries to 0.
+
+        All leaves share the one storage. fp32 parameters too keep a storage of their own, unless
         they are stored whole.
         """
         index = self._indices.get(name)
@@ -170,8 +171,9 @@ class CompressedLayout:
 
 
 class PositionStore:
-    """Which `stored` of the `length` entries of a flattened parameter exist, by ascending int32
-    positions: what a CPU gathers by fastest.
+    """The stored entries of a flattened parameter as ascending int32 positions.
+
+    `stored` of `length` entries exist; a CPU gathers by positions fastest.
     """
 
     def __init__(self, mask: torch.Tensor) -> None:

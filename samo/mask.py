@@ -92,8 +92,9 @@ def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
 
 
 def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) -> PackedMasks:
-    """This rank's parts of masks of logical shapes, as the parameters lie in memory, without those
-    that leave nothing out: such a parameter is stored whole, padding and all, as if it had none.
+    """Return this rank's parts of masks of logical shapes, as parameters lie in memory.
+
+    Masks that leave nothing out are dropped: such a parameter is stored whole, padding included.
     Masks are looked up one after another.
     """
     return PackedMasks.of(
@@ -172,8 +173,9 @@ def masks_for(
     source: str,
     elsewhere: Collection[str] = (),
 ) -> PackedMasks:
-    """Masks of logical shapes that came from `source`, as the parameters of this model lie in
-    memory; those of `elsewhere` are other ranks' affair.
+    """Return masks of logical shapes from `source` as this model's parameters lie in memory.
+
+    Masks of `elsewhere` belong to other ranks.
 
     Raises `DataError` for a mask of a tensor that the model does not have, or has in another
     shape, or never prunes, and for a mask without a stored entry.

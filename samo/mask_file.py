@@ -51,9 +51,10 @@ def packed_bytes(shape: Sequence[int]) -> int:
 
 
 def check_mask_file(path: Path, shapes: Mapping[str, Sequence[int]] | None) -> None:
-    """Raise `DataError` unless the path is a mask file whose headers make sense and whose masks
-    fit `shapes`, those of the model's tensors. With None, for a caller that cannot know them, the
-    headers are compared with one another alone. No mask is unpacked.
+    """Raise `DataError` unless the path is a sound mask file whose masks fit `shapes`.
+
+    With None, for a caller that cannot know them, the headers are compared with one another alone.
+    No mask is unpacked.
     """
     with opened_masks(path) as archive:
         found = mask_shapes(path, archive)
@@ -101,9 +102,7 @@ def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ...]]:
-    """The logical shape of each mask, in the file's order, once the bits of each mask are found to
-    have the size of the shape.
-    """
+    """Return the logical shape of each mask, in the file's order, after checking its size."""
     version, count = _vector(archive, MARK, np.int64, most=2).tolist()
     if version != VERSION:
         raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_AGAIN}")
@@ -165,9 +164,7 @@ def _header(member: IO[bytes]) -> tuple[tuple[int], np.dtype]:
 def _vector(
     archive: zipfile.ZipFile, name: str, dtype: type[np.generic], *, most: int
 ) -> np.ndarray:
-    """A vector of at most so many entries out of the archive, which compares its CRC when the last
-    byte is read.
-    """
+    """Read a vector of at most so many entries from the archive, which checks its CRC."""
     with archive.open(f"{name}.npy") as member:
         (length,), found = _header(member)
         if found != dtype or not 0 <= length <= most:

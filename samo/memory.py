@@ -19,9 +19,10 @@ MASTER_BYTES = MOMENT_BYTES = 4
 def state_bytes(
     entries: int, stored: int, *, index: int, param_bytes: int, grad_bytes: int, moments: int = 2
 ) -> dict[str, int]:
-    """Model state by kind, of `entries` parameters of which `stored` exist, beside an index of so
-    many bytes: Eq. 1 of the paper without the fp32 copy of the gradients and the 16-bit one of the
-    new weights, which are made chunk by chunk. The parameters themselves are dense.
+    """Return model state by kind (Eq. 1 of the paper) of `entries` parameters, `stored` of them.
+
+    The index takes the given bytes. Left out are the fp32 copy of the gradients and the 16-bit copy
+    of the new weights, which are made chunk by chunk. The parameters themselves are dense.
     """
     return {
         "parameters": param_bytes * entries,
@@ -60,8 +61,9 @@ def memory_note(kinds: Mapping[str, int], entries: int, stored: int, *, beside_p
 
 
 def csr_bits(shape: Sequence[int], stored: int, *, value_bits: int, copies: int) -> int:
-    """Bits of `copies` tensors of this shape with one pattern of `stored` nonzeros, in flattened
-    CSR; 0 copies are the index alone.
+    """Return the bits of `copies` tensors with one pattern of `stored` nonzeros, in flattened CSR.
+
+    0 copies are the index alone.
     """
     rows, columns = shape[0], math.prod(shape[1:])
     assert 0 <= stored <= rows * columns

@@ -68,8 +68,9 @@ class ModelParts(ModelShard):
         return self._reduced(rows, dist.ReduceOp.MAX)
 
     def table(self, rows: Rows) -> dict[str, list[int]]:
-        """Numbers of the parts here as those of every tensor of the model, which are in the order
-        of their names. Collective over a copy of the model.
+        """Return numbers of this rank's parts as numbers of every tensor, in the order of names.
+
+        Collective over a copy of the model.
         """
         return self.everywhere(self.summed(rows))
 
@@ -113,8 +114,10 @@ class ModelParts(ModelShard):
         return whole if shard is None else shard.of(whole.view(shard.shape)).view(-1)
 
     def first_of_largest(self, name: str, value: float, place: int) -> bool:
-        """Whether this rank's largest value of a tensor, at `place` of its part, is the whole
-        tensor's: the first of equal ones. `value` < 0: it has none. Collective over the stage.
+        """Return whether this rank's largest value of a tensor is the whole tensor's first largest.
+
+        `place` is its place in this rank's part. `value` < 0: it has none. Collective over the
+        stage.
         """
         tp, shard = self.holders(name), self.shard(name)
         if tp is None or shard is None:

@@ -155,8 +155,9 @@ def _check_length(config: Config, total: int) -> None:
 
 
 def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
-    """Return a function that says why Radius never resamples between the first update after a
-    ticket and the last of a run. The text is empty where Radius does not wait for a ticket.
+    """Return a function that says why Radius never resamples after a ticket.
+
+    The text is empty where Radius does not wait for a ticket.
     """
     # Any: its class is declared where its path is.
     radius: Any = config.extensions.get("radius")

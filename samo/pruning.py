@@ -93,9 +93,10 @@ def refuse_zeros(
     what: str,
     parts: ModelParts = WHOLE,
 ) -> None:
-    """Raise `ConfigError`, in the words `what` for the setting, where a mask keeps entries that the
-    network it was drawn from, of masks `stored`, does not have: which zeros would mean nothing.
-    With `parts` collective over the stage.
+    """Raise `ConfigError` where a mask keeps entries that its network does not have.
+
+    `what` names the setting; `stored` are the masks of the network from which the mask was drawn,
+    whose other zeros mean nothing. With `parts` collective over the stage.
     """
     rows = {name: [_extra(drawn[name], stored[name])] for name in drawn if name in stored}
     for name, (extra,) in parts.summed(rows).items():
@@ -261,8 +262,9 @@ def _look_closer(
 def _compare(
     tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, threshold: int
 ) -> dict[str, list[int]]:
-    """How many of each tensor's entries here are above the threshold and at it, where the ranks
-    that hold parts of it leave out the first of its largest once.
+    """Return how many of each tensor's entries here are above and at the threshold.
+
+    Ranks that hold parts of a tensor count its first largest entry once.
     """
     rows: dict[str, list[int]] = {}
     for name in tensors:

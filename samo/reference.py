@@ -11,9 +11,7 @@ from megatron.sparse.reference import count_blocks as count_blocks
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Overwrite `out` by the chosen entries of `dense`, cast to its dtype, or `add` them to it,
-    rounding once.
-    """
+    """Overwrite `out` by the chosen entries of `dense`, cast, or `add` them, rounding once."""
     for piece, at, mine in _pieces(bits, dense, out):
         found = piece.index_select(0, at)
         mine.add_(found) if add else mine.copy_(found)
@@ -28,9 +26,7 @@ def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, dense: torch.Tensor, compressed: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield for each chunk its part of the dense vector, the chosen positions in that part, and
-    the matching part of the compressed vector.
-    """
+    """Yield each chunk's dense part, chosen positions in it, and part of the compressed vector."""
     begin = 0
     for number, piece in enumerate(dense.split(CHUNK)):
         block = number * (CHUNK // BLOCK)

@@ -68,9 +68,10 @@ def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
 
 
 def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str:
-    """Why so large a fraction cannot be pruned at a time of tensors of which `stored` entries
-    exist, and what would do; "" where it can. A rewiring may prune twice the target, and the
-    threshold would double for ever on its way to a target that is out of reach.
+    """Return why so large a fraction cannot be pruned at a time, and what would do; "" if it can.
+
+    `stored` entries of the tensors exist. A rewiring may prune twice the target, and the threshold
+    would double for ever on its way to a target that is out of reach.
     """
     target, total = target_of(fraction, entries), sum(entries)
     if 2 * target <= stored:
@@ -104,9 +105,10 @@ def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
 
 
 def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
-    """Why Radius, which begins in an update that `interval` divides, from `start` on and once there
-    is a ticket, does not in the updates `first`, the earliest after a ticket, to `last`; "" where
-    it does.
+    """Return why Radius does not begin in the updates `first` to `last`, "" where it does.
+
+    Radius begins in an update that `interval` divides, from `start` on and once there is a ticket;
+    `first` is the earliest update after a ticket.
     """
     if last // interval * interval >= max(first, start):
         return ""

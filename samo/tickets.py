@@ -31,9 +31,9 @@ def first_masks(
     *,
     seed: int,
 ) -> Masks:
-    """The masks of the checkpoint where that is of the same path with the same settings, else the
-    ticket's. Collective over the world; where it raises, it does so on all ranks of a stage at
-    least.
+    """Return the checkpoint's masks if it has the same path and settings, else the ticket's.
+
+    Collective over the world; where it raises, it does so on all ranks of a stage at least.
     """
     if saved is not None and saved.same_path:
         masks = _masks_of(saved, infos)

@@ -116,8 +116,9 @@ def _score(saved: SavedModel, asked: Sequence[Continuation], batch_size: int) ->
 
 
 def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) -> Continuation:
-    """What is to be predicted are the tokens that the ending adds to those of its context, where a
-    token that spans the two counts as the ending's.
+    """Return the tokens to predict: those that the ending adds to its context.
+
+    A token that spans context and ending counts as the ending's.
     """
     from megatron.model.likelihood import Continuation
 

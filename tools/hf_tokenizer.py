@@ -107,8 +107,10 @@ def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
 
 
 def _is_gpt2s(path: Path) -> bool:
-    """Whether a tokenizer.json cuts text as GPT-2 does, so that a vocabulary and merges say the
-    same. Others have both files too, and take digits apart or know more special tokens.
+    """Return whether a tokenizer.json cuts text as GPT-2 does.
+
+    A vocabulary and merges then say the same. Others have both files too, and take digits apart or
+    know more special tokens.
     """
     try:
         found = json.loads(path.read_bytes())

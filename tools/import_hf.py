@@ -132,8 +132,10 @@ def _weights(
 
 
 class _WeightState(Mapping[str, "torch.Tensor"]):
-    """Tensors by their names in the file, or in the files of an index, each read when it is asked
-    for. `leave_out`: what the library does not read either, where config.json ties it.
+    """Tensors by their names in a file, or in the files of an index.
+
+    Each tensor is read when it is asked for. `leave_out`: what the library does not read either,
+    where config.json ties it.
     """
 
     def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:

@@ -17,8 +17,10 @@ KINDS = ("gradients", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """The differences of a case: the largest of each kind with its tensor, and the tensors whose
-    copies are not equal or that a grid does not hold as a whole.
+    """The differences of a case.
+
+    The largest of each kind with its tensor, and the tensors whose copies are not equal or that a
+    grid does not hold as a whole.
     """
 
     case: ParityCase
@@ -74,8 +76,9 @@ def relative(one: np.ndarray, other: np.ndarray) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """Whole tensors of a grid by kind and name, its losses, and tensors of which two ranks have
-    different copies, or nobody some part.
+    """Return whole tensors of a grid by kind and name, its losses, and its bad tensors.
+
+    A tensor is bad if two ranks have different copies of it or no rank has some part.
     """
 
     losses: list[float]

@@ -63,8 +63,10 @@ def run_case(
     own: Path,
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train: "losses", and for each tensor what this rank holds of its first mean gradient
-    ("gradients") and of its last values ("weights"), with "pieces", which tell where it belongs.
+    """Train, and return losses and tensors.
+
+    "losses", and for each tensor this rank's part of its first mean gradient ("gradients") and of
+    its last values ("weights"), with "pieces", which tell where the part belongs.
     """
     config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     trainer = build_trainer(

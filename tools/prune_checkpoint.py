@@ -157,8 +157,9 @@ def _usable(config: Path, output: Path, overwrite: bool) -> str:
 
 
 def _without_the_path(lines: Sequence[str]) -> Iterator[str]:
-    """Without the gradient path's sections and what the run began from, of a file as runs write
-    them: a line for each section and each of its settings.
+    """Return a run's configuration file without the gradient path's sections and its origin.
+
+    A file as runs write it has a line for each section and for each setting.
     """
     section = ""
     for line in lines:

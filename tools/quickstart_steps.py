@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def affordable_steps(step_seconds: float) -> int:
-    """Steps of each of the two runs that fit into `SECONDS`, where that is neither too few to learn
-    nor more than the data are worth.
+    """Return the steps of each of the two runs that fit into `SECONDS`.
+
+    They are neither too few to learn nor more than the data are worth.
     """
     steps = int(SECONDS / (2 * step_seconds)) // ROUNDED_TO * ROUNDED_TO
     return min(max(steps, LEAST_STEPS), MOST_STEPS)

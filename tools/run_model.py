@@ -45,9 +45,10 @@ class SavedModel:
     param_dtype: str
 
     def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
-        """The one that `options` name (`add_tokenizer_flags`), else the run, else the one that made
-        its data. Raises `DataError` where nobody says, and for another tokenizer than the
-        checkpoint remembers of its data.
+        """Return the tokenizer that `options` name (`add_tokenizer_flags`).
+
+        Without one, the run's, else the one that made its data. Raises `DataError` where nobody
+        says, and for another tokenizer than the checkpoint remembers of its data.
         """
         tokenizer = _tokenizer(self.data, options)
         self._check_tokenizer(tokenizer)

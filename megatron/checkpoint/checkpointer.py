@@ -303,8 +303,9 @@ class Checkpointer:
             )
 
     def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
-        """Raise `CheckpointError` where the gradient path would do nothing in what is left of the
-        run. A run that goes on, and may have lost its chance to skipped steps, is told.
+        """Raise `CheckpointError` if the gradient path would do nothing in the remaining steps.
+
+        A run that goes on, and may have lost its chance to skipped steps, is told.
         """
         applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
         if self.config.training.skip_train or left <= 0:

@@ -84,8 +84,9 @@ def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
 def check_identity(
     was: Mapping[str, Any], now: Mapping[str, Any], *, where: Path, model_only: bool
 ) -> None:
-    """Raise `CheckpointError` naming the settings that differ, those of the model alone where
-    training starts anew on its weights.
+    """Raise `CheckpointError` naming the settings that differ.
+
+    Only settings of the model are compared if training starts anew on its weights.
     """
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}

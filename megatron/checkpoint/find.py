@@ -234,8 +234,10 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(kw_only=True)
 class Keeper:
-    """Keeps the newest `count` steps of a folder that verify, and every multiple of `interval`
-    (None: no others). One process for each folder.
+    """Deletes old checkpoints.
+
+    Keeps the newest `count` steps of a folder that verify, and every multiple of `interval` (None:
+    no others). One process for each folder.
 
     Every byte of a checkpoint is read once by each process, right after its commit for those it
     writes; the verdict stands for as long as sizes and times of its files stay.
@@ -249,8 +251,7 @@ class Keeper:
     _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
     def prune(self) -> list[Path]:
-        """Delete good steps older than the newest `count` good ones, except multiples of
-        `interval`; returns their folders.
+        """Delete good steps but the newest `count` and multiples of `interval`; return the folders.
 
         Damaged steps neither count nor go. A failure is told through `log`: the run has what it
         needs, and the next save tries again.

@@ -299,8 +299,9 @@ def _check_mask(record: TensorRecord, tensors: Mapping[str, TensorRecord], where
 
 
 def _check_cover(record: TensorRecord, where: str) -> None:
-    """Boxes that are cells of one grid, are all different, and are as many as the grid has cells
-    cover the tensor exactly once: linear in the number of slices.
+    """Return whether boxes cover the tensor exactly once, in time linear in the number of slices.
+
+    Boxes that are cells of one grid, all different and as many as the grid has cells, do.
     """
     boxes: dict[Box, list[SliceRecord]] = {}
     for number, part in enumerate(record.slices):

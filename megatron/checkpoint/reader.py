@@ -60,8 +60,10 @@ class FolderReader:
             raise CheckpointError(f"{self.folder}: has no tensor {show(name)}") from None
 
     def fill(self, out: np.ndarray, name: str, box: Box) -> None:
-        """Write a box of a tensor into `out`, which has the box's shape and an integer dtype of
-        the tensor's width (bool for BOOL). Entries that a mask left out become 0.
+        """Write a box of a tensor into `out`.
+
+        `out` has the box's shape and an integer dtype of the tensor's width (bool for BOOL).
+        Entries that a mask left out become 0.
         """
         record = self.record(name)
         for part in record.slices:

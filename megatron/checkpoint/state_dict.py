@@ -31,8 +31,10 @@ from megatron.parallel.groups import ProcessGroups
 
 @dataclass(frozen=True)
 class FileMask:
-    """Only entries at which the boolean tensor `name` of the checkpoint equals `value` are in the
-    file: on this rank those that `kept` marks, bool [local_entries].
+    """A mask that selects the entries in a file.
+
+    The file holds the entries at which the boolean tensor `name` of the checkpoint equals `value`:
+    on this rank the entries that `kept` marks, bool [local_entries].
     """
 
     name: str
@@ -70,8 +72,10 @@ class LocalParameter:
         return [(box, box)]
 
     def stored(self, flat: torch.Tensor) -> torch.Tensor:
-        """The stored entries of a state in a bucket, without vocabulary padding, which lies at the
-        end of a slice that is stored whole and is not in one that is not. A view.
+        """Return the stored entries of a state in a bucket, without vocabulary padding.
+
+        Padding lies at the end of a slice that is stored whole, and is absent from other slices. A
+        view.
         """
         return flat[: self.info.local_entries]
 
@@ -266,8 +270,9 @@ class RunStateDict:
         return {name for text in texts for name in json.loads(text)}
 
     def _first_with(self, names: list[str]) -> set[str]:
-        """Return the names that no lower rank of this copy of the model holds, so that each
-        tensor is written once.
+        """Return the names that no lower rank of this copy of the model holds.
+
+        Each tensor is then written once.
         """
         own, found = set(names), set(names)
         for group in (self.groups.tp, self.groups.pp):

@@ -237,7 +237,7 @@ def show_path(path: str) -> str:
 def nearest(
     name: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """ "; did you mean X?" for a name close to a known one or to a synonym of one, else nothing."""
+    """Return "; did you mean X?" for a name close to a known one or to a synonym, else nothing."""
     matches = difflib.get_close_matches(name, [*known, *synonyms], n=1)
     return f"; did you mean {synonyms.get(matches[0], matches[0])}?" if matches else ""
 

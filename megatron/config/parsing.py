@@ -68,15 +68,19 @@ class PathOptions(Protocol):
 
     @property
     def sections(self) -> Mapping[str, type]:
-        """Sections of the configuration file by name, each a frozen dataclass of options with one
-        flag for each field. Paths may share a section.
+        """Sections of the configuration file by name.
+
+        Each is a frozen dataclass of options with one flag for each field. Paths may share a
+        section.
         """
         ...
 
     @property
     def refused_pairs(self) -> Sequence[RefusedPair]:
-        """Settings that exclude each other on this path, in addition to those that exclude each
-        other everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`.
+        """Settings that exclude each other on this path.
+
+        They come in addition to settings that exclude each other everywhere. `--help-compat` prints
+        these pairs; `parse` checks them before `check`.
         """
         ...
 
@@ -469,9 +473,11 @@ def _help(spec: FieldSpec) -> str:
 def _complaints_of_unknown(
     texts: Sequence[str], unknown: Sequence[str], known: Sequence[str]
 ) -> list[str]:
-    """A complaint for each of the `unknown`, which argparse could not place among the `texts` of
-    the command line. Texts directly after an unknown flag are that flag's values, and the complaint
-    about the flag covers them. The name of a YAML file is never taken for such a value.
+    """Return a complaint for each of the `unknown`.
+
+    argparse could not place these among the `texts` of the command line. Texts directly after an
+    unknown flag are that flag's values, and the complaint about the flag covers them. The name of a
+    YAML file is never taken for such a value.
     """
     complaints: list[str] = []
     left = list(unknown)
@@ -524,8 +530,9 @@ DEFAULT_NAME = "gpt"
 
 
 def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
-    """The configuration that flags and `--config` ask for, checked as far as is possible without
-    knowing the number of ranks.
+    """Return the configuration of flags and `--config`.
+
+    It is checked as far as is possible without the number of ranks.
 
     `paths` maps the values of `--grad-path`; their options are flags too. Raises `ConfigError`,
     or SystemExit(0) after `--help` and `--help-compat`.
@@ -692,8 +699,9 @@ def _convert_all(
     path: PathOptions | None,
     fields: _Fields,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The typed values, and a complaint for each field that the gradient path does not take or
-    whose value cannot be read.
+    """Return the typed values and the complaints.
+
+    A complaint names a field that the gradient path does not take or whose value cannot be read.
     """
     values: dict[str, Any] = {}
     complaints: list[str] = []

@@ -910,9 +910,7 @@ class Config:
         return self.training.num_microbatches(global_batch, dp)
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """Return the global batch size after `consumed_samples`, as
-        `TrainingConfig.batch_size_at` does.
-        """
+        """Return the global batch size, as `TrainingConfig.batch_size_at` does."""
         return self.training.batch_size_at(consumed_samples)
 
     def total_samples(self) -> int:

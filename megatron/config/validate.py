@@ -389,9 +389,7 @@ def vocabulary_covers_ranks(c: Config) -> str | None:
 
 
 def check_vocabulary(c: Config, size: int) -> None:
-    """Raise `ConfigError` unless every tensor-parallel rank holds a token of a vocabulary of `size`
-    tokens.
-    """
+    """Raise `ConfigError` if a tensor-parallel rank holds no token of `size` tokens."""
     if complaint := _too_few_tokens(c, size):
         raise ConfigError(complaint)
 
@@ -959,8 +957,9 @@ _ON_CUDA: tuple[Callable[[Config], Notice], ...] = (
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """Return the configuration with derived values filled in, so that `to_yaml` writes every value
-    that the run uses. Idempotent.
+    """Return the configuration with derived values filled in.
+
+    `to_yaml` then writes every value that the run uses. Idempotent.
 
     Raises:
         ConfigError: `world_size` ranks, the grid and the batch do not fit.

@@ -96,8 +96,9 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def check_header(prefix: str | os.PathLike[str]) -> None:
-    """Raise `DataError` unless both files of a pair can be read and the header of `.idx` fits its
-    size. The tables are left alone, so this takes milliseconds for a pair of any size.
+    """Raise `DataError` unless both files can be read and the `.idx` header fits its size.
+
+    The tables are left alone, so this takes milliseconds for a pair of any size.
     """
     _, idx_size = pair_sizes(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):

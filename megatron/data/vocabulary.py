@@ -51,9 +51,11 @@ class Vocabulary:
 def find_vocabulary(
     options: VocabularyOptions, prefixes: list[str], *, hub: bool = False
 ) -> Vocabulary:
-    """The vocabulary of a run: of the tokenizer named, else of the first data set that says,
-    else `--vocab-size`. Raises `DataError` where a pair is missing or its index has no good
-    header, `ConfigError` where nobody knows, or files of a tokenizer come without its type.
+    """Return the vocabulary of a run.
+
+    It is the named tokenizer's, else the one that the first data set names, else `--vocab-size`.
+    Raises `DataError` where a pair is missing or its index has no good header, `ConfigError` where
+    nobody knows, or files of a tokenizer come without its type.
 
     `hub` allows the download of a tokenizer that the hub has (see `build_tokenizer`).
     """

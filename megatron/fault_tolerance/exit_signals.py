@@ -86,8 +86,9 @@ class ExitSignals:
         _remove(self._stop)
 
     def wait_out_sigterm(self) -> None:
-        """Return no earlier than a second after a SIGTERM, by when a peer's failure that caused it
-        has shown.
+        """Wait until a second after a SIGTERM.
+
+        By then the failure of a peer that caused the signal has shown.
         """
         time.sleep(max(0.0, self._sigterm_at + SIGTERM_SECONDS - time.monotonic()))
 

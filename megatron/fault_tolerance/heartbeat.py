@@ -1,5 +1,4 @@
-"""Where each rank is: step, phase and latest collectives in a small file of its own, written
-through mapped memory.
+"""The step, phase and latest collectives of each rank, in a memory-mapped file of its own.
 
 A phase change costs about a microsecond and no system call, and what a rank wrote last survives
 its being killed or stopped, so that its peers can name it and what it was doing. A file, not the

@@ -10,8 +10,10 @@ WINDOW = 128
 
 
 def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
-    """Whether `loss` lies more than `sigmas` standard deviations above the mean of the recent
-    losses; never before there are `WINDOW` of them.
+    """Return whether `loss` is a spike.
+
+    A spike lies more than `sigmas` standard deviations above the mean of the recent losses; there
+    is none before `WINDOW` losses.
     """
     if len(recent) < WINDOW:
         return False

@@ -29,9 +29,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
-    """Return checksums of the master weights of each parameter, and of its 16-bit copy if it has
-    one. Sharded master weights have no replicas; the weights that the model reads are summed
-    instead.
+    """Return checksums of each parameter's master weights and of its 16-bit copy, if any.
+
+    Sharded master weights have no replicas; the weights that the model reads are summed instead.
     """
     found = {}
     for info, bucket, where in optimizer.engine.slices():
@@ -45,9 +45,10 @@ def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
 
 
 def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step: int) -> None:
-    """Raise `NumericsError`, on every rank, naming parameter and rank, where a copy differs from
-    most: among data-parallel ranks, among tensor-parallel ones of what they all hold whole, among
-    stages of what is tied. One small all-reduce for each; collective over the world.
+    """Raise `NumericsError` on every rank, naming parameter and rank, where a copy differs.
+
+    Compared are data-parallel ranks, tensor-parallel ranks for tensors that they all hold whole,
+    and stages for tied weights. One small all-reduce for each; collective over the world.
     """
     if groups.world.size == 1:
         return

@@ -20,8 +20,9 @@ class Span:
 
 
 def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[Span]:
-    """Cut the layers of a stage into spans as Megatron's full recomputation does
-    (CHECKPOINT-RESIDUAL-m in section 3.4 of "Low-Memory Neural Network Training").
+    """Cut the layers of a stage into spans, as Megatron's full recomputation does.
+
+    This is CHECKPOINT-RESIDUAL-m in section 3.4 of "Low-Memory Neural Network Training".
 
     "uniform": every run of `recompute_num_layers` layers is one recomputed span. "block": the
     first `recompute_num_layers` layers are recomputed one by one, the others not at all. Without

@@ -20,8 +20,10 @@ nothing.
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a sample is: `seq_length` tokens of `flops_per_token` operations each, which are three
-    passes of a layer's, or four where each is `recomputed` (as Eq. 3 of AxoNN has it).
+    """The work of a sample: `seq_length` tokens of `flops_per_token` operations each.
+
+    The operations are three passes of a layer's, or four where each layer is `recomputed` (Eq. 3 of
+    AxoNN).
     """
 
     seq_length: int

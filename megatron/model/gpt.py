@@ -155,8 +155,9 @@ class GPT(nn.Module):
         return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask)
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens [b, s] to the input of the first layer [b, s, h], this rank's positions of it
-        where the sequence is cut.
+        """Return the input of the first layer [b, s, h] for tokens [b, s].
+
+        With sequence parallelism a rank returns its positions.
         """
         assert self.embedding is not None, "this stage holds no embedding"
         if self._draws_dropout:
@@ -191,8 +192,9 @@ class GPT(nn.Module):
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Output of the last layer [b, s, h] to logits [b, s, padded vocabulary], this rank's
-        share of the vocabulary.
+        """Return logits [b, s, padded vocabulary] of the last layer's output [b, s, h].
+
+        A tensor-parallel rank returns its share of the vocabulary.
         """
         return self.tp.by_position(self._project(hidden))
 

@@ -18,8 +18,9 @@ class Continuation:
     tokens: tuple[int, ...]
 
     def cut(self, length: int) -> Continuation:
-        """Return the continuation with only the end of its context, if all inputs are more than
-        `length`. The last token is no input. The tokens must fit.
+        """Return the continuation with only the end of its context, if it exceeds `length`.
+
+        The last token is no input. The tokens must fit.
         """
         assert len(self.tokens) <= length, "no room for a context"
         room = length + 1 - len(self.tokens)
@@ -28,8 +29,10 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """Natural logarithm of the probability of all tokens of a continuation, and whether each of
-    them is the likeliest where it stands.
+    """The likelihood of a continuation.
+
+    `log` is the natural logarithm of the probability of all its tokens; `greedy` says whether each
+    token is the likeliest at its place.
     """
 
     log: float

@@ -121,9 +121,7 @@ def phase_table(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def config_table(run: RunData) -> list[tuple[str, str]]:
-    """The settings that people ask for first, as far as the configuration names them, with those of
-    the gradient path.
-    """
+    """Return the settings that readers ask for first, with those of the gradient path."""
     of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
     return [
         (key.replace("_", " "), _setting(run.config[key]))

@@ -312,9 +312,7 @@ def chosen_entries(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Whether each entry of the blocks from the first on is chosen, and how many of them are before
-    it; [entries].
-    """
+    """Return whether each entry is chosen, and how many chosen entries precede it; [entries]."""
     at = tl.arange(0, BLOCKS * WORDS)
     if PATCHED:
         row = tl.load(patch + first + at // WORDS).to(tl.int64)

@@ -131,9 +131,10 @@ def add_tie_counts(
     shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
-    """Count into `counts`, int64, the magnitudes that equal the threshold in each TIE_BLOCK entries
-    of the whole tensor, as far as they are on this rank. Means nothing where `wanted` (bool []) is
-    False.
+    """Count the magnitudes that equal the threshold in each block of the whole tensor.
+
+    Adds to `counts`, int64, for each TIE_BLOCK entries, the entries on this rank. Means nothing
+    where `wanted` (bool []) is False.
     """
     numel = values.numel()
     if shard.is_run and values.device.type == "cpu":
@@ -155,8 +156,10 @@ def mark_ties(
     shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
-    """Write 1 to `marks`, int64 [TIE_BLOCK], for each entry of TIE_BLOCK number `block` (int64 [])
-    of the whole tensor that is on this rank and whose magnitude equals the threshold.
+    """Mark the entries of one block of the whole tensor that equal the threshold.
+
+    Writes 1 to `marks`, int64 [TIE_BLOCK], for each such entry of TIE_BLOCK number `block` (int64
+    []) on this rank.
     """
     if not values.numel():
         return
@@ -191,8 +194,9 @@ def write_bits(
     cutoff: torch.Tensor,
     shard: FlatShard,
 ) -> None:
-    """Choose, of the entries from `start` on, those above the threshold, or at it and before the
-    cutoff in the whole tensor (see `selection.Largest`).
+    """Choose entries from `start` on by threshold and cutoff (see `selection.LargestSelection`).
+
+    Chosen are entries above the threshold, or at it and before the cutoff in the whole tensor.
     """
     for first, stop in aligned_pieces(start, start + values.numel()):
         magnitude = magnitudes(values[first - start : stop - start])
@@ -208,8 +212,9 @@ def aligned_pieces(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
-    """Set the bits from position `start` on to a bool tensor, which may be on the CPU where the
-    words are not.
+    """Set the bits from position `start` on to a bool tensor.
+
+    The tensor may be on the CPU where the words are not.
     """
     first, last = start // 32, -(-(start + chosen.numel()) // 32)
     padded = torch.zeros((last - first) * 32, dtype=torch.bool, device=chosen.device)

@@ -95,16 +95,19 @@ class Selection(Protocol):
         ...
 
     def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The chosen ones of [start, stop), ascending, less `start`; int32. CUDA makes the host
-        wait for them.
+        """Return the chosen entries of [start, stop), ascending, less `start`; int32.
+
+        CUDA makes the host wait for them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LargestSelection:
-    """Entries whose magnitude is above `threshold` (int32 [], bits of |x|), or at it with a place
-    before `cutoff` (int64 []) in the whole tensor. Reads `values` whenever it is asked.
+    """A selection of the largest entries.
+
+    Chosen are entries whose magnitude is above `threshold` (int32 [], bits of |x|), or at it with a
+    place before `cutoff` (int64 []) in the whole tensor. Reads `values` whenever it is asked.
     """
 
     values: torch.Tensor
@@ -145,8 +148,10 @@ class LargestSelection:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A 1-D fp32, bf16 or fp16 tensor without NaN, or the part of one that `shard` says, of which
-    `k` entries are wanted, counted over all parts.
+    """A tensor of which `k` entries are wanted.
+
+    It is 1-D fp32, bf16 or fp16 without NaN, or the part of one that `shard` describes; `k` counts
+    over all parts.
     """
 
     values: torch.Tensor
@@ -183,9 +188,10 @@ def select_largest(
 def select_largest_each(
     tensors: Sequence[Candidates], *, sum_bins: SumBins | None = None
 ) -> list[LargestSelection]:
-    """Select from each tensor as `select_largest` does, with few more launches on a GPU than for
-    one of them. All of them are whole, or all are cut over the ranks of `sum_bins`, which then call
-    this with the parts of the same tensors in the same order.
+    """Select from each tensor as `select_largest` does, with few launches on a GPU.
+
+    All of them are whole, or all are cut over the ranks of `sum_bins`, which then call this with
+    the parts of the same tensors in the same order.
     """
     found: dict[int, LargestSelection] = {}
     counted: dict[bool, list[int]] = {False: [], True: []}
@@ -311,8 +317,9 @@ class _Counter:
         )
 
     def threshold(self, bins: _Bins) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bits of the k-th largest magnitude (int32 [m, 1]), how many entries have it and how many
-        of these are wanted (int64 [m, 1]).
+        """Return the k-th largest magnitude's bits (int32 [m, 1]), its count and the wanted number.
+
+        Both numbers are int64 [m, 1].
         """
         first, last, shift = bins.bracket.split(1, dim=1)
         bin_, rest = _from_top(bins.counts, self.wanted - bins.above)
@@ -326,8 +333,10 @@ class _Counter:
     def cutoff(
         self, thresholds: torch.Tensor, ties: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Place in each whole tensor before which there are `wanted` entries at the threshold, or
-        one beyond every place where all `ties` are wanted (int64 [m, 1]).
+        """Return the cutoff of each tensor (int64 [m, 1]) among entries at the threshold.
+
+        Before the cutoff lie `wanted` such entries; it lies beyond every place where all `ties` are
+        wanted.
         """
         cut = wanted < ties
         if not self._has_ties(cut):
@@ -364,8 +373,9 @@ class _Counter:
 
 
 def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place of each row up to which its counts sum to `wanted`, and how many of the place
-    are needed; [m, 1] from [m, n] and [m, 1].
+    """Return the first place of each row at which counts sum to `wanted`, and the need there.
+
+    Shapes: [m, 1] from [m, n] and [m, 1].
     """
     sums = counts.cumsum(1)
     place = torch.searchsorted(sums, wanted).clamp_(max=counts.shape[1] - 1)
@@ -379,8 +389,9 @@ def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Brackets [m, 3] that hold the `wanted`-th largest of `total` magnitudes almost certainly,
-    from samples' counts over everything.
+    """Return brackets [m, 3] that almost certainly hold the `wanted`-th largest magnitude.
+
+    The brackets of `total` magnitudes follow from the counts of samples.
     """
     size = counts.sum(dim=1, keepdim=True)
     place = wanted * size // total
@@ -416,8 +427,9 @@ class GivenSelection:
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """Runs of entries of the whole tensor, `[starts, starts + lengths)`, ascending int64 on the
-    CPU; those of them that are on this rank are what it chooses.
+    """A selection of drawn runs `[starts, starts + lengths)` of the whole tensor.
+
+    Runs are ascending int64 on the CPU; this rank chooses the entries of the runs that it holds.
     """
 
     starts: torch.Tensor

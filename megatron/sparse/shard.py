@@ -48,9 +48,10 @@ class FlatShard:
 
     @classmethod
     def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
-        """Return the shard among the stored entries of a tensor of which only some entries are
-        stored. `counts` (int64 [ranks, rows]) holds how many entries each rank stores of each
-        of its rows, which take turns by row.
+        """Return the shard among the stored entries of a partly stored tensor.
+
+        `counts` (int64 [ranks, rows]) holds how many entries each rank stores of each of its rows,
+        which take turns by row.
         """
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
         mine = counts[rank]
@@ -96,8 +97,9 @@ class FlatShard:
         return moved // self.row * (self.stride - self.row) + moved + self.offset
 
     def local(self, logical: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Local positions of entries of the whole tensor (int64), and which of them are on this
-        rank: the positions of others mean nothing.
+        """Return local positions (int64) of a whole tensor's entries, and which are on this rank.
+
+        Positions of entries of other ranks mean nothing.
         """
         if self.runs is not None:
             starts, places = self._runs_on(logical.device)

@@ -9,8 +9,10 @@ GROUP = 4
 
 
 def bitmap_bytes(length: int) -> int:
-    """A bit for each of so many entries, up to a whole group of blocks, and for each block its
-    count and the number before it, 8 bytes each.
+    """Return the bytes of a bitmap with counts.
+
+    It has a bit for each entry, up to a whole group of blocks, and for each block its count and the
+    number before it, 8 bytes each.
     """
     blocks = -(-length // (GROUP * BLOCK)) * GROUP
     return blocks * (BLOCK // 8 + 16)

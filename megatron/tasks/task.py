@@ -41,8 +41,9 @@ class LoadedTask(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint and a run that loads the checkpoint must share, by
-        dotted name, as JSON holds them.
+        """Return the settings that a checkpoint and a run that loads it must share.
+
+        Keys are dotted names, values as JSON holds them.
         """
         ...
 
@@ -55,9 +56,7 @@ class LoadedTask(Protocol):
         ...
 
     def chunks(self, groups: ProcessGroups, device: torch.device) -> Sequence[Chunk]:
-        """Build the chunks of this rank's stage, with their initial weights, in the order in which
-        a microbatch passes them.
-        """
+        """Build the chunks of this rank's stage, in the order in which a microbatch runs them."""
         ...
 
     def readers(

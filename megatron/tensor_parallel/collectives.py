@@ -84,8 +84,10 @@ class TensorParallel:
     def add_up(
         self, terms: torch.Tensor, *, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """The sum over ranks of contiguous `terms`, which are overwritten by it, or this rank's
-        positions of that sum of terms by rank; what is there to wait for, with `async_op`.
+        """Return the sum over ranks of contiguous `terms`, which the sum overwrites.
+
+        For terms by rank, returns this rank's positions of the sum; with `async_op`, also the work
+        to wait for.
         """
         if not self.cuts_sequence:
             return terms, self.group.all_reduce(terms, dist.ReduceOp.SUM, async_op=async_op)
@@ -103,9 +105,7 @@ _UNCOMPILED: list[list[Callable[..., Any]]] = []
 
 
 def uncompiled(function: F) -> F:
-    """Let `function` run as it is written inside what torch.compile compiles, if that was told by
-    `keep_uncompiled`.
-    """
+    """Keep torch.compile from compiling `function`, once `keep_uncompiled` was called."""
     called: list[Callable[..., Any]] = [function]
     _UNCOMPILED.append(called)
 

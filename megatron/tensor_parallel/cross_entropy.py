@@ -93,8 +93,9 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit of each token over the group, and the sum of exp(logit - largest) over the
-    columns here; fp32 [n].
+    """Return each token's largest logit over the group, and its sum of exponentials; fp32 [n].
+
+    The sum is of exp(logit - largest) over the columns of this rank.
     """
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)

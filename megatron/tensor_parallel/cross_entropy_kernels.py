@@ -18,8 +18,9 @@ _WARPS = 8
 
 
 def statistics(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum of exp(logit - maximum) over each row of `logits` [n, columns], which must be
-    contiguous in itself; two fp32 tensors [n].
+    """Return each row's maximum and sum of exp(logit - maximum); two fp32 tensors [n].
+
+    Rows of `logits` [n, columns] must be contiguous.
     """
     assert logits.stride(1) == 1, "rows are read as they lie"
     rows, columns = logits.shape
@@ -39,8 +40,9 @@ def write_gradient(
     targets: torch.Tensor,
     at_target: torch.Tensor,
 ) -> None:
-    """Overwrite each row of `logits` [n, columns] by (exp(logit - maximum) + at_target at
-    its target) * scale. All but logits are [n]. Autograd is not told of the write.
+    """Overwrite logits [n, columns] by (exp(logit - maximum) + at_target at its target) * scale.
+
+    All but logits are [n]. Autograd is not told of the write.
     """
     rows, columns = logits.shape
     kernel: Any = _gradient

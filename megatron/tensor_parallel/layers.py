@@ -181,14 +181,16 @@ def multiply_by_columns(
 
 
 class _MultiplyByColumns(torch.autograd.Function):
-    """Backward hides what it sends behind products, where the sequence is cut (A) or not:
+    """A product of sharded columns whose backward hides its messages behind products.
+
+    (A) is done with sequence parallelism alone:
 
         gather input again (A)   |-----------|
         gradient of the input    |=========|
         its sum over ranks                 |--------------|
         gradient of the weight                |=========|
 
-    The gathered input is not kept from forward: that would undo what cutting it saves.
+    The gathered input is not kept from forward: that would undo what sharding it saves.
     """
 
     @staticmethod

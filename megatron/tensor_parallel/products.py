@@ -138,8 +138,9 @@ class _WidenedLinear(torch.autograd.Function):
 def _widened_product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Left [..., k] times the transpose of right [n, k], contiguous, rounded to the dtype of left
-    after the bias was added.
+    """Return left [..., k] times the transpose of contiguous right [n, k], plus bias.
+
+    The result is rounded to the dtype of left after the bias was added.
     """
     rows = left.reshape(-1, left.shape[-1]).float()
     out = left.new_empty(*left.shape[:-1], right.shape[0])

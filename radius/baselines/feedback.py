@@ -49,9 +49,7 @@ class CompressedWork(ABC):
 
     @abstractmethod
     def wait(self) -> ReducedGrad:
-        """Put the mean into the bucket's gradient, and see that the offered buffers hold what was
-        not sent.
-        """
+        """Put the mean into the bucket's gradient; leave the unsent part in the offered buffers."""
 
     @abstractmethod
     def drop(self) -> None:

@@ -20,8 +20,9 @@ def count(density: float, entries: int) -> int:
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:
-    """Whether factors of this rank have fewer entries than the matrix, which bounds the rank by
-    both sides as well.
+    """Return whether factors of this rank have fewer entries than the matrix.
+
+    That also bounds the rank by both sides.
     """
     return rank * (rows + columns) < rows * columns
 
@@ -89,9 +90,7 @@ def _factors(
 
 
 def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> bool:
-    """Return whether `PowerSGDReducer` compresses the parameter, judged by the smallest part of
-    any rank.
-    """
+    """Return whether `PowerSGDReducer` compresses a parameter, by any rank's smallest part."""
     least = list(param.local_shape)
     if param.tp_shard is not None:
         least[param.tp_shard.axis] = param.tp_shard.block // rank.tp * param.tp_shard.blocks

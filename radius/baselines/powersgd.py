@@ -67,8 +67,9 @@ class _Matrix:
 
 @dataclass
 class _Plan:
-    """What one bucket sends: P of each matrix, then the parameters too small to compress, as they
-    are (`whole`, by name); then Q of each matrix.
+    """The messages of one bucket: P of each matrix, then Q of each matrix.
+
+    Parameters too small to compress (`whole`, by name) travel with P.
     """
 
     matrices: list[_Matrix] = field(default_factory=list)

@@ -45,9 +45,7 @@ def unchanged(rank: int, operation: Operation, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one microbatch through a whole stage, including tensor-parallel sums that
-    nothing hides.
-    """
+    """Seconds of one microbatch through a stage, with tensor-parallel sums that nothing hides."""
 
     forward: float
     backward: float

@@ -37,8 +37,10 @@ from tools.planner.updates import (
 
 
 class SimulatedEvent(NamedTuple):
-    """What a stage's network ("reduce", "gather") or device ("norm", "optimizer") does beside
-    passes, in seconds from the start of the step.
+    """An activity of a stage's network or device beside passes.
+
+    The network does "reduce" and "gather", the device "norm" and "optimizer"; seconds count from
+    the start of the step.
     """
 
     stage: int

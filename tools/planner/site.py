@@ -104,8 +104,10 @@ class Link:
         return Link((1 - share) * self.latency + share * other.latency, 1 / slowness)
 
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
-        """Seconds of a ring collective in which each rank sends so many bytes, in `rounds` times
-        as many messages as it has neighbours to come round to (Eq. 3 of the Radius paper).
+        """Return the seconds of a ring collective in which each rank sends so many bytes.
+
+        The messages are `rounds` times as many as a trip round the ring takes (Eq. 3 of the Radius
+        paper).
         """
         return rounds * (ranks - 1) * self.latency + sent / self.rate
 

@@ -132,9 +132,7 @@ def in_turns(
 
 
 def embedding_seconds(grid: RankGrid, link: Link, entries: int) -> float:
-    """Return the seconds of summing a tied table's two gradients, one at each end of the
-    pipeline.
-    """
+    """Return the seconds of summing a tied table's two gradients, at the pipeline's two ends."""
     return link.ring(BYTES[grid.config.precision.grad_dtype] * entries, 2, rounds=2)
 
 

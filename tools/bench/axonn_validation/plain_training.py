@@ -55,9 +55,10 @@ def train(
     fp32_norm: bool = False,
     after_step: Callable[[int, float], None] | None = None,
 ) -> LossCurve:
-    """All steps that these flags of `pretrain_gpt.py` ask for, in this process and fp32, with
-    gradients of `micro_batch` samples added up. `fp32_norm`: clip by `clip_grad_norm_` as it is.
-    `after_step` is told each step and its loss.
+    """Train all steps of these flags of `pretrain_gpt.py` in this process, in fp32.
+
+    Gradients of `micro_batch` samples are added up. `fp32_norm`: clip by `clip_grad_norm_` as it
+    is. `after_step` is told each step and its loss.
     """
     config = resolve(parse(list(flags), paths=GRADIENT_PATHS), 1)
     _check(config)

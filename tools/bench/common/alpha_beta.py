@@ -24,8 +24,9 @@ class AlphaBetaLink:
         return 2 * self.alpha * (n - 1) + 2 * payload * self.beta * (n - 1) / n
 
     def all_gather(self, payload: float) -> float:
-        """Seconds of a ring all-gather where each rank gives `payload` bytes (Eq. 4, whose D is
-        what all ranks give together).
+        """Return the seconds of a ring all-gather in which each rank gives `payload` bytes (Eq. 4).
+
+        The paper's D is the total of all ranks.
         """
         n = self.ranks
         return self.alpha * n + n * payload * self.beta * (n - 1) / n
@@ -45,8 +46,10 @@ def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Al
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaTimeline:
-    """A step that sends nothing: seconds from its start until each parameter's gradient is there,
-    until backward is over, and until the step is.
+    """The times of a step that sends nothing.
+
+    Seconds from its start until each parameter's gradient is there, until backward is over, and
+    until the step is.
     """
 
     ready: Mapping[str, float]
@@ -84,8 +87,10 @@ def predict(
 def greedy_buckets(
     sizes: Iterable[tuple[str, int]], *, caps: Sequence[int]
 ) -> list[tuple[str, ...]]:
-    """DDP's buckets: parameters (name, bytes), in order of arrival, are put into one until it has
-    reached its cap; the first caps are for the first buckets, the last for all others.
+    """Return DDP's buckets of parameters (name, bytes), in order of arrival.
+
+    A bucket is closed once it has reached its cap; the first caps are for the first buckets, the
+    last for all others.
     """
     buckets: list[tuple[str, ...]] = []
     names: list[str] = []

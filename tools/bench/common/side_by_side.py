@@ -31,8 +31,10 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Steps of one contender: median and least seconds, median processor seconds of this process,
-    tokens/s by the median, first and last loss.
+    """The steps of one contender.
+
+    Median and least seconds, median processor seconds of this process, tokens/s by the median,
+    first and last loss.
     """
 
     name: str
@@ -46,8 +48,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Tokens/s of `ours` over those of `theirs`, median over the rounds in which both took a turn
-    directly one after the other. `target` None: for information.
+    """Return tokens/s of `ours` over those of `theirs`.
+
+    The ratio is the median over the rounds in which both took turns directly one after the other.
+    `target` None: for information.
     """
 
     ours: str

@@ -36,9 +36,10 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class WholeGradients(TorchDispatchMode):
-    """While it is entered, counts the tensors alive that operators made in the shape of one of
-    `shapes` or its transpose: entered around a backward whose activations have other shapes, these
-    are dense gradients. `most` is how many of them there were at once.
+    """Counts live tensors of the shapes `shapes`, or their transposes, while it is entered.
+
+    Entered around a backward whose activations have other shapes, it counts dense gradients. `most`
+    is how many of them there were at once.
     """
 
     def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:

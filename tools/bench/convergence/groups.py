@@ -59,9 +59,7 @@ def groups_of(rows: Sequence[Row]) -> list[RunGroup]:
 
 
 def gaps_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return the gap to the dense run by group and seed, of runs that ended well and whose dense
-    run did.
-    """
+    """Return the gap to the dense run by group and seed, if both runs ended well."""
     dense = {setting(row): row["valid_loss"] for row in rows if row["variant"] == DENSE}
     found: dict[str, dict[int, float]] = {row["group"]: {} for row in rows}
     for row in sorted(rows, key=lambda row: row["seed"]):

@@ -39,8 +39,9 @@ def stored(sequence: int, sparsity: Fraction, shape: Shape = SHAPE) -> int:
 
 
 def shape_of(entries: int, sequence: int) -> Shape:
-    """The shape with a number of parameters nearest to `entries`, at most twice as deep as the
-    model that all runs share and not wider.
+    """Return the shape whose number of parameters is nearest to `entries`.
+
+    The shape is at most twice as deep as the shared model and not wider.
     """
     shapes = [
         (layers, hidden)

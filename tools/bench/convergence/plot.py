@@ -37,8 +37,9 @@ def write_plot(
     panels: Sequence[Panel],
     colors: Mapping[str, str],
 ) -> bool:
-    """Draw a study: its panels beside each other, below them the gaps at the end, whose colour the
-    first word of the variant tells. False without matplotlib.
+    """Draw a study: its panels beside each other, the gaps at the end below them.
+
+    The first word of a variant decides the colour of its gap. False without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

@@ -47,8 +47,9 @@ class Goal:
 
 
 def goals_of(groups: Sequence[RunGroup]) -> list[Goal]:
-    """Each rolling group beside plain Radius of its density, start and beta2, over the seeds both
-    have; needs two of them.
+    """Compare each rolling group with plain Radius of its density, start and beta2.
+
+    The comparison is over the seeds of both, two at least.
     """
     found = []
     for group in groups:

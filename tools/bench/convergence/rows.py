@@ -168,8 +168,9 @@ def _ticket(run: StudyRun, plan: StudyPlan, steps: Mapping[int, Mapping[str, Any
 def _payload(
     record: Mapping[str, Any], run: StudyRun, plan: StudyPlan, *, ticket: int | None
 ) -> float:
-    """Return the bytes of a step, as a share of the dense path's in fp32 (an all-reduce by the
-    ring model). A path reports which share of the stored entries it sent.
+    """Return the bytes of a step as a share of fp32 dense (an all-reduce by the ring model).
+
+    A path reports which share of the stored entries it sent.
     """
     if run.ranks > 1:
         dense = 8 * (run.ranks - 1) / run.ranks * parameters(plan.sequence)

@@ -163,9 +163,7 @@ def bucket_lengths(layers: int, hidden: int) -> list[int]:
 
 
 def met(density: float, width: int) -> float:
-    """Part of the sectors that hold a chosen entry of so many bytes, were these strewn at
-    random.
-    """
+    """Return the share of sectors with a chosen entry of so many bytes, strewn at random."""
     return 1.0 - (1.0 - density) ** (SECTOR // width)
 
 

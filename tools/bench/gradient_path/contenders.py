@@ -174,8 +174,9 @@ class Arrivals:
         self.backward.append(self._ended)
 
     def medians(self) -> dict[str, Any]:
-        """Seconds from the start of a step to each gradient (`ready`, by name) and to the end of
-        `backward`, over the steps that were kept.
+        """Seconds of a step, over the kept steps.
+
+        From its start to each gradient (`ready`, by name) and to the end of `backward`.
         """
         ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
         return {"ready": ready, "backward": statistics.median(self.backward)}
@@ -208,8 +209,9 @@ def emulated_contenders(
     gradients: Mapping[str, Gradients],
     groups: ProcessGroups,
 ) -> list[MeasuredContender]:
-    """Contenders around sleeping models, which share the gradients, given by dtype, that they
-    pretend to make.
+    """Return contenders around sleeping models.
+
+    They share the gradients, given by dtype, that they pretend to make.
     """
     contenders: list[MeasuredContender] = []
     for method in methods:

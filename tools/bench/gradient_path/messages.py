@@ -90,8 +90,9 @@ def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
 
 
 def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
-    """Return the share from the bytes that a rank reports by the ring model, without the
-    vectors, which are always sent whole, and the gaps that align them.
+    """Return the share of matrix entries from the bytes that a rank reports by the ring model.
+
+    Vectors, which are always sent whole, and the gaps that align them are left out.
     """
     ring = 2 * (ranks - 1) / ranks
     vectors = [sizes.numel(name) for name in sizes.shapes if not sizes.is_matrix(name)]

@@ -143,8 +143,10 @@ class RankBench:
         }
 
     def _head_start(self) -> None:
-        """Steps that no table shows: Radius's up to its first resample, those after which DDP cuts
-        its buckets anew and its PowerSGD begins.
+        """Steps that no table shows.
+
+        Radius's up to its first resample; those after which DDP cuts its buckets again and its
+        PowerSGD begins.
         """
         for contender in self.contenders:
             contender.pace(0.0)

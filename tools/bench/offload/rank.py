@@ -60,8 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Updates:
-    """Gradients that are there at once, as after a pipeline's last backward, to be summed up in
-    chunks of `k` buckets and applied.
+    """Sum up and apply gradients that are all there at once, in chunks of `k` buckets.
+
+    This is the end of a pipeline's last backward.
     """
 
     def __init__(

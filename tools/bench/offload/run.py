@@ -131,8 +131,9 @@ class WatchedMemory(Ours):
         return loss
 
     def bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of the tensors on the device, of those that are neither parameters
-        nor gradients, and of the tensors in host memory.
+        """Return the bytes on the device, of its other tensors, and in host memory.
+
+        Other tensors are neither parameters nor gradients.
         """
         optimizer, engine = self.trainer.optimizer, self.trainer.engine
         leaves = [leaf for info in engine.infos.values() for leaf in info.leaves]

@@ -82,8 +82,10 @@ class PruningComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """How a group is pruned: `stored` is the share of the shared model's parameters that it
-    trains, `tickets` the step after which each of its seeds drew its mask, None for never.
+    """The pruning of a group.
+
+    `stored` is the share of the shared model's parameters that it trains, `tickets` the step after
+    which each of its seeds drew its mask, None for never.
     """
 
     sparsity: float | None

@@ -21,9 +21,11 @@ KINDS = ("parameters", "gradients", "master", "moments", "index", "scratch", "ot
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Bytes by kind (`KINDS`), for `entries` parameters of which `stored` have states and `indexed`
-    of these lie in tensors with an index. `scratch` is the optimizer's; `other` is whatever tensor
-    was made since the count began and is none of the rest.
+    """Return bytes by kind (`KINDS`) for `entries` parameters.
+
+    `stored` of them have states, and `indexed` of these lie in tensors with an index. `scratch` is
+    the optimizer's; `other` is whatever tensor was made since the count began and is none of the
+    rest.
     """
 
     bytes: Mapping[str, int]

@@ -146,9 +146,7 @@ def peak_rss(shape: Shape) -> dict[str, int]:
 
 
 def targets(rows: Sequence[MemoryRow], grad_bytes: int) -> list[SpeedTarget]:
-    """Return the targets of the rows with such gradients, judged by the row that comes closest
-    to missing them.
-    """
+    """Return the targets of the rows with such gradients, by the row closest to missing them."""
     mine = [row for row in rows if row.grad_bytes == grad_bytes and row.sparsity != "dense"]
     pruned = [row for row in mine if row.state.indexed]
 

@@ -25,8 +25,10 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLinearRow:
-    """One kernel at one size: median and least seconds, and the median of its seconds over those
-    of the dense kernel in the same round.
+    """One kernel at one size.
+
+    Median and least seconds, and the median of its seconds over those of the dense kernel in the
+    same round.
     """
 
     dtype: str

@@ -80,8 +80,10 @@ def measure(
     rounds: int,
     turn_seconds: float,
 ) -> None:
-    """Add the rows of one layer: medians over rounds in which all kernels take turns, and medians
-    of each one's ratio to the dense kernel of the same round.
+    """Add the rows of one layer.
+
+    Medians are over rounds in which all kernels take turns; ratios are to the dense kernel of the
+    same round.
     """
     operands = Operands.draw(size, tokens=tokens, sparsity=SPARSITY, dtype=dtype, device=device)
     for one_pass in ("forward", "backward"):

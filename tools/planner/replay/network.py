@@ -1,5 +1,4 @@
-"""Our benchmarks of gradient paths on limited links and of pipelines, as committed, beside the
-simulation.
+"""Committed benchmarks of gradient paths and pipelines on limited links, beside the simulation.
 
 Latency and rate come from all-reduces of two sizes that the same run timed, what a step takes
 without sending from steps that send nothing. No step that is predicted made any of them.
