@@ -1,4 +1,4 @@
-"""What a tool does where the program that reads its output, such as `head`, has left."""
+"""Behaviour of a tool whose reader, such as `head`, has left."""
 
 from __future__ import annotations
 

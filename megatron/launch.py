@@ -1,4 +1,4 @@
-"""How processes start: launcher, device, backend, process group and, beside it, MPI.
+"""The start of processes: launcher, device, backend, process group and, beside it, MPI.
 
 `detect_launch` reads what torchrun, srun or mpiexec tells a process. `start` chooses the device and
 joins the ranks. This module imports no torch at load, so that a wrong flag is refused quickly.
@@ -51,7 +51,10 @@ START_RIGHT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher told this process. `launcher` is torchrun, srun, mpiexec or none."""
+    """The rank and world that the launcher gave this process.
+
+    `launcher` is torchrun, srun, mpiexec or none.
+    """
 
     launcher: str
     rank: int
@@ -365,7 +368,7 @@ def leave_mpi(code: int) -> None:
 
 
 def has_cuda(mpi: ModuleType | None = None) -> bool:
-    """Whether the library says that it reads and writes a CUDA device's memory itself."""
+    """Return whether the library says that it reads and writes a CUDA device's memory itself."""
     file = (mpi or open_mpi()).__file__
     assert file is not None, "it is an extension module"
     # Symbols of the MPI library are found through the module that is linked against it.
@@ -420,7 +423,7 @@ class Runtime:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes logs and other files that exist once."""
+        """Return whether this rank writes logs and other files that exist once."""
         return self.launch.rank == 0
 
 
@@ -506,7 +509,7 @@ def finds_compiler(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def needs_mpi(config: Config) -> bool:
-    """Whether a run must be able to send messages over MPI."""
+    """Return whether a run must be able to send messages over MPI."""
     return config.parallel.pipeline_schedule == "message-driven"
 
 

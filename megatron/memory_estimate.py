@@ -55,22 +55,22 @@ class RankGrid:
 
     @cached_property
     def split(self) -> list[list[range]]:
-        """For each stage its runs of layers."""
+        """Return the runs of layers of each stage."""
         return self.config.parallel.layer_split(self.config.model.num_layers)
 
     def holds_embedding(self, stage: int, chunk: int = 0) -> bool:
-        """Whether a stage's chunk begins the model."""
+        """Return whether a stage's chunk begins the model."""
         return stage == 0 and chunk == 0
 
     def holds_head(self, stage: int, chunk: int | None = None) -> bool:
-        """Whether a stage (None), or one of its chunks, ends the model."""
+        """Return whether a stage (None), or one of its chunks, ends the model."""
         last = len(self.split[stage]) - 1
         return stage == self.dims.pp - 1 and chunk in (None, last)
 
     def rank(
         self, stage: int = 0, tp_rank: int = 0, *, stored: Mapping[str, int] | None = None
     ) -> RankShapes:
-        """What the ranks at this place of the grid hold.
+        """Return the shapes that the ranks at this place of the grid hold.
 
         `stored`: entries here of each parameter that is stored in part (None: as many as the path
         will store, spread evenly).
@@ -95,7 +95,7 @@ class RankGrid:
         return {param.name: param.logical_shape for param in self._params(stage, 0)}
 
     def _params(self, stage: int, tp_rank: int) -> Iterator[ParamShape]:
-        """In the order of `named_parameters`."""
+        """Yield the parameters in the order of `named_parameters`."""
         for chunk, layers in enumerate(self.split[stage]):
             yield from self._chunk(
                 layers,
@@ -223,7 +223,7 @@ def _rows(
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """On the device, and in pinned memory of the host."""
+    """Bytes of pipeline messages on the device and in pinned memory of the host."""
 
     device: int = 0
     pinned: int = 0
@@ -302,7 +302,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Return the bytes on the device."""
         return sum(self.kept.values()) + sum(self.passing.values())
 
 
@@ -437,7 +437,7 @@ class Activations:
 
     @cached_property
     def attention(self) -> int:
-        """From the first projection's output to the second one's input, both included."""
+        """The bytes from the first projection's output to the second one's input, inclusive."""
         config, rows, width = self.grid.config, self._rows, self._width
         model, tp = config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
@@ -469,7 +469,7 @@ class Activations:
         )
 
     def _head_norms(self, *, keeps_mixed: bool) -> int:
-        """What the norms of queries and keys save beside their outputs.
+        """Return the bytes that the norms of queries and keys save beside their outputs.
 
         `keeps_mixed`: attention itself saves the first projection's output, of which their inputs
         are views.
@@ -498,7 +498,7 @@ class Activations:
 
     @property
     def _blocks_attention(self) -> bool:
-        """Whether `model.blocked_attention` serves, on every CPU alike."""
+        """Return whether `model.blocked_attention` serves, on every CPU alike."""
         dropout = self.grid.config.model.attention_dropout
         return self.grid.device == "cpu" and self._width == 2 and not dropout
 
@@ -513,7 +513,10 @@ class Activations:
 
     @cached_property
     def _scores(self) -> int:
-        """What attention with scores keeps on CUDA, 0 where a fused kernel serves.
+        """Return the bytes that attention with scores keeps on CUDA, 0 with a fused kernel.
+
+        These are, in fp32, its inputs, with a copy of keys and values for each head, and the
+        weights; with dropout also the remaining weights and a byte of mask each.
 
         In fp32 its inputs, of keys and values a copy for each head, and the weights; with dropout
         also the weights that are left, and a byte that says which these are.
@@ -527,14 +530,14 @@ class Activations:
 
     @cached_property
     def mlp(self) -> int:
-        """From the first projection's output to the second one's input, both included."""
+        """The bytes from the first projection's output to the second one's input, inclusive."""
         model = self.grid.config.model
         columns = model.ffn_size // self.grid.dims.tp
         return self._width * self._rows * columns * (4 if model.swiglu else 2)
 
     @cached_property
     def dropout(self) -> int:
-        """What one dropout of hidden states saves: which of them, or on a CPU by what factor."""
+        """Return the bytes that one dropout of hidden states saves: a mask, on a CPU a factor."""
         model = self.grid.config.model
         each = self._width if self.grid.device == "cpu" else 1
         return each * self._between * model.hidden_size if model.hidden_dropout else 0
@@ -546,7 +549,7 @@ class Activations:
 
     @property
     def embedding(self) -> int:
-        """Beside the batch, which is there anyway."""
+        """Return the bytes that the embedding saves beside the batch, which exists anyway."""
         return self.dropout + (8 * self._rows if self.grid.dims.tp > 1 else 0)
 
     @property

@@ -23,7 +23,7 @@ SKIP = "where only the compute nodes have the data, give --check-paths false"
 def check_paths(
     config: Config, run_dir: Path, *, log: Callable[[str], None]
 ) -> CheckpointSource | None:
-    """Where the run would start from, once data, tokenizer and checkpoint are found to be there.
+    """Check that data, tokenizer and checkpoint exist; return the checkpoint to start from.
 
     Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
     says the size of the vocabulary or the vocabulary is too small for the tensor-parallel ranks. A
@@ -90,7 +90,10 @@ def _prefixes(data: DataConfig) -> list[str]:
 
 
 def _is_path(data: DataConfig) -> bool:
-    """Whether the tokenizer's model is a path: a name without a folder may be one of the hub."""
+    """Return whether the tokenizer's model is a path.
+
+    A name without a folder may be one of the hub.
+    """
     model = data.tokenizer_model or ""
     return data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer") or (
         model.endswith(".json") or model.startswith((".", "/"))

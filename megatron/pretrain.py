@@ -385,7 +385,10 @@ def build_trainer(
 def build_engine(
     config: Config, infos: Sequence[ParamInfo], parts: PathParts, groups: ProcessGroups
 ) -> GradientEngine:
-    """What takes this rank's gradients to their means. Collective over the world."""
+    """Build the gradient engine of this rank.
+
+    Collective over the world. Collective over the world.
+    """
     import torch
 
     from megatron.data_parallel.engine import GradientEngine
@@ -402,7 +405,7 @@ def build_engine(
 
 
 def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptimizer, list[str]]:
-    """What keeps and updates this rank's states, and sentences for the log."""
+    """Build the optimizer of this rank; also return sentences for the log."""
     from megatron.optimizer.bucket_optimizer import BucketOptimizer
     from megatron.optimizer.build import update_rule
     from megatron.optimizer.cpu_offload import OffloadedOptimizer
@@ -441,7 +444,10 @@ def build_pipeline(
     timers: Timers,
     heartbeat: Heartbeat,
 ) -> Pipeline:
-    """What runs a batch through this rank's stage and those of its pipeline. Collective."""
+    """Build the pipeline that runs a batch through this rank's stage.
+
+    Collective. Collective.
+    """
     from megatron.pipeline.message_driven import MessageDriven
     from megatron.pipeline.runner import Pipeline
     from megatron.pipeline.schedule import StagePosition
@@ -487,7 +493,10 @@ def open_stage_transport(
     shape: tuple[int, ...],
     chunks: int,
 ) -> Transport:
-    """What carries messages between this rank's stage and its neighbours. Collective."""
+    """Open the transport between this rank's stage and its neighbours.
+
+    Collective. Collective.
+    """
     import torch
 
     dtype = getattr(torch, config.precision.param_dtype)
@@ -511,7 +520,7 @@ def build_parts(
     origin: CheckpointSource | None,
     identity: Mapping[str, Any],
 ) -> PathParts:
-    """What the gradient path brings to a run that starts from `origin`.
+    """Build the parts of the gradient path for a run that starts from `origin`.
 
     Collective: a checkpoint of another model fails on every rank alike.
     """

@@ -34,7 +34,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What one process knows of the run.
+    """The state of a run, as one process knows it.
 
     `state`: running; done (all steps); left (saved and stopped early, `left` says why, such as
     "exit-interval"); failed (`reason` is the first cause, seen by `rank` in `phase`).
@@ -103,7 +103,7 @@ def read_status(run_dir: str | Path) -> Status | None:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a value of the file may stand in the field of that name."""
+    """Return whether a value of the file may stand in the field of that name."""
     match name:
         case "state":
             return value in get_args(State)
@@ -133,7 +133,7 @@ def _is_text(value: object) -> bool:
 
 
 def _leads(old: Status, new: Status) -> bool:
-    """Whether the new status becomes the main content.
+    """Return whether the new status becomes the main content.
 
     Two ranks may tell the same of a third in the same second: only the first of them leads.
     """

@@ -42,7 +42,7 @@ from megatron.timers import Timers
 
 @dataclass
 class TrainState:
-    """How far a run has come.
+    """The progress of a run.
 
     `iteration` counts steps tried, `applied_samples` only those of steps that were applied:
     schedules follow it, so that a skipped step does not advance them. `skipped_in_row` are the
@@ -59,7 +59,10 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How `train` ended: `left` names why it went before the last step, None if it did not."""
+    """The end of `train`.
+
+    `left` names the reason for leaving before the last step, None for a complete run.
+    """
 
     exit_code: int
     left: str | None = None
@@ -116,7 +119,7 @@ class Trainer:
 
     @property
     def stage(self) -> Stage:
-        """What this rank computes."""
+        """The stage of this rank."""
         return self.pipeline.stage
 
     # ---- the run -------------------------------------------------------------------------------
@@ -305,7 +308,7 @@ class Trainer:
         return record, ExitRequest(step.request)
 
     def _is_good(self, step: Step, loss: float) -> bool:
-        """Whether the step is applied; all ranks find the same, from numbers they share."""
+        """Return whether the step is applied; all ranks find the same, from numbers they share."""
         progress, sigmas = self.progress, self.config.training.skip_loss_spikes
         good = step.ok
         if good and sigmas is not None:
@@ -318,7 +321,7 @@ class Trainer:
         return good
 
     def _share_of_ranks(self) -> int:
-        """How many times less than the loss scale a mean over ranks is scaled by.
+        """Return how many times less than the loss scale a mean over ranks is scaled by.
 
         In fp16 backward begins with the same scale on every grid, so that the same steps overflow
         on all of them, and the mean of what ranks find is that much smaller than their sum.
@@ -376,7 +379,7 @@ class Trainer:
         return request
 
     def _has_test_loss(self) -> bool:
-        """Whether an earlier start of the run got as far as evaluating the test set."""
+        """Return whether an earlier start of the run got as far as evaluating the test set."""
         mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
         known = torch.tensor([int(mine)])
         self.groups.world.all_reduce(known, dist.ReduceOp.MAX)

@@ -58,7 +58,7 @@ class RangeCounts:
         self._counts[first:last] = [count]
 
     def count(self, start: int, stop: int) -> int:
-        """How many are chosen in `[start, stop)`."""
+        """Return how many are chosen in `[start, stop)`."""
         first, last = self._cut(start), self._cut(stop)
         return sum(self._counts[first:last])
 
@@ -95,12 +95,12 @@ class BitmapIndexBase(ABC):
     @property
     @abstractmethod
     def bits(self) -> Bits:
-        """Which entries these are."""
+        """Return which entries these are."""
 
     @property
     @abstractmethod
     def numel(self) -> int:
-        """How many these are."""
+        """Return how many these are."""
 
     def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Write the entries at the positions to `out`, of the same dtype."""
@@ -357,7 +357,7 @@ class BitmapIndex(BitmapIndexBase):
         return flushed
 
     def count(self, start: int, length: int) -> int:
-        """How many are chosen in `[start, start + length)`."""
+        """Return how many are chosen in `[start, start + length)`."""
         return self._tally.count(start, start + length)
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
@@ -411,7 +411,7 @@ class BitmapIndex(BitmapIndexBase):
 
 
 def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:
-    """Whether each of [start, stop) is chosen: bool, on the CPU."""
+    """Return whether each of [start, stop) is chosen: bool, on the CPU."""
     if isinstance(selection, LargestSelection) and selection.values.device.type == "cpu":
         return selection.mask(start, stop)
     chosen = torch.zeros(stop - start, dtype=torch.bool)

@@ -177,7 +177,7 @@ class RadiusBucket:
         return float(squares(pending))
 
     def chosen_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Which entries are chosen, by name."""
+        """Return which entries are chosen, by name."""
         if self.index is not None:
             for part in self.parts:
                 values = partial(self.chosen, part)
@@ -194,7 +194,7 @@ class RadiusBucket:
                 yield part.name, PerEntryState(param=part.name, values=values, unless=unless)
 
     def chosen(self, part: IndexPart) -> torch.Tensor:
-        """Whether each entry of a part is chosen: bool, on the CPU. Makes the host wait."""
+        """Return whether each entry of a part is chosen: bool, on the CPU. Makes the host wait."""
         if self.index is None:
             return torch.zeros(part.length, dtype=torch.bool)
         bits = np.unpackbits(self.index.packed(part.start, part.length).numpy(), count=part.length)

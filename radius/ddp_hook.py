@@ -117,7 +117,7 @@ class RadiusHook:
 
     @property
     def resamples(self) -> bool:
-        """Whether the step under way chooses anew."""
+        """Return whether the step under way chooses anew."""
         t = self.applied + 1
         return self.density < 1 and t >= self.start and t % self.interval == 0
 

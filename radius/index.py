@@ -23,7 +23,7 @@ placing by it take about as long as by offsets (`tools/bench/native_kernels`).""
 
 
 def num_selected(density: Fraction, entries: int) -> int:
-    """How many of so many entries are sent: k = ceil(d n), so that no tensor is left out."""
+    """Return how many of so many entries are sent: k = ceil(d n), so that no tensor is left out."""
     return -(-density.numerator * entries // density.denominator)
 
 
@@ -54,7 +54,7 @@ class IndexPart:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """Return where it ends."""
         return self.start + self.length
 
     def cut(self, number: int, parts: int, density: Fraction) -> IndexPart:
@@ -77,7 +77,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def count(self, start: int, length: int) -> int:
-        """How many are chosen in `[start, start + length)`."""
+        """Return how many are chosen in `[start, start + length)`."""
         ...
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
@@ -121,7 +121,7 @@ class BucketIndex(SparseIndex, Protocol):
 
 
 def keeps_bits(device: str, density: Fraction) -> bool:
-    """Whether an index on "cpu" or "cuda" is a bitmap.
+    """Return whether an index on "cpu" or "cuda" is a bitmap.
 
     On a CPU that takes the kernels of `native.c`, and a density at which most cache lines hold a
     chosen entry; offsets need not read the others.

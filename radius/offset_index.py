@@ -32,7 +32,7 @@ class OffsetPiece:
 
     @property
     def values(self) -> slice:
-        """Where their values lie in the compact vector."""
+        """Return where their values lie in the compact vector."""
         count = self.stop - self.start if self.offsets is None else self.offsets.numel()
         return slice(self.at, self.at + count)
 
@@ -226,7 +226,7 @@ class OffsetIndex(OffsetIndexBase):
         return FlushedOffsetIndex(self.length, *cut)
 
     def count(self, start: int, length: int) -> int:
-        """How many are chosen in `[start, start + length)`."""
+        """Return how many are chosen in `[start, start + length)`."""
         total = 0
         for number, lo, hi in self._cut(start, length):
             base = number * CHUNK
@@ -306,13 +306,13 @@ class FlushedOffsetIndex(OffsetIndexBase):
 
 
 def _in_runs(offsets: torch.Tensor) -> bool:
-    """Whether most follow upon the one before, by a look at a hundred of them."""
+    """Return whether most follow upon the one before, by a look at a hundred of them."""
     some = offsets[: offsets.numel() // 2 * 2].view(-1, 2)[:: max(1, offsets.numel() // 128)]
     return bool((some[:, 1] - some[:, 0] == 1).float().mean() > 0.9)
 
 
 def _ranks(offsets: torch.Tensor, bounds: tuple[int, int]) -> tuple[int, int]:
-    """How many offsets lie below each bound."""
+    """Return how many offsets lie below each bound."""
     first, last = torch.searchsorted(offsets, torch.tensor(bounds, dtype=torch.int32)).tolist()
     return first, last
 

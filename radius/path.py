@@ -36,7 +36,7 @@ def _options(config: Config) -> Any:
 
 
 def _sums_up(config: Config) -> bool:
-    """Whether a resample sends the sum of several steps."""
+    """Return whether a resample sends the sum of several steps."""
     options = _options(config)
     return options.radius_residual != "none" and options.radius_density < 1
 

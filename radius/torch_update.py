@@ -81,7 +81,7 @@ class TorchUpdate:
         return update
 
     def _adds_weights(self, group: dict[str, Any]) -> bool:
-        """Whether lambda w is added to the update itself.
+        """Return whether lambda w is added to the update itself.
 
         Where decay is part of the gradient, as in Adam and SGD, the moments have it already.
         """

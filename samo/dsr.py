@@ -38,7 +38,7 @@ class TensorCounts:
 
     @property
     def keeps_one(self) -> bool:
-        """Whether all of it is below, so that the largest stays all the same."""
+        """Return whether all of it is below, so that the largest stays all the same."""
         return self.below == self.stored
 
     @property
@@ -60,7 +60,7 @@ class RegrowthPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is stored in the end."""
+        """Return whether all of it is stored in the end."""
         return self.share == self.counts.zeros
 
 
@@ -84,11 +84,11 @@ class RegrowthTensor:
         return cls(info, weight[: info.local_entries], layout)
 
     def count_below(self, threshold: float) -> int:
-        """How many weights are of smaller magnitude; NaN is not."""
+        """Return how many weights are of smaller magnitude; NaN is not."""
         return int((self.weight.abs() < threshold).sum())
 
     def count_rungs(self, threshold: float) -> torch.Tensor:
-        """How many of these lie on each rung of the ladder; int64 on the CPU."""
+        """Return how many of these lie on each rung of the ladder; int64 on the CPU."""
         magnitude = self.weight.abs()
         bits = magnitude[magnitude < threshold].view(torch.int32) >> RUNG_SHIFT
         return torch.bincount(bits, minlength=RUNGS).cpu()
@@ -223,7 +223,7 @@ class DsrMaskUpdater(MaskUpdater):
 
     @property
     def layout_is_final(self) -> bool:
-        """Whether no rewiring comes any more."""
+        """Return whether no rewiring comes any more."""
         return self._seen >= self._settings.schedule.last
 
     def after_update(

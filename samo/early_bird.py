@@ -67,7 +67,7 @@ class EarlyBird(MaskUpdater):
 
     @property
     def layout_is_final(self) -> bool:
-        """Whether the ticket is drawn."""
+        """Return whether the ticket is drawn."""
         return self._ticket > 0
 
     def after_update(

@@ -83,7 +83,7 @@ class CompressedLayout:
         return self._indices[name].nbytes if name in self._indices else 0
 
     def __contains__(self, name: str) -> bool:
-        """Whether this parameter is stored by an index, rather than whole."""
+        """Return whether this parameter is stored by an index, rather than whole."""
         return name in self._indices
 
     def count(self, infos: Iterable[ParamInfo]) -> StoredCount:
@@ -215,7 +215,7 @@ class PositionStore:
             out.index_copy_(0, wide[:numel].copy_(at), scratch[:numel].copy_(mine))
 
     def mask(self) -> torch.Tensor:
-        """Which entries are stored: bool [length], on the CPU."""
+        """Return which entries are stored: bool [length], on the CPU."""
         found = torch.zeros(self.length, dtype=torch.bool)
         for at in self._at.split(CHUNK):
             found.index_fill_(0, at.long(), True)

@@ -84,16 +84,16 @@ class ModelParts(ModelShard):
         return dict(sorted(found.items()))
 
     def counted(self, name: str) -> bool:
-        """Whether this rank owns its part of a tensor, see `owns`."""
+        """Return whether this rank owns its part of a tensor, see `owns`."""
         return self._groups is None or self.owns(self._by_name[name])
 
     def speaks(self, name: str) -> bool:
-        """Whether this rank adds what is said of a tensor once to a sum over its parts."""
+        """Return whether this rank adds what is said of a tensor once to a sum over its parts."""
         tp = self.holders(name)
         return tp is None or tp.rank == 0
 
     def counted_once(self, name: str) -> bool:
-        """Whether it is the one rank of the model that counts the tensor as a whole."""
+        """Return whether it is the one rank of the model that counts the tensor as a whole."""
         return self.counted(name) and self.speaks(name)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class SamoPath(GradientPath):
         )
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
-        """Where each tensor has its share; none until a ticket is drawn."""
+        """Return where each tensor has its share; none until a ticket is drawn."""
         options = _options(config)
         if options.samo_pruning == "early-bird" or options.sparsity == 0:
             return {}

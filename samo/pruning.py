@@ -195,7 +195,7 @@ def _random_numbers(count: int, key: str) -> torch.Tensor:
 def _counts_of_all(
     tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: ModelParts
 ) -> dict[str, int]:
-    """How many entries of each tensor a draw over all of them keeps.
+    """Return how many entries of each tensor a draw over all of them keeps.
 
     Its largest, and its share of the largest of all others, which are as many of its largest.
 

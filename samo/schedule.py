@@ -37,11 +37,11 @@ class RewiringSchedule:
     widening: bool = True
 
     def due(self, t: int) -> bool:
-        """Whether there is a rewiring after update `t`."""
+        """Return whether there is a rewiring after update `t`."""
         return 0 < t <= self.until and t % self._interval_at(t) == 0
 
     def any_due(self, first: int, last: int) -> bool:
-        """Whether there is one after any of the updates `first` to `last`."""
+        """Return whether there is one after any of the updates `first` to `last`."""
         return any(map(self.due, range(first, min(last, self.until) + 1)))
 
     @cached_property
@@ -124,7 +124,7 @@ DRAWS = 5
 
 
 def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
-    """Whether a tensor is a weight matrix, or an embedding and these are not kept.
+    """Return whether a tensor is a weight matrix, or an embedding and these are not kept.
 
     Biases and norms, which have one axis, never are. An embedding is what has the word in its name.
     """

@@ -171,7 +171,7 @@ def _groups() -> list[Any]:
 
 
 def _drop_groups(groups: ProcessGroups) -> int:
-    """How many threads are left."""
+    """Return how many threads are left."""
     import gc
     import os
 

@@ -30,7 +30,7 @@ class Differences:
 
     @property
     def good(self) -> bool:
-        """Whether this is rounding. A NaN is not."""
+        """Return whether this is rounding. A NaN is not."""
         limits = {"gradients": ROUNDING, "weights": self.case.limit}
         near = all(self.worst[kind][0] <= limit for kind, limit in limits.items())
         return near and self.losses <= self.case.limit and not self.unequal

@@ -172,7 +172,7 @@ def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
 
 
 def _is_legal(spec: FieldSpec, value: Any) -> bool:
-    """Whether a value out of JSON has the type and range of a field."""
+    """Return whether a value out of JSON has the type and range of a field."""
     if value is None:
         return spec.optional
     items = value if spec.many else [value]

@@ -53,12 +53,12 @@ class Background(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Whether some work was started whose result nobody has taken."""
+        """Return whether some work was started whose result nobody has taken."""
         return self._future is not None
 
     @property
     def finished(self) -> bool:
-        """Whether the pending work has ended, well or not."""
+        """Return whether the pending work has ended, well or not."""
         assert self._future is not None, "nothing is pending"
         return self._future.done()
 
@@ -106,7 +106,7 @@ class StartingCheckpoint:
 def opened(
     origin: CheckpointSource | None, config: Config, identity: Mapping[str, Any]
 ) -> Iterator[StartingCheckpoint | None]:
-    """What `GradientPath.build` is given of the checkpoint a run starts from, None at step 0."""
+    """Open the checkpoint that a run starts from for `GradientPath.build`, None at step 0."""
     if origin is None:
         yield None
         return
@@ -357,7 +357,7 @@ class Checkpointer:
             self.scaler.load(saved.state["loss_scaler"])
 
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
-        """Whether the gradient path continues from the checkpoint, rather than starting there."""
+        """Return whether the gradient path continues from the checkpoint or starts there."""
         same = not path_differences(saved.state.get("identity", {}), self.identity)
         # A run that is started again and again by one command leaves its path once.
         return same and (own or not self.config.checkpoint.reset_grad_state)

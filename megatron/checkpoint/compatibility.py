@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a run belong together: what must be the same, and what may change."""
+"""Compatibility of a checkpoint with a run: settings that must be equal, and others."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_identity(
 
 
 def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where the gradient path and its options differ, as an error names it."""
+    """Return where the gradient path and its options differ, as an error names it."""
     return _differences(was, now, {key for key in {*was, *now} if _section(key) not in _SECTIONS})
 
 

@@ -55,7 +55,9 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class StepListing:
-    """What a folder of step folders holds: committed ones, newest first.
+    """The contents of a folder of step folders.
+
+    Committed folders come newest first.
 
     Those set aside as damaged; drafts of saves that never ended.
     """
@@ -306,7 +308,7 @@ class Keeper:
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
-    """Where checkpoints of a run go."""
+    """Return where checkpoints of a run go."""
     return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
 
 
@@ -325,7 +327,7 @@ class CheckpointSource:
 def locate_checkpoint(
     config: Config, run_dir: Path, *, log: Callable[[str], None], look: bool = False
 ) -> CheckpointSource | None:
-    """Where to start from: the newest good checkpoint of this run, else of `--load`.
+    """Return where to start from: the newest good checkpoint of this run, else of `--load`.
 
     None for step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is
     hashed, which is enough to find a mistake before a run starts.

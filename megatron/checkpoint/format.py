@@ -184,7 +184,7 @@ _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@=+:-]{0,499}")
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """Where a box of a tensor, or entries `flat` of that box, is stored: `key` of `file`."""
+    """The place of a box of a tensor, or of entries `flat` of that box: `key` of `file`."""
 
     file: str
     key: str
@@ -210,7 +210,7 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class MaskRecord:
-    """Only entries at which the boolean tensor `name` equals `value` are stored."""
+    """The condition of stored entries: the boolean tensor `name` equals `value` there."""
 
     name: str
     value: bool = True

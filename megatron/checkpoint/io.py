@@ -46,7 +46,7 @@ class Files:
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def read(self, descriptor: int, size: int) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Read at most `size` bytes; none at the end of the file."""
         return os.read(descriptor, size)
 
     def write(self, descriptor: int, data: memoryview) -> int:

@@ -53,7 +53,10 @@ class FolderReader:
         self._files.clear()
 
     def record(self, name: str) -> TensorRecord:
-        """What the manifest says of a tensor. Raises `CheckpointError` where there is none."""
+        """Return the record of a tensor.
+
+        Raises `CheckpointError` if there is none. Raises `CheckpointError` where there is none.
+        """
         try:
             return self.manifest.tensors[name]
         except KeyError:
@@ -105,7 +108,7 @@ class FolderReader:
         return entries
 
     def _mask(self, record: TensorRecord, part: SliceRecord) -> np.ndarray:
-        """Which of a slice's entries are stored, as a vector of booleans."""
+        """Return which of a slice's entries are stored, as a vector of booleans."""
         assert record.mask is not None
         skip = 1 if record.scope == DATA_PARALLEL else 0
         box = part.start[skip:], part.stop[skip:]

@@ -44,7 +44,7 @@ class FileMask:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """What this rank has of a parameter.
+    """The part of a parameter on this rank.
 
     The part that `info` tells, of which `layout` stores some entries. `pruned`: some do not exist,
     here or on another rank that has a part.
@@ -56,7 +56,7 @@ class LocalParameter:
 
     @property
     def exists(self) -> torch.Tensor:
-        """Which entries of the part are stored: bool [local_entries], on the CPU.
+        """Return which entries of the part are stored: bool [local_entries], on the CPU.
 
         Made anew each time: to keep it would take a byte for each entry of a pruned model.
         """
@@ -94,7 +94,7 @@ class LocalParameter:
     def shards(
         self, name: str, values: torch.Tensor, mask: FileMask | None = None
     ) -> Iterator[LocalShard]:
-        """What this rank writes of the tensor `name`.
+        """Yield the shards of the tensor `name` that this rank writes.
 
         `values` (1-D) are those of the part's entries that are in the file, which are all without a
         mask.
@@ -180,7 +180,11 @@ class RunStateDict:
     # ---- writing -------------------------------------------------------------------------------
 
     def shards(self, *, moments: bool) -> Iterator[LocalShard]:
-        """What this rank writes. Collective over the ranks of a copy of the model."""
+        """Yield the shards that this rank writes.
+
+        Collective over the ranks of a copy of the model. Collective over the ranks of a copy of the
+        model.
+        """
         dp, pruned = self.groups.dp, self._pruned()
         parts = {part.name: part for part in self._shared(pruned, moments)}
         owners = owner({name: part.nbytes for name, part in parts.items()}, dp.size)

@@ -49,7 +49,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank writes of a tensor.
+    """The part of a tensor that one rank writes.
 
     `tensor` holds the box `[start, stop)` of the logical tensor `name` of `shape`, in row-major
     order (its own shape does not matter).
@@ -152,7 +152,7 @@ class Snapshots:
 
 
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:
-    """Which data-parallel rank writes each of the tensors that all of them hold.
+    """Return which data-parallel rank writes each of the tensors that all of them hold.
 
     Greedy: largest first, to the rank with the least so far; ties by name, then by lower rank.
     A function of its arguments alone, so ranks agree without asking.
@@ -174,7 +174,7 @@ def owned(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Lo
 
 
 def part_of(shards: Iterable[LocalShard], file: str) -> RankWrites:
-    """What a rank brings to a save: items for its `file`, and the records of their tensors.
+    """Return a rank's part of a save: items for its `file`, and the records of their tensors.
 
     Raises `CheckpointError` naming the tensor.
     """
@@ -372,7 +372,7 @@ class Checkpoint:
         return _DTYPES[self._reader.record(name).dtype]
 
     def per_rank(self, name: str) -> bool:
-        """Whether each data-parallel rank saved its own."""
+        """Return whether each data-parallel rank saved its own."""
         return self._reader.record(name).scope == DATA_PARALLEL
 
     def mask(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether a step folder is whole, and what else a path may be.
+"""Verification of step folders, and recognition of other programs' checkpoints.
 
 Nothing here imports torch or numpy.
 """
@@ -90,7 +90,7 @@ def verify_folder(
 
 
 def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord, SliceRecord]]]:
-    """For each file, what the manifest says of each of its keys."""
+    """Return the records of the keys of each file, by the manifest."""
     result: dict[str, dict[str, tuple[TensorRecord, SliceRecord]]] = {}
     for record in manifest.tensors.values():
         for part in record.slices:
@@ -101,7 +101,7 @@ def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord
 def read_header(
     folder: Path, name: str, manifest: Manifest, *, files: Files = FILES
 ) -> dict[str, StoredTensor]:
-    """What a file of the folder says it holds, once its size is right.
+    """Return the header of a file of the folder, once its size is right.
 
     Raises `CheckpointError`.
     """
@@ -164,7 +164,7 @@ def open_to_all(folder: Path) -> str | None:
 
 
 def alien(path: Path) -> str | None:
-    """What a path holds if it is a checkpoint of another program, with the way out; else None.
+    """Return a description of another program's checkpoint, with the way out; else None.
 
     Only names and the first bytes are looked at: such formats run code when they are loaded.
     """

@@ -1,4 +1,4 @@
-"""How all ranks together bring a step to disk, or none of it.
+"""The commit of a checkpoint: all ranks together bring a step to disk, or none of it.
 
     (1) every rank: what it will write ..... agreed: the slices fit, there is space
     (2) rank 0: step_00000100.tmp-NONCE/ ... agreed: the folder is there
@@ -83,7 +83,7 @@ def alone(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RankWrites:
-    """What one rank brings: its items, and for each tensor the slices of it that they hold."""
+    """The part of a save that one rank writes: items, and the slices of tensors that they hold."""
 
     items: Sequence[TensorToWrite]
     tensors: Mapping[str, TensorRecord]
@@ -225,7 +225,7 @@ class Save:
         return str(final)
 
     def _stands(self, draft: Path, final: Path) -> bool:
-        """Whether the very same bytes are committed already; the draft is removed then."""
+        """Return whether the very same bytes are committed already; the draft is removed then."""
         try:
             if self._manifest_bytes(final) != self._manifest_bytes(draft):
                 return False

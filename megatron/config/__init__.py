@@ -1,4 +1,4 @@
-"""What the user asked for: frozen sections, Megatron-named flags, one strict YAML file.
+"""The configuration: frozen sections, Megatron-named flags, one strict YAML file.
 
 `parse` reads both, `resolve` adds what follows from the number of ranks, `to_yaml` writes what
 `--config` reads back. Nothing here imports torch: a wrong flag is told before that.

@@ -1,4 +1,4 @@
-"""Whether the layers of a model are compiled with torch.compile, and why."""
+"""The choice whether torch.compile compiles the layers of a model, with the reason."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def section(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """All that is known of one field.
+    """The declaration of one field.
 
     `kind`: int, float, bool or str, of each element where `many`; `count`: number of elements, None
     for one or more.
@@ -116,7 +116,7 @@ class FieldSpec:
 
     @property
     def required(self) -> bool:
-        """Whether the user must give it."""
+        """Return whether the user must give it."""
         return self.default is MISSING
 
 
@@ -196,19 +196,19 @@ class Scalar:
 
     @property
     def is_null(self) -> bool:
-        """Whether YAML's core schema reads it as nothing."""
+        """Return whether YAML's core schema reads it as nothing."""
         return not self.quoted and self.text in ("", "~", "null", "Null", "NULL")
 
     @property
     def is_text(self) -> bool:
-        """Whether YAML's core schema reads it as text."""
+        """Return whether YAML's core schema reads it as text."""
         plain = self.text in ("true", "false") or _NUMBER.fullmatch(self.text)
         return self.quoted or not (plain or self.is_null)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenValue:
-    """What the user gave for a field, and where: "--lr", "gpt.yaml:3: lr"."""
+    """A value that the user gave for a field, with its origin: "--lr", "gpt.yaml:3: lr"."""
 
     origin: str
     value: Scalar | tuple[Scalar, ...]
@@ -351,7 +351,7 @@ def check_range(spec: FieldSpec, value: Any, origin: str) -> None:
 
 
 def origin_of(name: str, givens: Mapping[str, GivenValue]) -> str:
-    """Where a field's value came from, for a message; its name where it is a default."""
+    """Return where a field's value came from, for a message; its name where it is a default."""
     return givens[name].origin if name in givens else name
 
 

@@ -21,7 +21,7 @@ class OldName:
 
     @property
     def outcome(self) -> str:
-        """What becomes of it, for `--help-compat` and the notice."""
+        """The effect of the flag, for `--help-compat` and the notice."""
         return f"read as {flag_name(self.field)}" + (f" {self.text}" if self.text else "")
 
 
@@ -35,7 +35,7 @@ class Ignored:
 
     @property
     def outcome(self) -> str:
-        """What becomes of it, for `--help-compat` and the notice."""
+        """The effect of the flag, for `--help-compat` and the notice."""
         return f"ignored: {self.reason}"
 
 
@@ -49,7 +49,7 @@ class Refused:
 
     @property
     def outcome(self) -> str:
-        """What becomes of it, for `--help-compat`."""
+        """The effect of the flag, for `--help-compat`."""
         but = f" (accepted: {', '.join(self.accepted)})" if self.accepted else ""
         return f"refused: {self.reason}{but}"
 

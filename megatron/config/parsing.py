@@ -1,4 +1,4 @@
-"""From the command line and the YAML file to one checked `Config`, and back to YAML.
+"""Parsing of the command line and the YAML file into one checked `Config`, and back.
 
 PyYAML's own loaders turn `no` into False, `012` into 10 and `1e-4` into text, keep the last of two
 equal keys and forget where a key stood. `read_entries` keeps scalars as text, with their lines,
@@ -250,7 +250,7 @@ _PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """What the flags said.
+    """The result of reading the flags.
 
     Fields appear in `givens` by name, the last use of a flag winning. `complaints`: one text for
     each flag that is unknown or refused, so that one error can list them all. `path_pairs`: what
@@ -510,7 +510,7 @@ def _stray(text: str) -> str:
 
 
 def _flag_hint(flag: str, known: Sequence[str]) -> str:
-    """What an unknown flag may have meant.
+    """Return a hint at the flag that an unknown one may have meant.
 
     The name that another program's flag has here, else the closest flag, if one is close. Dashes
     and underscores count as equal. Names are compared without the dashes in front, which make any
@@ -643,7 +643,7 @@ def _without_retired_values(
 
 
 def _empty(entry: YamlEntry) -> bool:
-    """Whether it is the head of a section with nothing in it."""
+    """Return whether it is the head of a section with nothing in it."""
     bare = isinstance(entry.value, Scalar) and entry.value.is_null
     return bare and entry.section is None and entry.key in SECTIONS
 
@@ -667,7 +667,7 @@ def _given_field(path: str, entry: YamlEntry, fields: _Fields) -> tuple[str, Giv
 
 
 def _hint(key: str, fields: _Fields) -> str:
-    """What an unknown key may have meant."""
+    """Return a hint at the key that an unknown one may have meant."""
     for name in MEGATRON_NAMES:
         if name.flag in (flag_name(key), f"--{key}"):
             return f"; as a flag it is {name.outcome}"

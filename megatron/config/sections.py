@@ -31,7 +31,7 @@ def split_layers(
     last: int | None = None,
     per_virtual_stage: int | None = None,
 ) -> list[list[range]]:
-    """For each stage its runs of layers, ascending; all but an interleaved schedule have one.
+    """Split layers into ascending runs for each stage; only interleaved schedules have several.
 
     Even shares, the first stages one layer more where they do not come out even; none is ever
     dropped. `first`, `last`: layers of the first and of the last stage, which hold embedding and
@@ -79,7 +79,7 @@ def _fixed(given: dict[int, int]) -> str:
 
 
 def describe_split(split: list[list[range]]) -> str:
-    """For the log: "0-7, 8-15, 16-22, 23-29"; runs of one stage joined by +."""
+    """Return the split for the log: "0-7, 8-15, 16-22, 23-29"; + joins runs of one stage."""
     return ", ".join(
         "+".join(f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in runs)
         for runs in split
@@ -206,12 +206,12 @@ class ModelConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer uses the word embedding's weight."""
+        """Return whether the output layer uses the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def bias(self) -> bool:
-        """Whether linear layers have biases."""
+        """Return whether linear layers have biases."""
         return not self.disable_bias_linear
 
     def padded_vocab_size(self, vocab: int) -> int:
@@ -480,7 +480,7 @@ LARGEST_GRID = 100_000
 
 @section
 class ParallelConfig:
-    """How the ranks share the work."""
+    """The division of the work among ranks."""
 
     tensor_model_parallel_size: int = option(
         default=1, help="Ranks that share each layer (1 = off).", within=between(1, LARGEST_GRID)
@@ -565,7 +565,7 @@ class ParallelConfig:
         return "tp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-dp-pp"
 
     def layer_split(self, num_layers: int) -> list[list[range]]:
-        """For each pipeline stage its runs of layers."""
+        """Return the runs of layers of each pipeline stage."""
         return split_layers(
             num_layers,
             self.pipeline_model_parallel_size,
@@ -584,7 +584,7 @@ class ParallelConfig:
 
 @section
 class GradientConfig:
-    """How gradients travel between data-parallel ranks."""
+    """The travel of gradients between data-parallel ranks."""
 
     grad_path: str = option(default="dense", help="The gradient path (ours).")
 
@@ -759,7 +759,7 @@ class EvaluationConfig:
 
 @section
 class LoggingConfig:
-    """What is printed, recorded and profiled."""
+    """Printing, recording and profiling."""
 
     log_interval: int = option(
         default=100, help="Steps between lines on the terminal.", within=at_least(1)
@@ -881,7 +881,7 @@ class Config:
 
     @property
     def masks_grouped_queries(self) -> bool:
-        """Whether attention has fewer key-value heads than queries, and a mask besides.
+        """Return whether attention has fewer key-value heads than queries, and a mask besides.
 
         On CUDA such attention keeps its scores. In torch 2.13 flash attention takes no mask
         (`check_for_attn_mask` in ATen/native/transformers/sdp_utils_cpp.h), memory-efficient

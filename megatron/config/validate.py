@@ -453,7 +453,7 @@ def run_is_well_named(c: Config) -> str | None:
 
 
 def _last_part(path: str) -> str:
-    """What the user wrote after the last slash; `Path.name` would hide a final "."."""
+    """Return the text after the last slash; `Path.name` would hide a final "."."""
     return path.rstrip("/").rpartition("/")[2]
 
 

@@ -154,7 +154,7 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where one split comes from: a blend, and which fraction of each file's documents."""
+    """The source of one split: a blend, and which fraction of each file's documents."""
 
     blend: Blend
     fractions: tuple[float, float]

@@ -69,7 +69,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What training, evaluation and the final test read; None where nothing was asked for."""
+    """The data sets of training, evaluation and the final test; None for one not asked for."""
 
     train: SampleSource | None
     valid: SampleSource | None

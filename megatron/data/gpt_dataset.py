@@ -35,7 +35,7 @@ class IndexCache:
         self._announced = False
 
     def folder(self, prefix: str, kind: str) -> Path:
-        """Where the entries of a kind for the data under `prefix` lie."""
+        """Return where the entries of a kind for the data under `prefix` lie."""
         if self._folder is not None:
             return self._folder
         return Path(prefix).parent / "cache" / f"{kind}_indices"
@@ -147,7 +147,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How often a set of documents is read, and what that yields."""
+    """The number of passes over a set of documents, and the samples that they yield."""
 
     tokens_per_epoch: int
     sequence_length: int
@@ -268,7 +268,7 @@ _LOOK_EVERY = 1024
 
 
 class GPTDataset:
-    """At least `num_samples` samples of some documents of a token file; item k is int64 [s + 1].
+    """A data set of at least `num_samples` samples of documents; item k is int64 [s + 1].
 
     `documents` are numbers of sequences in the file (Megatron splits by sequence). `num_samples`
     None is one epoch. Each read checks ids against `vocab_size` (None: unchecked): DataError naming

@@ -550,7 +550,7 @@ def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs, as one short text for each file.
+    """Return the differences, as one short text for each file.
 
     A file that is not in `was` is new and none of this function's business.
     """

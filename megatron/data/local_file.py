@@ -34,13 +34,13 @@ def stat_of(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a regular file is there; `DataError` where that cannot be known."""
+    """Return whether a regular file is there; `DataError` where that cannot be known."""
     found = stat_of(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is there; `DataError` where that cannot be known."""
+    """Return whether a folder is there; `DataError` where that cannot be known."""
     found = stat_of(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 

@@ -44,7 +44,7 @@ class TokenizerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """What turns a record into tokens: the keys to take, the tokenizer, an end mark or none."""
+    """The settings that turn a record into tokens: keys, tokenizer, an end mark or none."""
 
     keys: tuple[str, ...]
     tokenizer: TokenizerChoice
@@ -278,7 +278,7 @@ def describe_error(error: Exception) -> str:
 
 @dataclass(kw_only=True)
 class PreprocessCounts:
-    """How far a run is."""
+    """The progress of a preprocessing run."""
 
     documents: int = 0
     tokens: int = 0

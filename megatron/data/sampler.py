@@ -1,4 +1,4 @@
-"""Which samples a rank reads in an iteration, and how they become a microbatch.
+"""The samples that a rank reads in an iteration, and their collation into microbatches.
 
 A global batch is samples [consumed, consumed + global batch size). It is cut into global
 microbatches; block b of rank r is number b * data_parallel_size + r. What a number holds depends on
@@ -35,7 +35,7 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class CollateOptions:
-    """What an end-of-document token does besides being a token; ConfigError if there is none."""
+    """The effects of an end-of-document token; ConfigError if there is no such token."""
 
     eod: int | None = None
     eod_mask_loss: bool = False

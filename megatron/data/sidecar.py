@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DataFileRecord:
-    """What one file was when it was written: its size and the sha256 of its bytes, in hex."""
+    """The size of one file when it was written, and the sha256 of its bytes in hex."""
 
     bytes: int
     sha256: str
@@ -52,7 +52,7 @@ def write_sidecar(
 
 
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
-    """What `write_sidecar` was given, None where there is no such file, else DataError."""
+    """Read the facts that `write_sidecar` wrote, None without such a file, else DataError."""
     content = _read(sidecar_path(prefix))
     return None if content is None else content["tokenizer"]
 

@@ -416,7 +416,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 class Tokenizer(Protocol):
-    """What the rest of the stack knows of a tokenizer."""
+    """The interface of a tokenizer to the rest of the stack."""
 
     @property
     def vocab_size(self) -> int:
@@ -515,7 +515,7 @@ class NullTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How a type is built: `needs` maps arguments of `build_tokenizer` to their flags."""
+    """The construction of a type: `needs` maps arguments of `build_tokenizer` to their flags."""
 
     needs: Mapping[str, str]
     build: Callable[..., Tokenizer]

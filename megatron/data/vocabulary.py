@@ -1,4 +1,4 @@
-"""How many token ids a run has and which of them ends a document.
+"""The number of token ids of a run, and the id that ends a document.
 
 Training needs no tokenizer, only these numbers, so they come from the data's own description where
 no tokenizer is named: a prepared data set trains without the packages that prepared it.

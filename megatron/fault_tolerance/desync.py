@@ -39,7 +39,7 @@ class Desync:
 
     @property
     def place(self) -> CollectiveCall:
-        """Where it happened: an extra collective there, or one that is missing, is the earlier."""
+        """The earlier of the two calls: an extra or a missing collective there is the cause."""
         return min(self.odd, self.usual, key=_moment)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Desync:
 
 
 def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None:
-    """Where ranks' calls first differ, None where they do not as far as they are recorded.
+    """Return where ranks' calls first differ, None where they do not as far as they are recorded.
 
     Over any connections, the earliest such place.
 
@@ -147,7 +147,7 @@ def _kind(call: CollectiveCall) -> tuple[int, str]:
 
 
 def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int, int, str]:
-    """What a call is to those before it.
+    """Return a call's relation to the calls before it.
 
     Its place in the step of the last, how many steps it is later, and what it does.
     """

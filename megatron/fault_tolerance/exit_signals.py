@@ -1,4 +1,4 @@
-"""How people and launchers ask a run to save or to leave: signals, and files in the run folder.
+"""Requests of people and launchers to save or to leave: signals, and files in the run folder.
 
 Handlers only note the signal; ranks agree at the next step boundary, where the engine's vote
 carries the largest request of any rank.
@@ -20,7 +20,7 @@ SIGTERM_SECONDS = 1.0
 
 
 class ExitRequest(IntEnum):
-    """What a rank asks for after this step; the largest of all ranks' counts."""
+    """A request of a rank after a step; the largest request of all ranks counts."""
 
     NONE = 0
     SAVE = 1
@@ -32,12 +32,12 @@ class ExitRequest(IntEnum):
 
     @property
     def leaves(self) -> bool:
-        """Whether it ends the run."""
+        """Return whether it ends the run."""
         return self > ExitRequest.SAVE
 
     @property
     def left(self) -> str:
-        """What status.json says of a run that left for it."""
+        """The text of status.json for a run that left for this request."""
         return "exit-duration" if self is ExitRequest.DURATION else self.name
 
 

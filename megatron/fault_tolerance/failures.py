@@ -1,4 +1,4 @@
-"""What happens when a rank fails.
+"""The end of a rank that fails.
 
 One cause for all of them in status.json and on stderr, and an exit code.
 """
@@ -145,7 +145,7 @@ class Failures:
         causes.tell(status)
 
     def _may_write(self, folder: Path) -> bool:
-        """Whether there is such a folder, and no other run holds it."""
+        """Return whether there is such a folder, and no other run holds it."""
         try:
             return folder.is_dir() and (bool(self.attempt) or not (folder / LOCK).exists())
         except (OSError, ValueError):

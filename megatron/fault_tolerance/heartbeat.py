@@ -69,7 +69,7 @@ class LastCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a rank last wrote.
+    """The latest record of a rank.
 
     Times are in seconds since the epoch, by that rank's clock; `beats` counts its phase changes;
     `alive` is when its watchdog last ran; `tails` has one entry for each of its groups.
@@ -87,7 +87,7 @@ class RankStatus:
 
     @property
     def issued(self) -> int:
-        """How many collectives the rank has begun."""
+        """Return how many collectives the rank has begun."""
         return sum(tail.number for tail in self.tails)
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ class Heartbeat:
 
 
 def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[RankStatus]:
-    """What these ranks wrote last in this attempt; those without a readable record are left out.
+    """Return the latest records of these ranks in this attempt, without unreadable ones.
 
     Reads the header of each file, not its rings.
     """
@@ -280,7 +280,7 @@ def _text(padded: bytes) -> str:
 
 
 def is_gone(seen: RankStatus) -> bool:
-    """Whether the process certainly does not run any more; False for one on another host."""
+    """Return whether the process certainly does not run any more; False for one on another host."""
     if seen.host != socket.gethostname():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which losses are too far out to learn from (the rule of OLMo-core's SkipStepOptimizer)."""
+"""Detection of loss spikes (the rule of OLMo-core's SkipStepOptimizer)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks hold alike must stay equal to the last bit; this looks.
+"""A check that values which several ranks hold are equal to the last bit.
 
 A parameter's checksum is the sum of its bit patterns as integers: exact in any order, as fast as
 memory, and changed by any single flipped bit.

@@ -42,7 +42,7 @@ SILENT = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RingCheck:
-    """What one rank found in the headers of all.
+    """The finding of one rank in the headers of all.
 
     The rank that parted from the others (`step`, `phase` and `reason` say how), and the rank that
     has come the least far. None: no such rank. `number` counts the looks of this start: clocks of
@@ -60,7 +60,7 @@ class RingCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class RootCause:
-    """What this attempt's ranks know of its failure.
+    """The knowledge of this attempt's ranks about its failure.
 
     `signed`: job and version of every status. `near`: the ranks on this host; all ranks where that
     is not known.
@@ -104,7 +104,7 @@ class RootCause:
         return self._parted_in(self.look(until=time.monotonic() + PATIENCE))
 
     def look(self, *, until: float) -> RingCheck:
-        """What can be seen from now on, by this rank or by another one that looks for all.
+        """Return the finding of this rank, or of another one that looks for all.
 
         A rank that nobody has told anything `until` then looks by itself: the one that looks for
         all may be the one that is stopped.
@@ -230,7 +230,9 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _locked(file: int, until: float) -> bool:
-    """Whether the file could be locked until then, which closing it ends; tried at least once.
+    """Lock the file before `until`; return whether that worked.
+
+    Closing the file unlocks it.
 
     Raises OSError where the disk has no locks.
     """
@@ -245,7 +247,7 @@ def _locked(file: int, until: float) -> bool:
 
 
 def line(status: Status, world_size: int) -> str:
-    """What stderr shows of a failure."""
+    """Return the line of a failure for stderr."""
     if world_size == 1:
         return status.reason
     where = f", step {status.iteration}, {status.phase}" if status.phase else ""
@@ -253,7 +255,7 @@ def line(status: Status, world_size: int) -> str:
 
 
 def gone_text(peer: RankStatus, here: str) -> str:
-    """What is known of a rank that is not there any more."""
+    """Return the description of a rank whose process is gone."""
     return (
         f"its process {peer.pid} on {peer.host} is gone without a word: killed (out of memory?) or "
         f"left early; {here}"
@@ -261,7 +263,7 @@ def gone_text(peer: RankStatus, here: str) -> str:
 
 
 def late_text(peer: RankStatus, here: str) -> str:
-    """What is known of a rank that does not follow."""
+    """Return the description of a rank that does not follow."""
     now = time.time()
     silent = _silence(peer)
     state = f"stopped or unreachable for {silent:.0f} s" if silent > SILENT else "running"
@@ -272,7 +274,7 @@ def late_text(peer: RankStatus, here: str) -> str:
 
 
 def waits(peer: RankStatus) -> bool:
-    """Whether a rank runs and was last seen waiting for a message: somebody else holds it up."""
+    """Return whether a rank runs and was last seen waiting for a message of another rank."""
     return peer.phase == "receive" and _silence(peer) <= SILENT
 
 

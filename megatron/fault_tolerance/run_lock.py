@@ -243,7 +243,7 @@ def _myself(job: Mapping[str, str]) -> Holder:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot.
+    """Return the start of a process, in clock ticks since boot.
 
     -1 if there is none, or only its remains that nobody waited for.
     """

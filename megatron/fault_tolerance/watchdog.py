@@ -25,7 +25,7 @@ from megatron.status import STATUS, Status
 
 
 def before_abort(tell: Callable[[], object]) -> None:
-    """From here on, call `tell` before C++ ends this process, and end it with exit code 6.
+    """Call `tell` before C++ ends this process, and end the process with exit code 6.
 
     For good: there is no way back from where it is called. Does nothing where C++ is not GNU's.
     """

@@ -38,7 +38,7 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
 
 
 def recomputes_attention(recompute: RecomputeConfig | None) -> bool:
-    """Whether each layer recomputes its attention, without the projections around it."""
+    """Return whether each layer recomputes its attention, without the projections around it."""
     return recompute is not None and recompute.recompute_granularity == "selective"
 
 

@@ -82,7 +82,7 @@ class AppendFile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever written, by this run or one before."""
+        """Return whether nothing was ever written, by this run or one before."""
         size = self._size
         if self._descriptor < 0 and self._path.exists():
             size = self._path.stat().st_size
@@ -450,7 +450,7 @@ class Metrics:
         )
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
-        """Whether metrics.jsonl holds this loss, from whichever start of the run."""
+        """Return whether metrics.jsonl holds this loss, from whichever start of the run."""
         path, key = self.run_dir / JSONL, f"{kind}_loss"
         if not path.exists():
             return False

@@ -71,7 +71,7 @@ class Throughput:
 
 
 def shows_papers_metrics(flops_per_token: float, percent_of_peak: float | None) -> bool:
-    """Whether AxoNN's metrics tell something of this run.
+    """Return whether AxoNN's metrics tell something of this run.
 
     Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them.
     """

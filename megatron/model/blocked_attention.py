@@ -30,7 +30,7 @@ _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Whether `blocked_attention` is the faster way.
+    """Return whether `blocked_attention` is the faster way.
 
     16 bit on a CPU, not under torch.compile, which cannot trace it. In fp32 torch's fused kernel is
     faster, with AVX2 and with AVX512.

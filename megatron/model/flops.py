@@ -56,7 +56,7 @@ def training_days(*, step_seconds: float, tokens_per_step: float) -> float:
 
 
 def is_of_heads(name: str) -> bool:
-    """Whether the parameter with a logical name normalizes queries or keys.
+    """Return whether the parameter with a logical name normalizes queries or keys.
 
     Each tensor-parallel rank holds the whole parameter, and finds its gradient by the heads of that
     rank alone.

@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
     @property
     def begins(self) -> bool:
-        """Whether the embedding is here, so that `run` takes tokens."""
+        """Return whether the embedding is here, so that `run` takes tokens."""
         return self.embedding is not None
 
     def run(

@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same steps, at least one, and none of them differs."""
+        """Return whether both have the same steps, at least one, and none of them differs."""
         same_steps = self.common > 0 and self.only_in_first == self.only_in_second == 0
         return same_steps and self.first_difference is None
 

@@ -170,7 +170,7 @@ def mark_ties(
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
-    """Whether each entry is chosen: bool, 32 for each of the contiguous int32 words."""
+    """Return whether each entry is chosen: bool, 32 for each of the contiguous int32 words."""
     if words.device.type == "cpu":  # numpy takes a tenth of torch's time, here and below
         return torch.from_numpy(np.unpackbits(words.view(torch.uint8).numpy()).view(np.bool_))
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=words.device)

@@ -133,7 +133,7 @@ class LargestSelection:
         return pieces[1] if len(pieces) == 2 else torch.cat(pieces)
 
     def mask(self, start: int, stop: int) -> torch.Tensor:
-        """Whether each entry of [start, stop) is chosen."""
+        """Return whether each entry of [start, stop) is chosen."""
         magnitude = magnitudes(self.values[start:stop])
         if magnitude.device.type == "cpu" and self.shard.is_run:
             cutoff = int(self.cutoff) - self.shard.offset
@@ -358,7 +358,7 @@ class _Counter:
         return torch.where(cut, cutoff, _ALL_TIES)
 
     def _has_ties(self, cut: torch.Tensor) -> bool:
-        """Whether a tensor may have more entries at its threshold than are wanted.
+        """Return whether a tensor may have more entries at its threshold than are wanted.
 
         A GPU is not asked, since the host would wait for the answer.
         """

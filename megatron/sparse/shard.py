@@ -82,7 +82,7 @@ class FlatShard:
 
     @property
     def is_run(self) -> bool:
-        """Whether the entries lie side by side in the whole tensor."""
+        """Return whether the entries lie side by side in the whole tensor."""
         return self.row == self.stride and self.runs is None
 
     def logical(self, local: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What can be trained: a task brings a model, its data and the facts that a run needs of both."""
+"""Tasks: a model with its data, and the facts of both that a run needs."""

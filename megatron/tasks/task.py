@@ -37,7 +37,7 @@ class LoadedTask(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """What a sample is, for the figures at the end of a run."""
+        """Return the work of a sample, for the figures at the end of a run."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class LoadedTask(Protocol):
 
 
 class Task(Protocol):
-    """What `megatron.pretrain` trains."""
+    """A model with its data, as `megatron.pretrain` trains it."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Task(Protocol):
 
     @property
     def formula(self) -> str:
-        """What `LoadedTask.flops_per_sample` counts, for the log and the trackers."""
+        """The operations in `LoadedTask.flops_per_sample`, for the log and the trackers."""
         ...
 
     def check_files(

@@ -45,7 +45,7 @@ class TensorParallel:
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether a rank holds only a part of each sequence between layers."""
+        """Return whether a rank holds only a part of each sequence between layers."""
         return self.sequence_parallel and self.size > 1
 
     def whole_length(self, length: int) -> int:
@@ -53,7 +53,7 @@ class TensorParallel:
         return length * self.size if self.cuts_sequence else length
 
     def positions(self, length: int) -> slice:
-        """Which of `length` positions are here between layers."""
+        """Return which of `length` positions are here between layers."""
         if not self.cuts_sequence:
             return slice(0, length)
         assert length % self.size == 0, "the sequence comes out even"

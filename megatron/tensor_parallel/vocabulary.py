@@ -61,7 +61,7 @@ def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> i
 
 
 def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> TensorShard:
-    """Which rows of the table [vocab_size, size] are here."""
+    """Return which rows of the table [vocab_size, size] are here."""
     return TensorShard.evenly((vocab_size, size), axis=0, rank=tp.rank, ranks=tp.size)
 
 

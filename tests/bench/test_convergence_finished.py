@@ -40,7 +40,7 @@ def finish(run: StudyRun, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
 
 
 def finished(folder: Path, run: StudyRun = DENSE, plan: StudyPlan = PLAN) -> bool:
-    """Whether the folder holds the run."""
+    """Return whether the folder holds the run."""
     flags = flags_of(run, plan, data=folder.parents[1] / "data", runs_dir=folder.parent)
     return is_finished(folder, flags, run.ranks)
 

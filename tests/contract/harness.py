@@ -204,7 +204,7 @@ class Toy:
         return found
 
     def exists(self, name: str) -> torch.Tensor:
-        """Which entries of the flattened parameter are stored."""
+        """Return which entries of the flattened parameter are stored."""
         mask = self.engine.layout.mask(name)
         return torch.ones(math.prod(SHAPES[name]), dtype=torch.bool) if mask is None else mask
 

@@ -38,7 +38,7 @@ class PaperRow:
 
     @property
     def is_claim(self) -> bool:
-        """Whether the row is a statement without a number."""
+        """Return whether the row is a statement without a number."""
         return self.item.startswith("claim")
 
 

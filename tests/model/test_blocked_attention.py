@@ -34,7 +34,7 @@ def reference(
 
 @pytest.fixture(params=[True, False], ids=["native", "widened"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU is taken to multiply 16-bit operands."""
+    """Return whether the CPU is taken to multiply 16-bit operands."""
     monkeypatch.setattr(module, "multiplies_natively", lambda dtype: request.param)
     return request.param
 

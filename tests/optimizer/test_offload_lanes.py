@@ -66,7 +66,7 @@ class Access:
     clock: dict[int, int]
 
     def needs(self, earlier: Access) -> bool:
-        """Whether this one has to come after the other."""
+        """Return whether this one has to come after the other."""
         overlap = earlier.start < self.stop and self.start < earlier.stop
         return overlap and (self.writes or earlier.writes)
 

@@ -160,7 +160,7 @@ def as_on_gpus(*, cpu: str = "gloo") -> Iterator[None]:
 
 
 def on_rank_nccl_edges(groups: ProcessGroups) -> int:
-    """How many communicators two stages make where a GPU's tensors go by NCCL."""
+    """Return how many communicators two stages make where a GPU's tensors go by NCCL."""
     with as_on_gpus():
         dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
         edges = ProcessGroups.build(dims, rank=groups.world.rank).edges

@@ -350,7 +350,7 @@ def on_two_lines(groups: ProcessGroups) -> dict[str, Any]:
 
 
 def otherwise(received: Sequence[tuple[Message, list[Message]]]) -> int:
-    """How often a middle stage of three would have chosen another pass by what was there."""
+    """Return how often a middle stage of three would have chosen another pass by what was there."""
     (_, player, _), differ = driven(3, 8, 4), 0
     for message, here in received:
         operation = Operation(message.kind, message.microbatch)

@@ -51,7 +51,7 @@ def filled(number: float, size: int = 4) -> torch.Tensor:
 
 
 def comes_within(transport: Any, message: Message, seconds: float = SECONDS) -> bool:
-    """Whether a message comes, as the one who decides sees it."""
+    """Return whether a message comes, as the one who decides sees it."""
     return poll(lambda: message in transport.arrived(wait=False), seconds=seconds)
 
 
@@ -159,7 +159,7 @@ def test_a_rank_in_a_collective_holds_up_nobody(mpi_ranks: Ranks, in_collective:
 
 
 def while_both_compute(groups: ProcessGroups) -> bool:
-    """Whether a large message is there after both have only computed for a while."""
+    """Return whether a large message is there after both have only computed for a while."""
     transport = transport_on(groups, size=LARGE)
     rank = groups.world.rank
     transport.expect([forward(0)] if rank else [], unanswered=2)

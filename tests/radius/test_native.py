@@ -296,7 +296,7 @@ def test_the_package_installs_with_a_compiler_and_without(
 
 
 def on_rank_with_odd_one_out(groups: ProcessGroups, odd: int) -> tuple[set[bool], str]:
-    """Which kind each rank keeps where one has no kernels, and what it says of it."""
+    """Return which kind each rank keeps where one has no kernels, and what it says of it."""
     with index_of(bits=groups.dp.rank != odd):
         toy = Toy(groups, radius())
         toy.step([gradients(1, groups.dp.rank)])
@@ -313,7 +313,7 @@ def test_ranks_keep_the_same_kind(ranks: Ranks, odd: int) -> None:
 
 
 def on_rank_with(groups: ProcessGroups, sets: list[tuple[str, ...]], density: str) -> set[bool]:
-    """Which kind each rank keeps where ranks have these instruction sets."""
+    """Return which kind each rank keeps where ranks have these instruction sets."""
     case = radius(density=density)
     with (
         patch("radius.index.instruction_sets", lambda: sets[groups.dp.rank]),

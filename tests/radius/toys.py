@@ -43,7 +43,7 @@ def reducer_of(toy: Toy) -> Any:
 
 
 def masks_of(toy: Toy) -> dict[str, torch.Tensor]:
-    """Which entries are chosen, by name and in the parameter's shape."""
+    """Return which entries are chosen, by name and in the parameter's shape."""
     shared = toy.shared()
     names = [name for name in MATRICES if f"index/{name}" in shared]
     return {name: shared[f"index/{name}"].view(SHAPES[name]) for name in names}

@@ -68,7 +68,7 @@ class PlayedStream:
         return count
 
     def follows(self, stream: int, count: int) -> bool:
-        """Whether what is issued from here on is ordered after that operation."""
+        """Return whether what is issued from here on is ordered after that operation."""
         return stream == self.number or self.clock.get(stream, 0) >= count
 
     def learn(self, clock: Clock) -> None:

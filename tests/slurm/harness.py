@@ -47,7 +47,7 @@ class SlurmJob:
 
     @property
     def step(self) -> int:
-        """Where rank 0 is."""
+        """Return where rank 0 is."""
         path = self.run_dir / heartbeat.FOLDER / "rank_0"
         if not path.exists() or not path.stat().st_size:
             return 0

@@ -157,12 +157,12 @@ class Plan:
 
     @property
     def fits_device(self) -> bool:
-        """Whether what a rank needs is there."""
+        """Return whether what a rank needs is there."""
         return self.needed <= self.site.memory
 
     @property
     def fits_host(self) -> bool:
-        """Whether a node has what goes to its memory."""
+        """Return whether a node has what goes to its memory."""
         return self.host <= self.site.host_memory
 
     @property

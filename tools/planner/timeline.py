@@ -42,7 +42,7 @@ class Player(Protocol):
         ...
 
     def after(self, operation: Operation) -> Self:
-        """How far it is once one of these has run."""
+        """Return how far it is once one of these has run."""
         ...
 
 

@@ -63,7 +63,7 @@ class Ran(NamedTuple):
 
 
 def streams(config: Config) -> bool:
-    """Whether updates follow sums one by one (`GradientEngine.streams`)."""
+    """Return whether updates follow sums one by one (`GradientEngine.streams`)."""
     return config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad
 
 

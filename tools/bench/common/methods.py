@@ -89,7 +89,7 @@ class Method:
 
     @property
     def resamples(self) -> bool:
-        """Whether some of its steps send everything."""
+        """Return whether some of its steps send everything."""
         return self.kind.endswith("radius")
 
     @property

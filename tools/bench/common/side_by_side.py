@@ -61,7 +61,7 @@ class Ratio:
 
     @property
     def met(self) -> bool:
-        """Whether the target is reached."""
+        """Return whether the target is reached."""
         return self.target is None or self.ratio >= self.target
 
 

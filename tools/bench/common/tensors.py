@@ -51,7 +51,7 @@ class WholeGradients(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """How many there are now."""
+        """Return how many there are now."""
         return sum(not made.expired() for made in self._made.values())
 
     def __torch_dispatch__(

@@ -42,7 +42,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is, beyond twice its standard error."""
+        """Return whether it is, beyond twice its standard error."""
         return self.margin > 2 * self.error
 
 

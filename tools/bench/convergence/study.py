@@ -124,7 +124,7 @@ class StudyRun:
 
     @property
     def is_dense(self) -> bool:
-        """Whether others leave from it, and are compared with it."""
+        """Return whether others leave from it, and are compared with it."""
         return self.variant == DENSE
 
     def entries(self, plan: StudyPlan) -> int:

@@ -50,7 +50,7 @@ class Sizes:
         return [name for name in self.shapes if self.is_matrix(name)]
 
     def is_matrix(self, name: str) -> bool:
-        """Whether sparse paths compress it."""
+        """Return whether sparse paths compress it."""
         return len(self.shapes[name]) > 1
 
     def bytes_of(self, names: Sequence[str]) -> int:

@@ -189,7 +189,7 @@ class RankBench:
 
 
 def _coordinates(engine: GradientEngine) -> dict[str, Any]:
-    """Which parameters share a bucket, and how many of each one's entries are stored."""
+    """Return which parameters share a bucket, and how many of each one's entries are stored."""
     return {
         "buckets": [list(bucket.names) for bucket in engine.buckets],
         "stored": {info.name: where.numel for info, _, where in engine.slices()},

@@ -71,7 +71,7 @@ class GradientPathTable:
         return statistics.median(one / other for one, other in pairs if one and other)
 
     def has(self, *names: str) -> bool:
-        """Whether all of these methods were measured."""
+        """Return whether all of these methods were measured."""
         return set(names) <= {row.method for row in self.rows}
 
 

@@ -84,7 +84,7 @@ def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
 
 
 def factor_of(profile: str, number: int) -> Factor:
-    """How many times as long a pass takes, in one round of a profile.
+    """Return how many times as long a pass takes, in one round of a profile.
 
     The same for all contenders and on paper.
     """

@@ -66,7 +66,7 @@ class PruningComparison:
 
     @property
     def below(self) -> bool:
-        """Whether it does, beyond twice the error."""
+        """Return whether it does, beyond twice the error."""
         return self.error is not None and self.difference > 2 * self.error
 
     @property

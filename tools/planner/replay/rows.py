@@ -32,7 +32,7 @@ class ReplayRow:
 
     @property
     def is_share(self) -> bool:
-        """Whether its error is a difference, in points, and not a ratio."""
+        """Return whether its error is a difference, in points, and not a ratio."""
         return self.unit == "%"
 
     @property
@@ -51,12 +51,12 @@ class ReplayRow:
 
     @property
     def is_off(self) -> bool:
-        """Whether a prediction misses by a lot, or makes the opposite of what is claimed."""
+        """Return whether a prediction misses by a lot, or makes the opposite of what is claimed."""
         return self.kind == PREDICTED and (abs(self.error) > FAR or not self.holds)
 
     @property
     def holds(self) -> bool:
-        """Whether the claim does here."""
+        """Return whether the claim does here."""
         return self.claim is None or self.simulated > self.claim
 
     @property
