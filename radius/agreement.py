@@ -1,4 +1,4 @@
-"""Whether ranks that choose entries on their own, from equal numbers, have chosen the same ones.
+"""Agreement of ranks that choose entries on their own, from equal numbers.
 
 The numbers are equal only as far as the ranks compute alike: processors with other instruction sets
 round the optimizer's update differently in its last bits, and the smallest of the chosen entries
@@ -19,7 +19,7 @@ from radius.index import BucketIndex
 
 
 class IndexChoice(NamedTuple):
-    """What is chosen in `[start, start + length)` of an index."""
+    """The choice in `[start, start + length)` of an index."""
 
     index: BucketIndex
     start: int

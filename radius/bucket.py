@@ -21,7 +21,7 @@ INDEX = "index/"
 
 
 class Phase(Enum):
-    """What a bucket sends in a step."""
+    """The content of a bucket's message in a step."""
 
     WHOLE = "its gradient"
     RESAMPLE = "gradient and residual"
@@ -99,7 +99,7 @@ class RadiusBucket:
         self.steps_accumulated = steps_accumulated
 
     def prepare(self, loss_scale: float) -> None:
-        """What is chosen is on its way: see to the rest."""
+        """Prepare the residual while the chosen entries travel."""
         if self.sent is not None:
             self.residual.prepare(loss_scale)
 
@@ -184,7 +184,7 @@ class RadiusBucket:
                 yield f"{INDEX}{part.name}", PerEntryState(param=part.name, values=values)
 
     def waiting_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """What waits, by name; nothing where nothing can be waiting."""
+        """Yield the residual by name; nothing where it is zero for certain."""
         pending = self.residual.pending
         if pending is not None and self.index is not None:
             self.index.clear(pending)

@@ -33,7 +33,7 @@ APPLIED = "applied"
 
 @dataclass
 class MatrixState:
-    """What Radius keeps of one matrix, flat and in the order of its memory.
+    """The state of Radius for one matrix, flat and in the order of its memory.
 
     `residual`: the gradients not sent yet, fp32, without loss scale; entries in the index mean
     nothing there. `local`: this rank's gradient from backward to step.
@@ -259,7 +259,7 @@ class RadiusHook:
     def _loaded(
         self, parameter: torch.Tensor, index: str, residual: str, state: Mapping[str, torch.Tensor]
     ) -> MatrixState:
-        """What was saved of one matrix."""
+        """Return the saved state of one matrix."""
         kept = MatrixState.of(parameter, self.density)
         entries = parameter.numel()
         if index not in state or residual not in state:
@@ -283,7 +283,7 @@ class RadiusHook:
 
 
 def radius_hook(state: RadiusHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What to register on the DDP model, with a `RadiusHook`."""
+    """The communication hook to register on the DDP model, with a `RadiusHook`."""
     return state.reduce(bucket)
 
 

@@ -1,4 +1,7 @@
-"""What an index of sent entries can do, and how it is kept where. Loads no torch."""
+"""The interface of an index of sent entries, and the choice of its form.
+
+Loads no torch. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """What is chosen in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
+        """Return the choice in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
         ...
 
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
@@ -132,7 +135,7 @@ def keeps_bits(device: str, density: Fraction) -> bool:
 
 
 def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
-    """For a bucket of this length: a bitmap, or offsets, which are for a CPU alone."""
+    """Return an index for a bucket of this length: a bitmap, or offsets on a CPU."""
     if not bits:
         from radius.offset_index import OffsetIndex
 
@@ -143,5 +146,5 @@ def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
 
 
 def index_bytes(length: int, chosen: int, *, bits: bool) -> int:
-    """What such an index keeps for `chosen` of `length` entries."""
+    """Return the bytes of such an index for `chosen` of `length` entries."""
     return bitmap_bytes(length) if bits else 4 * chosen

@@ -168,5 +168,5 @@ def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[
 
 
 def _flushed(bucket: SelectedCounts, interval: int) -> int:
-    """What a rolling step sends beside what is chosen, on average."""
+    """Return the entries that a rolling step sends beside the chosen ones, on average."""
     return -(-(bucket.entries - bucket.chosen) // interval)

@@ -1,4 +1,4 @@
-"""What `reference.py` does but for `write_bits`, by the C of `native.c`, to the last bit.
+"""The functions of `reference.py` but `write_bits`, by `native.c`, to the last bit.
 
 Entries of other sizes than 2 and 4 bytes are left to the reference. Tensors that do not go with the
 bitmap raise `ValueError`.

@@ -1,4 +1,6 @@
-"""Whether the kernels of `native.c` are there. Loads no torch.
+"""The compiled kernels of `native.c`, where there are any.
+
+Loads no torch. Loads no torch.
 
 pip builds them where it finds a C compiler; nothing needs them. They are a module of their own
 beside the packages, so that a clone finds those that were installed in its environment.

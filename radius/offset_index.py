@@ -51,7 +51,7 @@ class OffsetIndexBase(ABC):
     @property
     @abstractmethod
     def pieces(self) -> Sequence[OffsetPiece]:
-        """What is sent, ascending."""
+        """The pieces of the sent entries, ascending."""
 
     @property
     def numel(self) -> int:
@@ -258,7 +258,7 @@ class OffsetIndex(OffsetIndexBase):
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """What is chosen in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
+        """Return the choice in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
         out = torch.empty(-(-length // 8), dtype=torch.uint8)
         for done in range(0, length, CHUNK):
             here = start + done, min(CHUNK, length - done)

@@ -1,4 +1,4 @@
-"""Where the stored entries of a rank lie in tensors that tensor-parallel ranks share.
+"""The places of a rank's stored entries in tensors that tensor-parallel ranks share.
 
 Radius chooses entries from whole tensors, so that a rank needs to know the places of its part.
 """

@@ -260,7 +260,7 @@ class RadiusReducer(GradientReducer):
         *,
         compare: bool,
     ) -> None:
-        """In each part the largest of its values, or a draw.
+        """Choose the largest values of each part, or draw them.
 
         Every rank makes the same choices, and those that share a tensor make them together, whether
         they have any of a part or not.

@@ -1,4 +1,4 @@
-"""What `kernels.py` does but for AdamW, and `native.py`, in plain torch: the reference for both."""
+"""The reference, in plain torch, of `native.py` and of `kernels.py` but for AdamW."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Residual:
 
     @property
     def pending(self) -> torch.Tensor | None:
-        """What waits, fp32 in unscaled units, as long as the bucket.
+        """The residual, fp32 in unscaled units, as long as the bucket.
 
         None where all of it is zero for certain. Entries that the index has chosen mean nothing
         there.
@@ -46,7 +46,9 @@ class Residual:
         """Add what waits in one part to the gradient; saved state does not change."""
 
     def prepare(self, loss_scale: float) -> None:
-        """What is sent has left: find what is to wait once the step is applied.
+        """Find the next residual while the sent entries travel; uses up the gradient.
+
+        It takes effect once the step is applied.
 
         The gradient is used up.
         """

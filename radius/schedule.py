@@ -1,4 +1,7 @@
-"""What Radius is asked to do, and whether a resample falls into a run. Loads no torch."""
+"""The settings of Radius, and the check that a resample falls into a run.
+
+Loads no torch. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusSettings:
-    """What `RadiusReducer` does.
+    """The settings of `RadiusReducer`.
 
     `density`: share of each matrix that is sent between resamples; `start`: the t from which a
     resample may come; the words are those of the `--radius-*` flags; `seed` is of the draws of

@@ -1,4 +1,4 @@
-"""What Radius tells of a run: numbers for log line and metrics, and sentences said once.
+"""Statistics of Radius: numbers for log line and metrics, and sentences said once.
 
 All of it is of the whole model: each entry is counted by one rank of those that hold a copy.
 """
@@ -27,11 +27,11 @@ class RadiusStats:
         self._notes: list[str] = []
 
     def attached(self) -> None:
-        """There are buckets to keep something of, which the next `stats` tells."""
+        """Note that buckets exist whose memory the next `stats` reports."""
         self._tells_memory = self._settings.density < 1
 
     def sent(self, bucket: GradBucket, entries: int) -> None:
-        """So many entries of a bucket were sent."""
+        """Count `entries` sent entries of a bucket."""
         if self._model_shard.owns(bucket):
             self._stored += bucket.numel
             self._sent += entries
@@ -58,7 +58,7 @@ class RadiusStats:
     def stats(
         self, whole: ReducerStats, buckets: Sequence[RadiusBucket], *, on: bool, full: bool
     ) -> ReducerStats:
-        """What was counted, with bytes and waits of `whole`.
+        """Return the statistics, with bytes and waits of `whole`.
 
         `on`: entries are chosen already. Collective over the ranks of a copy of the model.
         """
@@ -81,7 +81,7 @@ class RadiusStats:
         return dataclasses.replace(whole, density=density, extra=extra, notes=notes)
 
     def _memory(self, buckets: Sequence[RadiusBucket]) -> str:
-        """What is kept; "" where there is no matrix."""
+        """Return the sentence on memory; "" where there is no matrix."""
         settings, grad = self._settings, buckets[0].bucket.grad
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         matrices = [part.length for own in counted for part in own.parts]

@@ -1,4 +1,4 @@
-"""What an optimizer of `torch.optim` makes of a gradient: the update before the learning rate.
+"""The update of an optimizer of `torch.optim`, before the learning rate.
 
 Radius selects by it (Algorithm 2, line 5, of the paper): AdamW changes a weight by this and not by
 its gradient. It is taken from the optimizer's own state right after its step, never from the change

@@ -53,7 +53,7 @@ class TensorCounts:
 
 @dataclass(frozen=True)
 class RegrowthPlan:
-    """How a whole tensor is pruned, and how many entries it then grows."""
+    """The plan of a whole tensor: its pruning, and the number of entries that it then grows."""
 
     counts: TensorCounts
     share: int
@@ -66,7 +66,7 @@ class RegrowthPlan:
 
 @dataclass(frozen=True)
 class RegrowthTensor:
-    """What is on this rank of a parameter before a rewiring.
+    """The part of a parameter on this rank before a rewiring.
 
     The fp32 weights of its stored entries.
     """
@@ -94,7 +94,7 @@ class RegrowthTensor:
         return torch.bincount(bits, minlength=RUNGS).cpu()
 
     def pruned(self, threshold: float, plan: RegrowthPlan, parts: ModelParts) -> RewiredTensor:
-        """Without what is below the threshold, but for the largest where all is."""
+        """Return the part without entries below the threshold; the largest entry always stays."""
         info, magnitude = self.info, self.weight.abs()
         mask = self.layout.mask(info.name)
         if mask is None:
@@ -118,7 +118,7 @@ class RegrowthTensor:
 
 @dataclass(frozen=True)
 class RewiredTensor:
-    """What is on this rank of a parameter after the pruning.
+    """The part of a parameter on this rank after the pruning.
 
     The mask, which grows in place, and the positions that are gone.
     """

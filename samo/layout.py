@@ -151,7 +151,7 @@ class CompressedLayout:
         index.expand(flat, param.view(-1))
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Which entries of the flattened parameter exist: bool, on the CPU; None where all do."""
+        """Return the mask of the flattened parameter: bool, on the CPU; None where all exist."""
         index = self._indices.get(name)
         return None if index is None else index.mask()
 

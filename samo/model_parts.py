@@ -109,7 +109,7 @@ class ModelParts(ModelShard):
         return out.view(torch.bool).view(-1)
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What is here of a whole tensor, flattened both."""
+        """Return this rank's part of a whole tensor, flattened both."""
         shard = self.tp_shard(name)
         return whole if shard is None else shard.of(whole.view(shard.shape)).view(-1)
 

@@ -1,4 +1,4 @@
-"""What `kernels.py` does, in plain torch: its reference, and what a GPU without Triton uses."""
+"""The reference of `kernels.py` in plain torch, used by GPUs without Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When masks change during training, and how many entries are pruned. Loads no torch."""
+"""The schedule of mask changes during training, and of pruned entries.
+
+Loads no torch. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def until_of(total: int) -> int:
 
 
 def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
-    """How many weights a rewiring should prune of tensors with so many entries each, rounded.
+    """Return the rounded number of weights, one at least, that a rewiring should prune.
 
     At least one.
     """

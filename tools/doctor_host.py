@@ -82,7 +82,7 @@ def versions() -> Iterator[Finding]:
 
 
 def network(nodes: int) -> Iterator[Finding]:
-    """What this host's own name resolves to, which is where its peers will look for it."""
+    """Yield the address of this host's own name, by which its peers look for it."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

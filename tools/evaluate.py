@@ -145,7 +145,7 @@ def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """How a line is read (its place is for errors), and what is made of the scores."""
+    """The reading of a line (its place is for errors), and the use of the scores."""
 
     read: Callable[[Mapping[str, Any], str], Example]
     figures: Callable[[Sequence[Example], Sequence[Sequence[Likelihood]]], dict[str, float]]

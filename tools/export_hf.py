@@ -124,7 +124,7 @@ def _tell(
 def _items(
     saved: Checkpoint, described: SavedModel, format: str, dtype: str
 ) -> Iterator[TensorToWrite]:
-    """What the file will hold; each tensor is read when its turn to be written has come."""
+    """Yield the tensors of the file; each is read when its turn to be written has come."""
     import torch
 
     config = described.model

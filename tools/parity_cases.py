@@ -1,4 +1,7 @@
-"""What the parity self-test trains. Loads no torch."""
+"""The cases of the parity self-test.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Differences:
 
 
 def differences(reference: Path, grid: Path, case: ParityCase) -> Differences:
-    """What the ranks that wrote to two folders found."""
+    """Return the differences between the results in two folders."""
     one, other = gather(_files(reference, case)), gather(_files(grid, case))
     return compare(one, other, case)
 

@@ -209,7 +209,7 @@ class ProgressLine:
             self._next = counts.documents - counts.documents % self._interval + self._interval
 
     def line(self, counts: PreprocessCounts) -> str:
-        """So many documents, tokens and MB of text, and their rate since the start."""
+        """Return the line of documents, tokens and MB of text, and their rate since the start."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         megabytes = counts.text_bytes / 1e6
         return (

@@ -53,7 +53,7 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(kw_only=True)
 class Standing:
-    """What is known of a run.
+    """The facts of a run.
 
     `state`: running, done, left, failed; lost (it says that it runs, but nobody does); unknown (no
     status.json that can be read). Ages are in seconds.
@@ -100,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(run: Path, *, verify: bool = False) -> Standing:
-    """How a run stands. Raises `ConfigError` for a folder that is no run."""
+    """Return the standing of a run.
+
+    Raises `ConfigError` for a folder that is no run. Raises `ConfigError` for a folder that is no
+    run.
+    """
     if not any((run / name).exists() for name in (STATUS, JSONL, CONFIG)):
         raise ConfigError(f"{run}: no {STATUS} there; give the folder of a run (--run-dir)")
     status = read_status(run)
@@ -165,7 +169,10 @@ def _as_sighting(status: Status) -> RankStatus:
 
 
 def _seen(run: Path, status: Status | None) -> list[RankStatus]:
-    """Where the ranks of the latest start last were; a run of one rank keeps no such files."""
+    """Return the latest records of the ranks of the latest start.
+
+    A run of one rank keeps no such files.
+    """
     names = [path.name.removeprefix("rank_") for path in (run / FOLDER).glob("rank_*")]
     ranks = sorted(int(name) for name in names if name.isdigit())
     return sightings(run / FOLDER, attempt=status.attempt if status else "", ranks=ranks)
@@ -211,7 +218,10 @@ def _last_recorded(run: Path) -> int:
 
 
 def _next_command(run: Path, found: Standing) -> str:
-    """What to type. A folder that holds its configuration goes on by that alone."""
+    """Return the command to type next.
+
+    A folder that holds its configuration goes on by that alone.
+    """
     if found.state == "running":
         return shlex.join(["tail", "-f", str(run / LOG)])
     if found.state == "done":

@@ -94,7 +94,7 @@ def report(folder: Path, manifest: Manifest, *, tables: bool) -> None:
 
 
 def layout_row(name: str, record: TensorRecord) -> tuple[str, ...]:
-    """How a tensor is stored, as a row of the layout table."""
+    """Return the storage of a tensor as a row of the layout table."""
     kinds = []
     if record.scope == DATA_PARALLEL:
         kinds.append("per data-parallel rank")

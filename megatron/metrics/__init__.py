@@ -1,4 +1,4 @@
-"""What a run tells the world, written by one rank: terminal, log, metrics files and trackers.
+"""The metrics of a run: terminal, log, metrics files and trackers, written by one rank.
 
 The trainer makes one `StepRecord` a step and hands it to `Metrics.step`, which only stores it; all
 formatting happens at the log interval. Ranks that do not write hold a `NullMetrics`.

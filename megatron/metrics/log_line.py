@@ -119,7 +119,7 @@ def format_line(
 
 
 def format_brief(last: StepRecord, interval: LogInterval, *, seconds_left: float) -> str:
-    """What a terminal shows of the same interval, in about 100 characters."""
+    """Return the line of an interval for a terminal, in about 100 characters."""
     rate = interval.tokens / interval.seconds if interval.seconds > 0 else 0.0
     total = str(last.train_iters)
     fields = [
@@ -181,7 +181,7 @@ def format_evaluation(*, iteration: int, kind: str, loss: float) -> str:
 
 
 def format_brief_evaluation(*, iteration: int, kind: str, loss: float) -> str:
-    """What a terminal shows of the same evaluation."""
+    """Return the line of an evaluation for a terminal."""
     name = _EVALUATED[kind]
     return f"{name} loss at step {iteration}: {loss:.4f}, perplexity {perplexity(loss):.4g}"
 

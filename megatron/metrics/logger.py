@@ -232,7 +232,7 @@ _SECONDS_BETWEEN_REDRAWS = 0.2
 
 
 class Console:
-    """Where lines and the bar go.
+    """The outputs of lines and of the progress bar.
 
     A terminal that goes away (closed pipe) or a disk that is full ends that output, not the run.
     """

@@ -56,7 +56,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogInterval:
-    """What the steps since the last log line have in common: sums, means and counts.
+    """Sums, means and counts of the steps since the last log line.
 
     Of `path`, which not every step has, the latest of each name.
     """

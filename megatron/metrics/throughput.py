@@ -1,4 +1,4 @@
-"""What the steps of one start come to.
+"""The throughput of the steps of one start.
 
 Their pace, the time of a whole training, and the arithmetic of a device (AxoNN, VI-D, Eq. 2 and 3).
 """

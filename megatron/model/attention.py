@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """What is between the projections.
+        """Compute attention between the projections.
 
         [b, s, rows] -> contexts side by side [b, s, heads * d], of the heads that are here.
         """

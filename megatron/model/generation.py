@@ -13,7 +13,7 @@ from megatron.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
+    """The settings by which the next token is drawn.
 
     `temperature`: divides the logits, more than 0. `top_k`: the draw is among that many likeliest
     tokens, 0 = all. `greedy`: the likeliest token, no draw.

@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations: many of them in batches, each after its context."""
+"""The likelihood of given continuations: many of them in batches, each after its context."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ class Axis:
     log: bool = False
 
     def position(self, value: float) -> float:
-        """Where a value lies, 0 at `low` and 1 at `high`; on a log axis the value is positive."""
+        """Return the position of a value, 0 at `low` and 1 at `high`.
+
+        On a log axis the value is positive.
+        """
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return (math.log10(value) - low) / (high - low)

@@ -1,4 +1,4 @@
-"""Which charts a report has, and how each quantity is shown."""
+"""The charts of a report, and the form of each quantity."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _speed_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
 
 
 def _sent_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """What each run has sent up to each step, which is what loss is bought with."""
+    """Return the chart of the bytes that each run has sent up to each step."""
     series = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         totals = list(accumulate(run.steps["bytes_sent"]))

@@ -22,7 +22,7 @@ COMPARISON = "comparison"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How the recorded losses of two runs differ.
+    """The differences between the recorded losses of two runs.
 
     `first_difference` is the first common step whose losses differ by more than the tolerance
     (None: nowhere); `max_difference` is over the common steps, infinite where only one loss is a

@@ -52,7 +52,7 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def run_table(run: RunData) -> list[tuple[str, str]]:
-    """What happened: state, cause, restarts, skipped steps, checkpoints, environment."""
+    """Return the table of events: state, cause, restarts, skips, checkpoints, environment."""
     rows: list[tuple[str, str]] = [("folder", str(run.folder))]
     status = run.status
     if status is not None:
@@ -83,7 +83,7 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
 
 
 def _throughput(means: object) -> list[tuple[str, str]]:
-    """What the last start's steps came to, as far as status.json names numbers."""
+    """Return the throughput of the last start, as far as status.json has numbers."""
     if not isinstance(means, dict):
         return []
     known = {key: value for key, value in means.items() if isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""What a run folder holds, read with tolerance: a crash may have torn or left out any file."""
+"""A tolerant reader of run folders: a crash may have torn or left out any file."""
 
 from __future__ import annotations
 

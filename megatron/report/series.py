@@ -29,7 +29,10 @@ class Series:
 
 
 def smoothing_window(count: int) -> int:
-    """How many values (odd) a smoothed curve of `count` points averages: a 50th of it; 1 = none."""
+    """Return the values (odd) that a smoothed curve of `count` points averages; 1 = none.
+
+    The number is about a 50th of `count`.
+    """
     return 1 if count < 60 else 2 * (count // 100) + 1
 
 
@@ -56,7 +59,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def thin(
     x: Sequence[float], y: Sequence[float], *, most: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most about `most` points: of each stretch its smallest and largest value, in order."""
+    """Thin a curve to about `most` points: of each stretch its smallest and largest value."""
     if len(x) <= most:
         return list(x), list(y)
     size = math.ceil(2 * len(x) / most)

@@ -1,1 +1,1 @@
-"""Which entries of a tensor are chosen: bitmaps, selection of the largest, exact over ranks."""
+"""Choices of entries of a tensor: bitmaps, exact selection of the largest over ranks."""

@@ -1,4 +1,4 @@
-"""What kernels do, in plain torch: the reference for them, and all that need be on a CPU.
+"""The reference of the kernels, in plain torch; it serves every CPU.
 
 A bitmap is int32 words, 32 to a block of 1024 entries, in the order of `numpy.packbits`: the bytes
 of a word in memory are those of entries 8i to 8i + 7, the first entry in the highest bit.
@@ -31,7 +31,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Bits:
-    """Which of `length` entries are chosen, for the kernels.
+    """A bitmap of the chosen ones of `length` entries, for the kernels.
 
     `words` [blocks, 32] int32; `counts` and `offsets` [blocks] int64, number chosen in each block
     and before it. Where `patch` [blocks] int32 is not negative, row `patch` of `patches` stands
@@ -54,7 +54,7 @@ class Bits:
         patch: torch.Tensor | None = None,
         patches: torch.Tensor | None = None,
     ) -> Bits:
-        """With the offsets that follow from the counts."""
+        """Return the bitmap with the offsets that follow from the counts."""
         return cls(length, words, counts, counts.cumsum(0) - counts, patch, patches)
 
     @property

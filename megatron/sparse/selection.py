@@ -82,7 +82,7 @@ _ALL_TIES = 1 << 62
 
 
 class Selection(Protocol):
-    """Which of a tensor's entries on this rank are chosen."""
+    """A choice of a tensor's entries on this rank."""
 
     @property
     def n(self) -> int:
@@ -213,7 +213,10 @@ def select_largest_each(
 
 
 def _batches(numbers: Sequence[int], tensors: Sequence[Candidates]) -> Iterator[Sequence[int]]:
-    """What is counted together: on a CPU, which gains nothing, one tensor at a time."""
+    """Yield the tensors that are counted together.
+
+    A CPU gains nothing by that and counts one tensor at a time.
+    """
     on_cpu = not numbers or tensors[numbers[0]].values.device.type == "cpu"
     size = 1 if on_cpu else BATCH
     return (numbers[first : first + size] for first in range(0, len(numbers), size))

@@ -1,4 +1,4 @@
-"""Where the entries that a tensor-parallel rank holds lie in the whole tensor."""
+"""The places of a tensor-parallel rank's entries in the whole tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Where this rank's `numel` entries lie among the `total` of a tensor.
+    """The places of this rank's `numel` entries among the `total` of a tensor.
 
     Local entry i is entry j // row * stride + offset + j % row, where j = first + i.
 
@@ -114,7 +114,7 @@ class FlatShard:
         return found, (within < self.row) & (found >= 0) & (found < self.numel)
 
     def below(self, logical: int) -> int:
-        """How many of this rank's entries come before entry `logical` of the whole tensor."""
+        """Return the number of this rank's entries before entry `logical` of the whole tensor."""
         if self.runs is not None:
             starts, places = self.runs
             run = int(torch.searchsorted(places, logical)) - 1

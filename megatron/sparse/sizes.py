@@ -1,4 +1,7 @@
-"""How long the bitmaps of sparse tensors are. Loads no torch: the planner asks too."""
+"""The lengths of bitmaps.
+
+Loads no torch: the planner uses it too. Loads no torch: the planner asks too.
+"""
 
 from __future__ import annotations
 

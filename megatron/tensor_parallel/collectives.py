@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange inside forward and backward.
+"""The collectives of tensor-parallel ranks inside forward and backward.
 
 Between layers hidden states [b, s, h] are equal on all ranks or, with sequence parallelism, rank r
 holds positions [r s/tp, (r+1) s/tp) of every sequence (Korthikanti et al. 2022, 4.2.2):

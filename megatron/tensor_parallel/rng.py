@@ -25,7 +25,7 @@ EMBEDDING_STREAM = -1
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Which forward pass: the iteration, and the microbatch's number in the global batch."""
+    """The forward pass of a dropout stream: iteration, and microbatch of the global batch."""
 
     iteration: int = 0
     microbatch: int = 0

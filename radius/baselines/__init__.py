@@ -1,1 +1,1 @@
-"""What Radius is measured against: naive top-k (section 6.5 of the paper) and PowerSGD."""
+"""The baselines of Radius: naive top-k (section 6.5 of the paper) and PowerSGD."""

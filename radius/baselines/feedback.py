@@ -1,4 +1,4 @@
-"""What the baselines have in common: error feedback on matrices, all-reduce for everything else.
+"""The common part of the baselines: error feedback on matrices, all-reduce of the rest.
 
     offered = residual + gradient         reduce, into a second buffer
     offered - what was sent of it         reduce or wait, in place there

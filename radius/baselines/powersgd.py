@@ -197,7 +197,7 @@ class PowerSGDReducer(FeedbackReducer):
         return [matrix.name for matrix in plan.matrices]
 
     def _is_worth_it(self, name: str) -> bool:
-        """Whether factors are smaller, for the least part of the parameter that any rank has.
+        """Return whether factors are smaller, for any rank's smallest part of the parameter.
 
         Its ranks have a residual all or none.
         """
@@ -236,7 +236,7 @@ class PowerSGDReducer(FeedbackReducer):
                 q.copy_(shared[self._warm_start(name)])
 
     def _warm_start(self, name: str) -> str:
-        """What a checkpoint calls Q, that of a part by what it is the part of."""
+        """Return the checkpoint's name of Q; for a part, by the whole parameter."""
         shard = self.infos[name].tp_shard
         part = f"@{shard.axis}:{shard.start}-{shard.stop}" if shard is not None else ""
         return f"{WARM_START}{name}{part}"
