@@ -1,4 +1,4 @@
-"""Steps that are skipped: what they leave alone, and what in-place residuals keep of them."""
+"""Tests of skipped steps: what they leave unchanged, and what in-place residuals keep of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 
 
 def on_rank_poisoned(groups: ProcessGroups, case: PathCase, name: str) -> list[list[str]]:
-    """At each position: what a step with a NaN on the last rank changes in state."""
+    """Return for each position the state that a step with a NaN on the last rank changes."""
     toy = Toy(groups, case)
     found = []
     for t in range(1, STEPS + 1):
@@ -52,7 +52,7 @@ def test_a_nan_leaves_them_alone_under_other_settings(ranks: Ranks, case: PathCa
 
 
 def on_rank_dropped(groups: ProcessGroups, position: int, kind: str) -> dict:
-    """In place: skip the step at a position, for a NaN or because the loop finds it bad."""
+    """Skip the step at a position with an in-place residual, for a NaN or a loss spike."""
     toy = Toy(groups, radius(residual="in-place"))
     for t in range(1, position):
         toy.step([gradients(t, groups.dp.rank)])
@@ -78,14 +78,14 @@ def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
     for name in MATRICES:
         after = torch.stack([found["after"][name] for found in by_rank])
         assert after.isfinite().all()
-        if position <= 4:  # there was no index yet: such a step is dropped as on the dense path
+        if position <= 4:  # no index yet: the step is dropped as on the dense path
             assert not after.any()
             continue
         added = torch.stack([gradients(99, rank)[name].view(-1) for rank in range(2)])
         rest = ~by_rank[0]["masks"][name].view(-1)
         wanted = torch.stack([found["before"][name] for found in by_rank]) + added * rest
         if kind == "nan" and name == "first.weight":
-            # What was pending in an entry that is not finite is lost on that rank alone.
+            # The pending part of a non-finite entry is lost on that rank alone.
             wanted[0, :7] = 0.0
         torch.testing.assert_close(after.mean(0), wanted.mean(0), rtol=1e-5, atol=1e-6)
 
@@ -96,7 +96,7 @@ def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
 def test_a_gradient_too_large_to_square_is_skipped_at_once_and_keeps_no_resample_from_passing(
     ranks: Ranks, world: int, residual: str, pending: float
 ) -> None:
-    """It is finite, and not among the entries that are sent."""
+    """The gradient is finite, and not among the sent entries."""
     for found in ranks.run(world, on_rank_with_huge_gradient, residual, pending):
         assert found["good"] == [True] * 4 + [False] + [True] * 10
         assert found["finite"]

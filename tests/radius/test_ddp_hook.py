@@ -1,4 +1,7 @@
-"""Laws that the DDP hook keeps in any loop. Numbers in names are those of the contracts."""
+"""Tests of laws that the DDP hook keeps in any loop.
+
+Numbers in names are numbers of contracts.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def on_rank_conservation(
 
 
 MATRICES = (0, 2, 6)
-"""Places of the weights of `small_model` that are not 1-D."""
+"""Positions of the weights of `small_model` that are not 1-D."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,10 @@ def _quota(entries: int) -> int:
 
 
 def _check_conservation(here: tuple[dict[str, Any], ...], number: int, *, sparse: bool) -> None:
-    """sent + residual after == gradient + residual before, on each rank; one mean on both."""
+    """Check conservation on each rank, and that both ranks have one mean.
+
+    Conservation: sent + residual after == gradient + residual before.
+    """
     sent = []
     for rank in here:
         local = rank["local"][number]
@@ -98,18 +104,20 @@ def _check_conservation(here: tuple[dict[str, Any], ...], number: int, *, sparse
 
 
 def _check_selection(here: tuple[dict[str, Any], ...], number: int) -> None:
-    """The k of largest update, the same on both ranks."""
+    """Check that both ranks select the k entries with the largest update."""
     chosen = here[0]["after"][number][0]
     assert torch.equal(chosen, here[1]["after"][number][0])
     update = here[0]["update"][number].abs()
     assert int(chosen.sum()) == _quota(update.numel())
-    # To the rounding of weights, from which the test takes the update.
+    # Up to the rounding of the weights, from which the test computes the update.
     assert update[chosen].min() > update[~chosen].max() - 1e-4
 
 
 def on_rank_other_rounding(groups: ProcessGroups) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """What is chosen after each step, and the bytes of the step beyond those of gradients, where
-    rank 1 finds other moments from the same means."""
+    """Return the selection after each step, and the bytes of the step beyond its gradients.
+
+    Rank 1 computes other moments from the same means.
+    """
     loop, plain = Loop(groups), Loop(groups)
 
     def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -169,8 +177,10 @@ def on_rank_skips(groups: ProcessGroups, poison: float, amp: bool, fused: bool) 
 def test_4_a_skipped_step_changes_nothing(
     ranks: Ranks, poison: float, amp: bool, fused: bool
 ) -> None:
-    """Before the switch, instead of it, between resamples, instead of one. The entry that is not
-    finite is seen by both ranks whether or not it is sent."""
+    """Skipped steps are before and at the switch, between resamples, and at a resample.
+
+    Both ranks notice the non-finite entry whether or not it is sent.
+    """
     for result in ranks.run(2, on_rank_skips, poison, amp, fused):
         assert result == {
             "changed by a skip": [[], [], [], []],
@@ -180,7 +190,7 @@ def test_4_a_skipped_step_changes_nothing(
 
 
 class Branches(nn.Module):
-    """A matrix for even numbers and one for odd ones."""
+    """A model with a matrix for even numbers and a matrix for odd numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +263,7 @@ def test_10_resumed_is_uninterrupted(ranks: Ranks, saved_at: int, bits: bool) ->
 
 
 def _optimizer() -> torch.optim.Optimizer:
-    """Of a matrix of 15 entries and a vector."""
+    """Return an optimizer of a matrix of 15 entries and a vector."""
     shapes = ((3, 5), (5,))
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
 

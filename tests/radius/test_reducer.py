@@ -1,6 +1,6 @@
-"""`RadiusReducer` against the paper's algorithms written out, and at its limits.
+"""Tests of `RadiusReducer` against the paper's algorithms, and at its limits.
 
-What every gradient path promises is tested in `tests/contract`; here is what Radius promises.
+`tests/contract` tests what every gradient path promises; this module tests what Radius promises.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_bytes_and_density_are_those_of_what_was_sent(ranks: Ranks, schedule: st
 def on_rank_twins(
     groups: ProcessGroups, cases: list[PathCase], dtypes: list[torch.dtype], steps: int
 ) -> list[list[str]]:
-    """Names of parameters and moments in which paths end apart from the first."""
+    """Return the parameters and moments in which each path differs from the first path."""
     toys = [Toy(groups, case, dtype=dtypes[0], grad_dtype=dtypes[1]) for case in cases]
     for number in range(steps):
         for toy in toys:
@@ -148,7 +148,7 @@ def on_rank_twins(
 def test_its_limits_are_the_dense_path_in_every_bit(
     ranks: Ranks, world: int, dtypes: list[torch.dtype]
 ) -> None:
-    """Density 1, whatever else is asked for, and an interval of 1."""
+    """The limits are density 1 with any other option, and an interval of 1."""
     cases = [
         DENSE,
         radius(density=1.0),
@@ -184,7 +184,7 @@ def on_rank_in_place(groups: ProcessGroups) -> list[str]:
 
 
 def test_in_place_is_the_separate_residual_in_every_bit(ranks: Ranks) -> None:
-    """But for the tied embedding: gradients that arrive in two are added up in another order."""
+    """The exception is the tied embedding, whose two gradients are added in another order."""
     for differing in ranks.run(2, on_rank_in_place):
         assert {name.split()[-1] for name in differing} <= {"embedding.weight"}
 
@@ -223,7 +223,10 @@ def test_rolling_chooses_by_gradient_anew_in_each_part() -> None:
 
 
 def on_rank_other_rounding(groups: ProcessGroups, case: PathCase, t: int) -> tuple[int, str]:
-    """The update after which the run ends, and how, if rank 1 chooses others after update `t`."""
+    """Return the update at which the run ends, and the error.
+
+    Rank 1 selects other entries after update `t`.
+    """
     toy = Toy(groups, case)
     for number in range(1, STEPS):
         if number == t and groups.dp.rank == 1:
@@ -296,7 +299,7 @@ def trajectory(case: PathCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_case
 def test_both_kinds_of_index_make_the_same_run(case: PathCase, dtype: torch.dtype) -> None:
-    """Offsets, and a bitmap by whatever kernels are here."""
+    """The kinds are offsets, and a bitmap with whatever kernels this machine has."""
     if case.fp32_only and dtype != torch.float32:
         pytest.skip(case.fp32_only)
     with index_of(bits=False):
@@ -312,7 +315,7 @@ def test_both_kinds_of_index_make_the_same_run(case: PathCase, dtype: torch.dtyp
 
 
 def on_rank_resampled_in_place(groups: ProcessGroups) -> tuple[list[str], int]:
-    """What the sums and waits of the second resample are, in order."""
+    """Return the launches and waits of the second resample in order, and the number of parts."""
     toy = Toy(groups, radius(residual="in-place"))
     told: list[str] = []
     launch = reducer_of(toy)._whole.reduce

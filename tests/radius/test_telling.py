@@ -1,4 +1,4 @@
-"""Norm of the residual, share of the index kept, and the sentences for the log."""
+"""Tests of the residual norm, the share of the index kept, and the log messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.radius.toys import (
 
 @pytest.mark.parametrize("residual", ["separate", "in-place"])
 def test_the_norm_of_the_residual_is_that_of_what_waits(residual: str) -> None:
-    """At a resample as of before it; in place the step's gradient has joined it by then."""
+    """The norm at a resample is the norm before the resample.
+
+    An in-place residual includes the gradient of the step by then.
+    """
     toy = Toy(alone(), radius(residual=residual))
     for t in range(1, STEPS + 1):
         waited, masks = toy.residual(), masks_of(toy)
