@@ -44,10 +44,9 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[int, int] | None]] = {
     "2.mixed.weight": ((6, 12, 3), (1, 2)),
     "3.first.weight": ((28, 11), (0, 1)),
 }
-"""Shape of each tensor, and the axis and the number of blocks by which it is sharded.
+"""Shape, and the axis and number of blocks of sharding; a number in a name is the layer.
 
-The cases are a vocabulary, gate|value, columns that do not divide evenly, and an axis in the
-middle. A number in a name is the layer.
+The cases are a vocabulary, gate|value, columns that do not divide, and a middle axis.
 """
 SHAPES = {name: shape for name, (shape, _) in PARAMETERS.items()}
 GRIDS = {

@@ -45,16 +45,13 @@ TOTAL_ITERATIONS = 100
 class PathCase:
     """A gradient path and the settings that it is tested with.
 
-    `lossless`: the path sends everything, so the reduced gradient is the whole mean; otherwise
-    residuals make up the difference. `linear`: what the path sends for a sum of gradients is the
-    sum of what it sends for each; contract 11 applies to linear paths only. `sharded`, `offloaded`
-    (steps then arrive bucket by bucket) and `predivided` set `--use-distributed-optimizer`,
-    `--optimizer-cpu-offload` and `--predivide-loss`; a test with `predivided` divides the gradients
-    itself.
+    `lossless`: the reduced gradient is the whole mean; otherwise residuals make up the difference.
+    `linear`: what the path sends is linear in the gradients, as contract 11 needs. `sharded`,
+    `offloaded` (steps arrive bucket by bucket) and `predivided` (the test divides the gradients)
+    set `--use-distributed-optimizer`, `--optimizer-cpu-offload` and `--predivide-loss`.
 
-    Two texts give the reason for a weaker promise. `fp32_only`: gradients are never 16-bit or
-    scaled. `keeps_skipped`: what a skipped step added to the residual stays there, and nothing
-    else.
+    Two texts explain weaker promises. `fp32_only`: gradients are never 16-bit or scaled.
+    `keeps_skipped`: what a skipped step adds to the residual stays there, and nothing else.
     """
 
     name: str
@@ -231,7 +228,7 @@ class Toy:
     def residual(self) -> dict[str, torch.Tensor]:
         """Return this rank's residual by name, flattened; zeros for a path that keeps none.
 
-        For a path with an index, the residual consists of the entries outside the index.
+        With an index, the residual consists of the entries outside the index.
         """
         found = {name: torch.zeros(math.prod(SHAPES[name])) for name in SHAPES}
         for name, kept in self.own().items():

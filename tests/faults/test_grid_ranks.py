@@ -105,10 +105,7 @@ def test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again(
 def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
-    """The fault is in step 5, in which residuals take up unsent entries.
-
-    Whichever rank has the NaN, the state afterwards is the same: no rank has used that step.
-    """
+    """Step 5 adds unsent entries to residuals; no rank may use any part of the skipped step."""
     run = start_launcher(WORLD, tmp_path / "3", GRID, fault="nan:3:5:backward").finish()
     assert run.codes == [0], run.all_stderr
     assert "nan strikes" in run.all_stderr

@@ -26,19 +26,12 @@ STEPS = 10
 AT_ONCE = 10.0
 LATE = TIMEOUT_SECONDS + 5.0
 LAUNCHER_SECONDS = 10.0
-"""Seconds for a launcher to end the remaining ranks and to report.
-
-The limit is less than torchrun's 30 s of patience with ranks that do not obey.
-"""
+"""Seconds for a launcher to end all ranks and to report, less than torchrun's patience of 30 s."""
 
 
 @dataclass(frozen=True)
 class FailureCase:
-    """A fault and its effects.
-
-    The fields are the exit codes that the rank may end with, the code and the words of the first
-    cause, and the seconds that the other ranks may take.
-    """
+    """A fault, exit codes of its rank, code and words of the first cause, and seconds to end."""
 
     fault: str
     codes: tuple[int, ...]

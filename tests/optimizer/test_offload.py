@@ -264,11 +264,7 @@ def test_buckets_are_updated_as_they_come_unless_all_are_wanted_first(
 def on_rank_far_out(
     groups: ProcessGroups, values: list[float], predivided: bool
 ) -> tuple[list[bool], bool, bool, list[str], list[str]]:
-    """Run a step in which the fp16 gradient of each rank has one far-out entry.
-
-    The results are ok, whether it was still arriving, the differences from the resident optimizer,
-    and the changes.
-    """
+    """Run a step with a far-out fp16 entry; return ok, if it was arriving, and differences."""
     toys = pair(groups, replace(DENSE, predivided=predivided), FP16)
     for toy in toys:
         toy.step([gradients(0, groups.dp.rank)])
@@ -322,11 +318,7 @@ def test_a_sum_that_breaks_its_bound_is_told() -> None:
 
 
 def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
-    """Return byte counts of a bf16 model that has taken steps.
-
-    The bytes are of optimizer states, of all other tensors and of an index; the entries and the
-    stored entries follow.
-    """
+    """Return bytes of states, other tensors and an index; then entries and stored entries."""
     before = storages()
     shape, count = (512, 64), 12
     infos = [
@@ -371,10 +363,7 @@ def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
 def test_the_device_holds_16_bytes_an_entry_of_a_bucket(
     shared: float, rule: UpdateRule, each: int
 ) -> None:
-    """The device holds 4 phi + 16 bsize bytes (AxoNN V-B).
-
-    With a pruned model it holds 2 phi + 2 f phi bytes and an index.
-    """
+    """4 phi + 16 bsize bytes in all (AxoNN V-B); pruned, 2 phi + 2 f phi and an index."""
     size = 16384
     found = _model(shared, rule, size)
     stored = found["stored"]

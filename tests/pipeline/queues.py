@@ -51,10 +51,7 @@ class QueuedLaunch(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """An operation that is done when all `ranks` are in it.
-
-    `key` and the number among operations with the same key identify the operation.
-    """
+    """An operation that is done when all `ranks` are in it, identified by `key` and a count."""
 
     stream: str
     key: Hashable
@@ -306,10 +303,7 @@ class QueueDevice:
 def play(
     traces: Sequence[Sequence[Entry]], *, connections: int, lazy: bool, seed: int | None = None
 ) -> list[str]:
-    """Run the ranks and return the state of each rank that never finishes.
-
-    With a `seed`, streams are assigned to queues at random.
-    """
+    """Return the state of each rank that never finishes; `seed` draws the streams' queues."""
     devices = [
         QueueDevice(
             rank, trace, connections, lazy, None if seed is None else Random(f"{seed} {rank}")

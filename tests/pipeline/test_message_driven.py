@@ -61,10 +61,7 @@ DRAWN = {
         . . A a B b C c D d . .
     """,
 }
-"""Rows are ranks, columns units of time, as in test_schedule.
-
-The keys are stages, microbatches, limit, time of a backward and time of a transfer.
-"""
+"""Charts as in test_schedule, by stages, microbatches, limit, times of backward and transfer."""
 
 
 @pytest.mark.parametrize("sizes", DRAWN, ids=str)
@@ -104,10 +101,7 @@ class Line:
         self.ran: list[list[Operation]] = [[] for _ in range(stages)]
 
     def moves(self) -> list[tuple[str, int]]:
-        """Return the possible next events.
-
-        A rank runs, or the oldest message of a kind over a boundary arrives.
-        """
+        """Return next events: a rank runs, or a boundary's oldest message of a kind arrives."""
         runs = [
             ("run", rank)
             for rank, player in enumerate(self.players)

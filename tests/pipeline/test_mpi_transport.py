@@ -90,10 +90,7 @@ def test_the_kind_that_comes_first_is_the_first_that_arrived(mpi_ranks: Ranks) -
 
 
 def echo(groups: ProcessGroups, count: int, tags: int) -> Any:
-    """Send all activations from rank 0; rank 1 answers each.
-
-    There are two batches, with an evaluation in between.
-    """
+    """Send activations that rank 1 answers: two batches, with an evaluation in between."""
     transport, rank = transport_on(groups, size=8, tags=tags), groups.world.rank
     pipeline = grid(groups, pp=2)
     pipeline.pp.traffic.take()
@@ -275,10 +272,7 @@ def test_tensor_parallel_ranks_have_lines_of_their_own(mpi_ranks: Ranks) -> None
 
 
 def late_memory(groups: ProcessGroups) -> Any:
-    """Hold back a message whose memory is not ready, and the messages after it.
-
-    The thread sends them once the memory is ready.
-    """
+    """Hold a message and its successors back until its memory is ready; the thread sends."""
     from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
 
     transport, rank = transport_on(groups), groups.world.rank

@@ -88,7 +88,7 @@ def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dic
 
 
 def saved_by(groups: ProcessGroups, flags: str, run_dir: Path) -> int:
-    """Return the bytes of the tensors in the checkpoint of this run's last step."""
+    """Return the tensor bytes in the checkpoint of this run's last step."""
     trainer = make_trainer(groups, flags, run_dir)
     trainer.train()
     trainer.metrics.close()

@@ -142,10 +142,7 @@ def test_what_is_left_out_of_a_long_pipeline_is_what_was_played(
 @pytest.mark.parametrize("microbatches", [8, 16, 56])
 @pytest.mark.parametrize("more", ["", DRIVEN])
 def test_bubble_of_narayanan_and_of_samo(stages: int, microbatches: int, more: str) -> None:
-    """The bubble is (p - 1) / m of the passes.
-
-    Eq. 6 and 7 of SAMO: (t_f + t_b) (1 - 1 / G_inter).
-    """
+    """The bubble is (p - 1) / m of the passes; in SAMO, (t_f + t_b) (1 - 1 / G_inter), Eq. 6, 7."""
     found = pipeline(stages, microbatches, more).phases
     assert found.bubble == pytest.approx((stages - 1) / microbatches * found.compute)
     assert found.bubble == pytest.approx(3.0 * (1 - 1 / stages))

@@ -1,7 +1,4 @@
-"""Tests of laws that the DDP hook keeps in any loop.
-
-Numbers in names are numbers of contracts.
-"""
+"""Tests of laws of the DDP hook in any loop; numbers in names are numbers of contracts."""
 
 from __future__ import annotations
 
@@ -85,10 +82,7 @@ def _quota(entries: int) -> int:
 
 
 def _check_conservation(here: tuple[dict[str, Any], ...], number: int, *, sparse: bool) -> None:
-    """Check conservation on each rank, and that both ranks have one mean.
-
-    Conservation: sent + residual after == gradient + residual before.
-    """
+    """Check that sent + residual after == gradient + residual before, and that means agree."""
     sent = []
     for rank in here:
         local = rank["local"][number]
@@ -114,10 +108,7 @@ def _check_selection(here: tuple[dict[str, Any], ...], number: int) -> None:
 
 
 def on_rank_other_rounding(groups: ProcessGroups) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """Return the selection after each step, and the bytes of the step beyond its gradients.
-
-    Rank 1 computes other moments from the same means.
-    """
+    """Return selections and extra bytes of each step, where rank 1 computes other moments."""
     loop, plain = Loop(groups), Loop(groups)
 
     def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -177,10 +168,7 @@ def on_rank_skips(groups: ProcessGroups, poison: float, amp: bool, fused: bool) 
 def test_4_a_skipped_step_changes_nothing(
     ranks: Ranks, poison: float, amp: bool, fused: bool
 ) -> None:
-    """Skipped steps are before and at the switch, between resamples, and at a resample.
-
-    Both ranks notice the non-finite entry whether or not it is sent.
-    """
+    """Each rank notices the non-finite entry, sent or not, in steps at and around resamples."""
     for result in ranks.run(2, on_rank_skips, poison, amp, fused):
         assert result == {
             "changed by a skip": [[], [], [], []],

@@ -392,10 +392,7 @@ def test_tensors_selected_from_together_are_those_selected_from_alone(
 
 
 def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks select in the same order, even without entries of a tensor.
-
-    One sum over the ranks serves all tensors.
-    """
+    """All ranks select in one order, with or without entries; one sum serves all tensors."""
     monkeypatch.setattr(selection, "TOGETHER", 0)
     cuts = [KINDS_OF_CUT["rows"], KINDS_OF_CUT["columns"], KINDS_OF_CUT["stored"]]
     wholes = [torch.randint(-3, 4, (shards[0].total,)).float() for shards in cuts]
@@ -425,11 +422,7 @@ def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch)
 def test_operations_hardly_grow_with_the_number_of_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All tensors together need as many operations as one tensor.
-
-    On a GPU each operation is a launch. Exceptions are four passes, a sample and a check for ties
-    per tensor.
-    """
+    """The number of kernel launches alone grows: four passes, a sample, a tie check per tensor."""
     passes: list[str] = []
     kernels = ("add_histogram", "add_tie_counts", "mark_ties")
     silent = {

@@ -22,10 +22,7 @@ LAUNCHERS = (
     "SPARSETRON_FAULT", "MPI_",
 )  # fmt: skip
 CPU_SECONDS = 20.0
-"""CPU seconds after which a command counts as hanging; the slowest command takes two.
-
-Other work on the machine does not count.
-"""
+"""Own CPU seconds after which a command counts as hanging; the slowest command takes two."""
 WALL_SECONDS = 180.0
 LINE_LENGTH = 12_000
 """Maximum characters of a refusal; a path of 5,000 may occur in it twice."""
