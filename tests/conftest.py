@@ -1,4 +1,4 @@
-"""Fixtures that every test may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded as `counts`, whichever process they ran in."""
+    """Print what tests recorded as `counts`, whichever process ran the tests."""
     reports = (one for each in terminalreporter.stats.values() for one in each)
     for report in reports:
         if isinstance(report, pytest.TestReport) and report.when == "call":
@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Random tensors are the same whatever ran before; tests without torch stay without it."""
+    """Seed torch before each test, unless nothing has imported torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
@@ -47,7 +47,7 @@ def seeded() -> None:
 def kind_is_right(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Fail a test that is marked `unit` and starts a process of Python."""
+    """Fail a test that is marked `unit` but starts a Python process."""
     if request.node.get_closest_marker("unit") is None:
         yield
         return
@@ -71,7 +71,7 @@ def kind_is_right(
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of real text and vocabularies, if this machine has one."""
+    """Return the folder of real text and vocabularies, if this machine has one."""
     folder = Path(os.environ.get("SPARSETRON_SHARED_DATA", REPO.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip("no shared data beside the repository")
@@ -80,7 +80,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[list[Ranks]]:
-    """Rank processes that the tests of the session share."""
+    """Collect the rank processes that the tests of the session share."""
     found: list[Ranks] = []
     yield found
     for pool in found:
@@ -89,14 +89,14 @@ def pools() -> Iterator[list[Ranks]]:
 
 @pytest.fixture(scope="session")
 def ranks(pools: list[Ranks]) -> Ranks:
-    """Rank processes shared by all tests of the session."""
+    """Return the rank processes that all tests of the session share."""
     pools.append(Ranks())
     return pools[-1]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def groups_of_a_file(pools: list[Ranks]) -> Iterator[None]:
-    """Process groups that its tests make end with a file."""
+    """Drop the process groups that the tests of a file made when the file ends."""
     yield
     for pool in pools:
         pool.drop_groups()
@@ -104,9 +104,9 @@ def groups_of_a_file(pools: list[Ranks]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mpiexec() -> str:
-    """Path of the mpiexec of the MPI that mpi4py finds."""
+    """Return the path of the mpiexec of the MPI library that mpi4py finds."""
     pytest.importorskip("mpi4py", reason="needs the extra mpi")
-    # That of the environment, whose MPI is the one that mpi4py finds.
+    # The environment's mpiexec belongs to the MPI library that mpi4py finds.
     found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
         pytest.skip("mpi4py is here, mpiexec is not")
@@ -115,8 +115,6 @@ def mpiexec() -> str:
 
 @pytest.fixture(scope="session")
 def mpi_ranks(mpiexec: str, pools: list[Ranks]) -> Ranks:
-    """Rank processes like `ranks`, started by one mpiexec job for each world size: MPI's ranks
-    are those of torch.
-    """
+    """Return rank processes of one mpiexec job per world size; MPI ranks equal torch ranks."""
     pools.append(Ranks(partial(MPIJob, mpiexec)))
     return pools[-1]

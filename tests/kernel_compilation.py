@@ -35,21 +35,21 @@ from megatron.tensor_parallel import cross_entropy_kernels
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""What a program may have of a multiprocessor's shared memory, for each architecture."""
+"""Shared memory in bytes that a program may use on each architecture."""
 LONG = (1 << 31) + 5
-"""Entries that 32 bits do not count."""
+"""A number of entries that does not fit in 32 bits."""
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel, and what it was called with."""
+    """A kernel and the arguments it was called with."""
 
     kernel: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     def compiled(self, architecture: int, cache: dict[str, Any]) -> Any:
-        """The compiled kernel, from `cache` where an earlier launch has the same one."""
+        """Return the compiled kernel, from `cache` if an earlier launch has the same one."""
         target = GPUTarget("cuda", architecture, 32)
         backend = make_backend(target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
@@ -64,7 +64,7 @@ class KernelLaunch:
 
 
 def project_kernels() -> set[Any]:
-    """Every function under `triton.jit` in the packages of the project."""
+    """Return every function under `triton.jit` in the packages of the project."""
     found = set()
     for package in ("megatron", "radius", "samo"):
         for path in sorted((REPO / package).rglob("*.py")):
@@ -76,14 +76,14 @@ def project_kernels() -> set[Any]:
 
 
 def with_callees(kernel: Any) -> set[Any]:
-    """A kernel and the functions under `triton.jit` that are compiled into it."""
+    """Return a kernel and the functions under `triton.jit` that are compiled into it."""
     named = (kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names)
     callees = [with_callees(f) for f in named if isinstance(f, JITFunction)]
     return {kernel}.union(*callees)
 
 
 def recorded() -> list[KernelLaunch]:
-    """The launches of everything below."""
+    """Record the kernel launches of all `launch_*` functions below."""
     found: list[KernelLaunch] = []
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -100,7 +100,10 @@ def recorded() -> list[KernelLaunch]:
 
 
 def some_bits(dtype: torch.dtype) -> Iterator[Bits]:
-    """With patches; for fp32 also without them and long ones, on which types have no bearing."""
+    """Yield bitmaps with patches; for fp32 also bitmaps without patches, and long ones.
+
+    The last two kinds do not depend on the dtype.
+    """
     words = torch.zeros(2 * GROUP, BLOCK // 32, dtype=torch.int32)
     counts = torch.zeros(2 * GROUP, dtype=torch.int64)
     patch = torch.full((2 * GROUP,), -1, dtype=torch.int32)
@@ -111,7 +114,7 @@ def some_bits(dtype: torch.dtype) -> Iterator[Bits]:
 
 
 def launch_choosing(dtype: torch.dtype) -> None:
-    """A slice may begin anywhere in its bucket, and have any length."""
+    """Launch with slices that begin anywhere in their bucket and have any length."""
     words = torch.zeros(GROUP, BLOCK // 32, dtype=torch.int32)
     number = torch.zeros((), dtype=torch.int64)
     bucket = torch.zeros(2 * BLOCK + 1, dtype=dtype)
@@ -164,7 +167,7 @@ def launch_compressing(dtype: torch.dtype) -> None:
 
 
 def launch_cross_entropy(dtype: torch.dtype) -> None:
-    """Rows that are aligned, and rows that are not."""
+    """Launch with aligned and with unaligned rows."""
     rows = torch.zeros(2)
     for columns in (64, 61):
         logits = torch.zeros(2, columns, dtype=dtype)

@@ -1,9 +1,9 @@
 """Ranks for tests: processes that join gloo once and then serve many tests.
 
-`Ranks.run(n, function, *args)` calls `function(groups, *args)` on n ranks and returns their
-results in rank order. The function must be importable (module level of a test file). Starting a
-process with torch costs seconds, so one set of processes for each world size serves a session.
-`groups` are those of a grid with one axis, data-parallel; `grid` gives those of others.
+`Ranks.run(n, function, *args)` calls `function(groups, *args)` on n ranks and returns the results
+in rank order. The function must be importable (module level of a test file). Starting a process
+with torch costs seconds, so one set of processes per world size serves the whole session. `groups`
+belong to a purely data-parallel grid; `grid` returns the groups of other grids.
 """
 
 from __future__ import annotations
@@ -29,31 +29,34 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 180.0
 MOST_THREADS = 60
-"""Most threads of a rank between two test files; each group has three."""
+"""Maximum number of threads of a rank between two test files; each group has three."""
 
 
 class Ranks:
-    """Lazily started sets of rank processes, one for each world size; `start` makes one."""
+    """Lazily started sets of rank processes, one per world size, each made by `start`."""
 
     def __init__(self, start: Callable[[int], Pool] | None = None) -> None:
         self._start = start or Spawned
         self._pools: dict[int, Pool] = {}
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results of `function(groups, *args)` on each rank; a rank's failure is raised here."""
+        """Return `function(groups, *args)` of each rank; raise the failure of any rank."""
         if world not in self._pools:
             self._pools[world] = self._start(world)
         try:
             return self._pools[world].run(function, args)
         except BaseException:
-            # The ranks may be out of step with each other: start afresh next time.
+            # The ranks may be desynchronised: start new ones next time.
             self._pools.pop(world).close()
             raise
 
     def drop_groups(self) -> None:
-        """Have all ranks leave the process groups that tests made. gloo looks after each idle one
-        a hundred times a second: those of a whole session take more than a core. Where something
-        holds on to too many the ranks end, and others start when they are needed."""
+        """Destroy the process groups that tests made, on all ranks.
+
+        gloo polls each idle group a hundred times a second, which costs more than a core for all
+        groups of a session. Ranks that keep too many threads are ended, and started again when
+        needed.
+        """
         for world in list(self._pools):
             if max(self.run(world, _drop_groups)) > MOST_THREADS:
                 self._pools.pop(world).close()
@@ -65,7 +68,7 @@ class Ranks:
 
 
 class Pool(ABC):
-    """Processes that serve, one behind each of `pipes`, which are in rank order."""
+    """Processes that serve calls, one behind each of `pipes`, in rank order."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
@@ -73,7 +76,7 @@ class Pool(ABC):
         self.pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """What `function` returned on each rank."""
+        """Return the result of `function` on each rank."""
         call = packed((function, args))
         for pipe in self.pipes:
             pipe.send_bytes(call)
@@ -88,7 +91,7 @@ class Pool(ABC):
         return [result for _, result in replies]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes and remove their files."""
         self.end_processes()
         for pipe in self.pipes:
             pipe.close()
@@ -96,11 +99,11 @@ class Pool(ABC):
 
     @abstractmethod
     def end_processes(self) -> None:
-        """At once, whatever they do."""
+        """End the processes at once."""
 
 
 class Spawned(Pool):
-    """Processes in which `life(pipe, store, rank, world)` serves, as `serve` does."""
+    """Spawned processes that run `life(pipe, store, rank, world)`, `serve` by default."""
 
     def __init__(self, world: int, *, life: Callable[..., None] | None = None) -> None:
         super().__init__()
@@ -122,13 +125,13 @@ class Spawned(Pool):
 
 
 def grid(groups: ProcessGroups, *, tp: int = 1, pp: int = 1) -> ProcessGroups:
-    """The groups of another grid on the same ranks, made once for a test file. Collective."""
+    """Return the groups of another grid on the same ranks, made once per test file. Collective."""
     return grid_of(groups.world.rank, groups.world.size, tp, pp)
 
 
 @cache
 def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
-    """Return the groups of `grid` where there are no groups yet."""
+    """Return the same groups as `grid`, without existing groups."""
     from megatron.parallel.dims import ParallelDims
     from megatron.parallel.groups import ProcessGroups
 
@@ -136,8 +139,7 @@ def grid_of(rank: int, size: int, tp: int, pp: int) -> ProcessGroups:
 
 
 def packed(value: object) -> bytes:
-    """For `pickle.loads`. What torch gives to a pipe is a file for each tensor, and a connection to
-    fetch it by: a hundred times as slow as its bytes."""
+    """Pickle a value with its tensors' bytes; torch's own way with files is far slower."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
     pickler.dispatch_table = dict(copyreg.dispatch_table)
@@ -161,7 +163,7 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 _FIRST_GROUPS: list[object] = []
-"""The groups that a rank serves with."""
+"""The groups with which a rank serves."""
 
 
 def _groups() -> list[Any]:
@@ -171,7 +173,7 @@ def _groups() -> list[Any]:
 
 
 def _drop_groups(groups: ProcessGroups) -> int:
-    """Return how many threads are left."""
+    """Destroy the groups that tests made; return the number of threads left."""
     import gc
     import os
 
@@ -182,14 +184,14 @@ def _drop_groups(groups: ProcessGroups) -> int:
     for group in made:
         dist.destroy_process_group(group)
     if made:
-        # Their threads end with the last that refers to them, such as an engine, in cycles.
+        # Threads of a group end with its last reference, which may be in a cycle (an engine).
         del group, made
         gc.collect()
     return len(os.listdir("/proc/self/task"))
 
 
 def serve(pipe: Connection, store: str, rank: int, world: int) -> None:
-    """Life of a rank: join, then answer until the pipe closes."""
+    """Join as a rank, then answer calls until the pipe closes."""
     import os
     import warnings
 

@@ -1,4 +1,4 @@
-"""Ranks are found from torchrun, srun, mpiexec or nobody, and nonsense is refused."""
+"""Tests that ranks are found from torchrun, srun, mpiexec or no launcher; nonsense is refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def numbers(launch: Launch) -> tuple[str, int, int, int, int]:
         # One proxy on each of as many nodes as there are ranks, counted otherwise.
         ({**SRUN, **ON_FOUR_NODES, **MPICH}, ("mpiexec", 1, 4, 1, 4)),
         ({**SRUN, **ON_FOUR_NODES, **OPENMPI}, ("mpiexec", 2, 4, 0, 2)),
-        # srun --mpi=pmi2 tells the rank twice.
+        # srun --mpi=pmi2 reports the rank twice.
         ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, ("srun", 5, 7, 1, 3)),
         ({**MPICH, "PALS_RANKID": "1", "PALS_LOCAL_RANKID": "0"}, ("mpiexec", 1, 4, 0, 4)),
     ],
@@ -126,7 +126,7 @@ def test_launchers_that_disagree_are_named(environ: dict[str, str], words: tuple
 
 
 def test_messages_over_mpi_need_a_launcher_of_mpi() -> None:
-    """torchrun's ranks, and a process alone, are each MPI's rank 0 of 1."""
+    """torchrun's ranks, and a process alone, are each rank 0 of 1 for MPI."""
     for environ, how in ((TORCHRUN, "torchrun"), ({}, "no launcher")):
         with pytest.raises(ConfigError, match=f"started by {how}") as error:
             launch_module.require_mpi(detect_launch(environ))
@@ -151,7 +151,7 @@ def test_an_mpi_for_one_thread_is_refused() -> None:
 
 
 def test_a_missing_mpi4py_names_its_extra() -> None:
-    """Also where it is there and finds no library."""
+    """The error is the same where mpi4py is installed but finds no library."""
     code = (
         "import builtins, sys; from megatron.launch import detect_launch;"
         "from megatron.launch import require_mpi\n"
@@ -199,14 +199,14 @@ def test_job_environment_is_an_allow_list() -> None:
 def test_cuda_gets_the_variables_of_the_grid(
     flags: tuple[str, ...], before: dict[str, str], after: dict[str, str]
 ) -> None:
-    """Except those that the user has set; and records show the result."""
+    """Variables that the user has set stay; records show the result."""
     environ = dict(before)
     set_cuda_variables(read(*flags), environ)
     assert environ == after == job_environment(environ)
 
 
 def test_a_rank_sets_them_before_torch_or_mpi_is_there() -> None:
-    """Torch and MPI may load CUDA, which reads its variables once."""
+    """Either library may load CUDA, which reads its variables once."""
     code = """if True:
         import os, sys
         import megatron.pretrain, pretrain_gpt

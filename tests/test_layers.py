@@ -1,4 +1,4 @@
-"""Imports go downward only (map in `megatron/__init__.py`), and the light modules stay light."""
+"""Tests that imports go downward (see `megatron/__init__.py`) and light modules stay light."""
 
 from __future__ import annotations
 
@@ -93,13 +93,16 @@ def _walk(node: ast.AST, at_load: bool) -> Iterator[str]:
 
 @cache
 def _imports(module: str, *, at_load: bool = False) -> frozenset[str]:
-    """What a module of ours imports: anywhere, or only `at_load`. Annotations do not count."""
+    """Return the imports of a module, or only those `at_load`; annotations do not count."""
     return frozenset(_walk(ast.parse(MODULES[module].read_text(encoding="utf-8")), at_load))
 
 
 @cache
 def _reached(module: str, *, packages: bool = False) -> frozenset[str]:
-    """All that loading `module` loads, as far as our own files tell; `packages`: parents too."""
+    """Return the modules that loading `module` loads; with `packages`, parent packages too.
+
+    Only files of this repository are followed.
+    """
     seen, todo = {module}, [module]
     while todo:
         current = todo.pop()
@@ -111,7 +114,7 @@ def _reached(module: str, *, packages: bool = False) -> frozenset[str]:
 
 
 def _layer(module: str) -> int:
-    """The layer of the longest prefix that has one."""
+    """Return the layer of the longest prefix that has one."""
     while module not in LAYER:
         module = module.rpartition(".")[0]
         assert module, "add it to LAYERS here and to the map in megatron/__init__.py"

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` as a user starts it: alone, under torchrun and mpiexec, rightly and wrongly."""
+"""Tests of `pretrain_gpt.py` as a user starts it: alone, under torchrun and under mpiexec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "PMI_", "OMPI_
 
 
 def start(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder of its own, outside any launcher's environment."""
+    """Run a command in its own folder, without a launcher's environment."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
     env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
@@ -53,7 +53,7 @@ def test_alone_with_the_default_run_folder(tmp_path: Path) -> None:
     assert status["throughput"]["steps"] == 7 and "] throughput: " in done.stdout
     assert "training_days" in status["throughput"]
     report = (folder / "report.html").read_text()
-    assert "mean step" in report and "AxoNN, Eq. 2" not in report  # of so small a model
+    assert "mean step" in report and "AxoNN, Eq. 2" not in report  # for so small a model
 
 
 def test_saved_configuration_repeats_the_run_bit_by_bit(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_wrong_flag_is_told_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_compile_loads_no_compiler(tmp_path: Path) -> None:
-    """Which takes as long as all else that a rank loads."""
+    """A compiler takes as long to load as everything else that a rank loads."""
     code = (
         f"import sys, pretrain_gpt; code = pretrain_gpt.main({TINY.split()});"
         "print(code, 'torch' in sys.modules, 'torch._dynamo' in sys.modules)"

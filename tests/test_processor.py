@@ -1,4 +1,4 @@
-"""What the CPU has decides how 16-bit products run, and is told."""
+"""Tests that the CPU's features decide how 16-bit products run, and are reported."""
 
 from __future__ import annotations
 

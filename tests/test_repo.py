@@ -1,4 +1,4 @@
-"""What ships parses: every YAML file, every script; and nothing unsafe stands in the code."""
+"""Tests that shipped YAML files and scripts parse, and that no code is unsafe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ READS_ENVIRONMENT = (
     "tools/bench/common/netlab.py",
     "tools/golden_runs.py",
 )
-"""The last is a launcher: its ranks are forks, to which it says what torchrun would."""
+"""Files that read the environment.
+
+The last file is a launcher: it passes torchrun's variables on to ranks that it forks.
+"""
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {
     "eval",
@@ -81,7 +84,7 @@ def _id(file: Path) -> str:
 
 
 def _shell(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the scripts with no variable of the launcher's set but those given."""
+    """Run a script without launcher variables other than the given ones."""
     ours = ("LAUNCHER", "NODES", "RANKS_PER_NODE", "CONFIG", "GRAD_PATH", "RUN_DIR", "TIME", "SITE")
     env = {name: value for name, value in os.environ.items() if name not in ours} | environment
     return subprocess.run(
@@ -205,7 +208,7 @@ def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) 
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "scripts/quickstart.sh [FLAGS OF pretrain_gpt.py]" in shown.stdout
     assert "set -euo" not in shown.stdout
-    (tmp_path / "bin").mkdir()  # an environment that is there already
+    (tmp_path / "bin").mkdir()  # an existing environment
     for name in ("python", "pip"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
@@ -215,7 +218,7 @@ def test_quickstart_shows_its_help_and_refuses_an_absent_python(tmp_path: Path) 
 
 
 def test_an_environment_that_others_made_is_left_alone(tmp_path: Path) -> None:
-    """Its Python may only be a module that is not loaded."""
+    """The environment's Python may only be an environment module that is not loaded."""
     (tmp_path / "pyvenv.cfg").write_text("home = /nowhere\n")
     refused = _shell(REPO / "scripts" / "test.sh", VENV=str(tmp_path))
     assert refused.returncode == 2 and "no Python 3.11 with pip starts in it" in refused.stderr
@@ -263,7 +266,7 @@ def test_torchrun_leaves_with_the_code_of_status_json(tmp_path: Path) -> None:
     assert failed.returncode == 75
     assert failed.stderr.splitlines()[-1] == "launch.sh: rank 0: the cause of it"
     assert (tmp_path / "run" / "rank1.json").is_file()
-    # A file of an earlier start says nothing about this one.
+    # A file of an earlier start says nothing about this start.
     program.write_text("import sys; sys.exit(3)")
     failed = _shell(LAUNCH, **environment)
     assert failed.returncode == 1 and "the cause" not in failed.stderr
@@ -273,7 +276,7 @@ PATHS = ("dense", "samo", "radius", "samo+radius")
 
 
 def _path(name: str) -> str:
-    """One of those that the model may take, another for the next; offloading leaves two."""
+    """Return a gradient path for the model; models take turns, with two choices for offloading."""
     number = list(SHAPES).index(name)
     return PATHS[number % (2 if name in GRIDS else 4)]
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before it begins."""
+"""Tests of what a run records about itself before it begins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.config.helpers import read
 
 
 def announced(flags: str, *, stages: int, device: str = "cpu") -> list[str]:
-    """The lines of a run on so many ranks, all of them stages."""
+    """Return the log lines of a run on `stages` ranks, each of which is a stage."""
     config = resolve(read(*flags.split(), "--pipeline-model-parallel-size", str(stages)), stages)
     said: list[str] = []
     parts: list[Any] = [
@@ -93,7 +93,7 @@ def _full(*_: object) -> None:
 def test_a_full_disk_leaves_no_part_of_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the failure stands in status.json, in the blocks that the file has already."""
+    """The failure is recorded in status.json, in the blocks that the file already has."""
     config = resolve(read(), 1)
     write_status(tmp_path, Status(state="running", attempt="a"))
     monkeypatch.setattr(os, "fsync", _full)

@@ -1,5 +1,4 @@
-"""A module of the tests run by a process of its own: Triton learns where to run and what to keep
-when it is imported."""
+"""A test module run in its own process, since Triton reads its settings when it is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +16,10 @@ needs_triton = pytest.mark.skipif(
 
 
 def run_module(module: str, variable: str) -> str:
-    """What it prints with this NAME=VALUE in its environment; asserts that it ends well."""
+    """Return the output of a module run with `variable` (NAME=VALUE) in its environment.
+
+    Asserts that the process succeeds.
+    """
     done = subprocess.run(
         ["env", variable, sys.executable, "-m", module],
         cwd=REPO,

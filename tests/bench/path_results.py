@@ -1,4 +1,4 @@
-"""What rank 0 of the gradient-path benchmark writes, made up."""
+"""Made-up results of rank 0 of the gradient-path benchmark."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SIZES = Sizes(
     buckets=[["last"], ["bias"], ["first"]],
 )
 STORED = {"first": 25_000, "bias": 500, "last": 50_000}
-"""Stored entries of a pruned network."""
+"""Stored entries of each parameter of a pruned network."""
 DENSE_BYTES, SPARSE_BYTES = 4 * 500_512.0, 4 * 200_512.0
 SAMO_BYTES, SAMO_RADIUS_BYTES = 2 * 75_512.0, 2 * 30_512.0
 
 
 def result(protocol: str, steps: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
-    """What rank 0 writes: seconds, bytes and density of each step."""
+    """Return the results that rank 0 writes: seconds, bytes and density of each step."""
     return {
         "settings": {"protocol": protocol, "interval": 4},
         "steps": {

@@ -1,4 +1,4 @@
-"""Runs that another study finished are taken as they are, and others are not taken for them."""
+"""Tests that a study reuses the runs that another study finished, and no other runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DENSE = StudyRun(variant="dense", seed=1)
 
 
 def finish(run: StudyRun, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
-    """The folder of a run that has done all its steps, or those up to `last`."""
+    """Write the folder of a run that has done all its steps, or the steps up to `last`."""
     folder = runs_dir / run.name
     flags = flags_of(run, PLAN, data=Path("elsewhere"), runs_dir=Path("before"))
     for step in [step for step in fork_steps(PLAN) if step <= last]:
@@ -40,7 +40,7 @@ def finish(run: StudyRun, runs_dir: Path, *, last: int = PLAN.steps) -> Path:
 
 
 def finished(folder: Path, run: StudyRun = DENSE, plan: StudyPlan = PLAN) -> bool:
-    """Return whether the folder holds the run."""
+    """Return whether the folder holds the finished run."""
     flags = flags_of(run, plan, data=folder.parents[1] / "data", runs_dir=folder.parent)
     return is_finished(folder, flags, run.ranks)
 

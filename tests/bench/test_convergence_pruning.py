@@ -1,5 +1,7 @@
-"""The study of pruning: what it declares parses, what its rows and its page say follows from what
-runs left."""
+"""Tests of the pruning study.
+
+The declared runs parse, and the rows and the page follow from the files that the runs left.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ def test_small_model_is_the_nearest_in_parameters() -> None:
 def left_by(
     run: StudyRun, folder: Path, loss: float = 5.0, distances: dict[int, float] | None = None
 ) -> Row:
-    """The row of a run whose steps send all that is stored."""
+    """Write the metrics of a run that sends every stored entry, and return the row of the run."""
     first = 1 if run.start is None else PLAN.start_step(run.start)
     lines = [line_of(i, density=1.0) for i in range(first, PLAN.steps + 1)]
     for step, distance in (distances or {}).items():
@@ -197,9 +199,7 @@ def test_study_runs_and_what_needs_no_dense_run_does_not_wait_for_one(tmp_path: 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[Row]:
-    """Return the rows of a finished study in which pruning costs what these groups say, with
-    small differences by seed.
-    """
+    """Return the rows of a finished study with a fixed loss per group and small seed effects."""
     costs = {
         "magnitude_0.9": 0.2,
         "random_0.9": 0.5,
@@ -231,7 +231,7 @@ def test_verdicts_are_paired_by_seed(rows: list[Row]) -> None:
     assert within.difference == pytest.approx(0.001) and not within.below
     single = found["magnitude_0.9", "dense_5x48"]
     assert single.seeds == (1,) and single.difference == pytest.approx(0.71)
-    scatter = (2 * 0.01**2 / 3) ** 0.5  # of three groups with three seeds; random's do not differ
+    scatter = (2 * 0.01**2 / 3) ** 0.5  # three groups of three seeds vary; random's does not
     assert single.error == pytest.approx(2**0.5 * scatter)
     (alone,) = comparisons_of([row for row in rows if row["group"] in ALONE])
     assert alone.error is None and not alone.below and "not known" in alone.line

@@ -1,4 +1,4 @@
-"""How often entries are on top: the arithmetic, and a short run of a tiny model."""
+"""Tests of gradient locality: the arithmetic, and a short run of a tiny model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = (
 
 
 def curve(counts: list[int], steps: int) -> LocalityCurve:
-    """Return the locality curve of an MLP's gradient."""
+    """Return the curve of an MLP's gradient."""
     return LocalityCurve.of_counts(
         counts, kind="MLP", what="gradient", top=0.2, steps=steps, shared=0.5, from_first=0.25
     )

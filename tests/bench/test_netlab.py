@@ -1,4 +1,4 @@
-"""Ranks in network namespaces: the environment they get, the rate, the counters, the tidying."""
+"""Tests of ranks in network namespaces: environment, rate limit, byte counters, cleanup."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _left_by(pid: int) -> list[str]:
 
 
 def _started(*arguments: str) -> subprocess.Popen[str]:
-    """A run whose ranks sleep; returns when they do."""
+    """Start a run whose ranks sleep, and return once all ranks sleep."""
     ranks = ["bash", "-c", "echo asleep; exec sleep 600"]
-    # env gives signals back that whoever started the tests ignores, as nohup does.
+    # env resets the signals that the parent process ignores, as under nohup, to their defaults.
     command = ["env", "--default-signal", str(SCRIPT), *arguments, "--", *ranks]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "asleep\n"
@@ -70,12 +70,13 @@ def test_interfaces_count_what_all_reduces_send_at_the_rate(allowed: None, tmp_p
         *("--ranks", "2", "--rate", "200mbit", "--out", tmp_path / "out"),
         *("--", sys.executable, program),
         PYTHONPATH=root,
-        TORCH_CPP_LOG_LEVEL="ERROR",  # gloo's sockets have no names in a namespace
+        TORCH_CPP_LOG_LEVEL="ERROR",  # gloo's sockets have no host names in a namespace.
     )
     assert found.returncode == 0, found.stderr
     sent, rate = map(float, found.stdout.split())
     assert (tmp_path / "out" / "rank-1.log").read_text().split()[0] == str(int(sent))
-    # 95 % of 25 MB/s are payload; a burst passes at once, and a busy machine only makes it less.
+    # The payload is 95 % of 25 MB/s; a burst passes at once, and a busy machine only lowers the
+    # rate.
     assert rate < 25.5e6
     counters = json.loads((tmp_path / "out" / "counters.json").read_text())
     for before, after in zip(counters["before"], counters["after"], strict=True):
@@ -167,7 +168,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments: list[str], said: str) 
 
 
 def _refusal(command: list[str], **options: object) -> str:
-    """What the script says, read from stdin: whoever runs it may not be allowed to see it."""
+    """Return the refusal of the script, which is read from stdin as its file may be unreadable."""
     script = SCRIPT.read_text(encoding="utf-8")
     found = subprocess.run(
         [*command, "bash", "-s", "--", "true"],

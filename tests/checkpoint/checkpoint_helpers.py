@@ -1,5 +1,4 @@
-"""Ranks as threads, and a table of system calls that fails or dies where a test wants it
-to."""
+"""Ranks as threads, and file operations that fail or die at a chosen system call."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from megatron.checkpoint.io import Files
 
 
 class PeerGone(Exception):
-    """What a collective raises when another rank is no longer there."""
+    """The error of a collective in which another rank is gone."""
 
 
 class CheckpointRanks:
-    """Runs one function on several ranks, threads here, with a gather among them."""
+    """Threads that run one function as several ranks, with a gather among them."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -51,7 +50,7 @@ class CheckpointRanks:
         return act
 
     def run(self, act: Callable[[int, Callable[[str], list[str]]], Any]) -> list[Any]:
-        """What `act(rank, gather)` returned or raised on each rank."""
+        """Return what `act(rank, gather)` returned or raised on each rank."""
         results: list[Any] = [None] * self.world
 
         def body(rank: int) -> None:
@@ -72,21 +71,21 @@ class CheckpointRanks:
 
 
 class QuickFiles(Files):
-    """For tests that cut no real power."""
+    """File operations without fsync, for tests without a real power failure."""
 
     def fsync(self, descriptor: int) -> None:
         pass
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this reaches the disk."""
+    """The end of the process: nothing written afterwards reaches the disk."""
 
 
 CALLS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
 class HookedFiles(QuickFiles):
-    """Calls `before(name, number)` ahead of each system call, numbered from 1."""
+    """File operations that call `before(name, number)` before each system call, from 1 on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -111,7 +110,10 @@ for _name in CALLS:
 
 
 class DyingFiles(HookedFiles):
-    """Power fails at the k-th call: half of a write arrives, and what was not synced is lost."""
+    """File operations with a power failure at the k-th call.
+
+    Half of a write arrives, and unsynced data is lost.
+    """
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -152,7 +154,10 @@ class DyingFiles(HookedFiles):
 
 
 class FailingFiles(HookedFiles):
-    """The k-th call raises `OSError(code)`; with `sticky` so does the same call from then on."""
+    """File operations whose k-th call raises `OSError(code)`.
+
+    With `sticky`, later calls of the same name raise the error too.
+    """
 
     def __init__(self, k: int, code: int, *, sticky: bool = False) -> None:
         super().__init__()
@@ -169,7 +174,7 @@ class FailingFiles(HookedFiles):
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a manifest as an enemy would, with a right signature."""
+    """Change a manifest as an attacker would, with a valid signature."""
     path = folder / MANIFEST_NAME
     document = json.loads(path.read_bytes())
     change(document)
@@ -178,7 +183,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> N
 
 
 def rehash(folder: Path, name: str) -> None:
-    """Make the manifest agree with the bytes a file has now."""
+    """Make the manifest agree with the current bytes of a file."""
     data = (folder / name).read_bytes()
 
     def change(document: dict[str, Any]) -> None:
@@ -188,5 +193,5 @@ def rehash(folder: Path, name: str) -> None:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    """Every file under a folder with its bytes."""
+    """Return the bytes of every file in a folder."""
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}

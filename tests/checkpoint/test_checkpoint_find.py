@@ -1,4 +1,4 @@
-"""The newest step that verifies is used, and a run never starts anew by mistake."""
+"""Tests that the newest valid step is found, and no run starts from scratch by mistake."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_newer_version_is_neither_skipped_nor_renamed(run: Path) -> None:
 
 
 def test_a_step_replaced_by_one_that_never_came(run: Path) -> None:
-    """What a crash between the two renames of a replacement leaves."""
+    """A crash between the two renames of a replacement leaves this folder."""
     folder = run / "checkpoints"
     (folder / "step_00000030").rename(folder / "step_00000030.replaced-1")
     assert find(run, []) == "step_00000030.replaced-1"

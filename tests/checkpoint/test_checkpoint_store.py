@@ -1,4 +1,4 @@
-"""What is saved comes back bitwise, whoever wrote it and whoever asks."""
+"""Tests that saved tensors load bitwise, whichever ranks save and load them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES = [(), (0,), (1,), (13,), (0, 4), (5, 7), (2, 3, 4)]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bits: NaNs with payloads and negative zeros too."""
+    """Return random bits, which include NaNs with payloads and negative zeros."""
     source = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.rand(shape, generator=source) > 0.5
@@ -138,8 +138,11 @@ def test_replicated_tensors_are_written_once_and_by_all(tmp_path: Path) -> None:
 
 
 class Layout:
-    """One logical state, cut for a grid of 2 tensor-parallel x 2 data-parallel ranks: boxes on
-    either axis, optimizer shards of flattened boxes, bits, compressed and per-rank tensors."""
+    """One logical state, sharded over 2 tensor-parallel x 2 data-parallel ranks.
+
+    The state has boxes on either axis, optimizer shards of flattened boxes, bits, compressed
+    tensors and per-rank tensors.
+    """
 
     shape = (6, 10)
 
@@ -252,7 +255,7 @@ def test_a_per_rank_tensor_knows_it_and_its_mean_is_one_line(tmp_path: Path) -> 
 
 
 def test_stored_bytes_are_those_of_what_is_there(tmp_path: Path) -> None:
-    """Bits take an eighth of a byte, compressed tensors nothing for what they leave out."""
+    """Bits take an eighth of a byte; compressed tensors take nothing for entries left out."""
     mask = torch.rand(100, 80) > 0.9
     tensors = [whole("mask", mask)]
     tensors += [

@@ -1,4 +1,4 @@
-"""Which gradient path may start from which checkpoint."""
+"""Tests of which gradient path may start from which checkpoint."""
 
 from __future__ import annotations
 

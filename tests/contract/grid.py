@@ -1,8 +1,8 @@
-"""The toy of the contracts on a TP x PP x DP grid: parameters cut in every way there is.
+"""The toy of the contract tests on a TP x PP x DP grid, with parameters sharded in every way.
 
-A parameter's whole gradient is given; each rank's backward makes its part of it, so that a grid
-has nothing to do but what it must: sums of halves are exact, and what one rank computes on the
-whole tensor the ranks of a grid compute on its parts, bit by bit.
+The whole gradient of a parameter is given; the backward of each rank makes its shard. Sums of
+halves are exact, so the ranks of a grid compute on their shards, bit for bit, what one rank
+computes on the whole tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.ranks import grid
 LAYERS = 4
 EMBEDDING = "embedding.weight"
 PADDED_TO = 4
-"""Rows of the embedding on a rank, a multiple of which it has in memory."""
+"""Embedding rows are padded in memory to a multiple of this number on each rank."""
 PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[int, int] | None]] = {
     EMBEDDING: ((37, 16), (0, 1)),
     "position.weight": ((9, 16), None),
@@ -44,8 +44,10 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], tuple[int, int] | None]] = {
     "2.mixed.weight": ((6, 12, 3), (1, 2)),
     "3.first.weight": ((28, 11), (0, 1)),
 }
-"""Shapes, and by which axis in how many blocks tensors are cut: vocabulary, gate|value, columns
-that do not divide, an axis in the middle; a number is of the layer."""
+"""Shape, and the axis and number of blocks of sharding; a number in a name is the layer.
+
+The cases are a vocabulary, gate|value, columns that do not divide, and a middle axis.
+"""
 SHAPES = {name: shape for name, (shape, _) in PARAMETERS.items()}
 GRIDS = {
     "1": (1, 1, 1),
@@ -66,13 +68,13 @@ def world_of(grid: str) -> int:
 
 
 def on_grid(groups: ProcessGroups, name: str) -> ProcessGroups:
-    """Return the process groups of another grid over the same ranks."""
+    """Return the groups of the same ranks as the grid called `name`."""
     tp, pp, _ = GRIDS[name]
     return grid(groups, tp=tp, pp=pp)
 
 
 class GridToy(Toy):
-    """A rank's part of the toy. `pruned`: random entries of the matrices do not exist."""
+    """The toy on one rank of a grid; with `pruned`, random entries of the matrices do not exist."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class GridToy(Toy):
         lr: float = 1e-2,
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, 0.1
-        # Shards are ranges, and blocks of an axis in the middle lie in pieces.
+        # With `plain_cuts`, every shard is one range; blocks of a middle axis would be several.
         left_out = {"2.mixed.weight"} if plain_cuts else set()
         self.infos = [info for info in infos_on(groups) if info.name not in left_out]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, None)
@@ -113,13 +115,13 @@ class GridToy(Toy):
             (torch.stack(products).sum() * loss_scale).backward()
 
     def _part(self, info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
-        """What each leaf of this rank makes of a whole gradient."""
+        """Return the gradient of each leaf of this rank, given the whole gradient."""
         uses = len(info.leaves) * (self.groups.embedding.size if info.tied else 1)
         part = _local(info.tp_shard, whole, info.param.shape) / uses
         return part / self.groups.tp.size if info.partial else part
 
     def whole(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """The flattened part of which these are the stored entries, 0 elsewhere."""
+        """Return the flattened shard that has these stored entries, and 0 elsewhere."""
         info, mask = self.engine.infos[name], self.engine.layout.mask(name)
         if mask is None:
             return stored[: info.local_entries]
@@ -135,7 +137,7 @@ class GridToy(Toy):
         return found | {f"shared/{name}": kept for name, kept in self.shared().items()}
 
     def share(self, number: int) -> list[dict[str, torch.Tensor]]:
-        """This data-parallel rank's of four parts of a global batch."""
+        """Return the gradients of this rank's share of a global batch of four parts."""
         rank, size = self.groups.dp.rank, self.groups.dp.size
         return [gradients(number, part, scale=size / 4) for part in range(rank, 4, size)]
 
@@ -160,7 +162,7 @@ class GridToy(Toy):
 
 
 def infos_on(groups: ProcessGroups) -> list[ParamInfo]:
-    """The parameters of this rank's stage, as it holds them."""
+    """Return the parameters of this rank's pipeline stage, as this rank holds them."""
     pp, found = groups.pp, []
     low, high = even_share(LAYERS, rank=pp.rank, ranks=pp.size)
     for name in PARAMETERS:
@@ -172,13 +174,13 @@ def infos_on(groups: ProcessGroups) -> list[ParamInfo]:
 
 
 def logical(folder: Path, applied: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
+    """Return every tensor of a checkpoint by name."""
     with Checkpoint.open(folder / f"step_{applied:08d}") as saved:
         return {name: saved.read(name) for name in saved.names()}
 
 
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Random whole gradients, a function of the numbers given."""
+    """Return random whole gradients as a function of the seed numbers."""
     return gradients_of(SHAPES, *seed, scale=scale)
 
 
@@ -213,12 +215,12 @@ def _mask(info: ParamInfo) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1 + sum(map(ord, info.name)))
     whole = torch.rand(info.logical_shape, generator=generator) < 0.5
     if info.name == EMBEDDING:
-        whole[:20] = True  # the first rank of several has its part whole
+        whole[:20] = True  # The shard of the first of several ranks is fully stored.
     return _local(info.tp_shard, whole, info.param.shape).reshape(-1)
 
 
 def _local(shard: TensorShard | None, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The part of a tensor, with zeros for what is in memory only."""
+    """Return this rank's shard of a tensor, with zeros in the rows that pad it in memory."""
     part = whole if shard is None else shard.of(whole)
     padded = part.new_zeros(shape)
     padded[: part.shape[0]] = part
@@ -226,6 +228,6 @@ def _local(shard: TensorShard | None, whole: torch.Tensor, shape: torch.Size) ->
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names whose tensors differ in any bit."""
+    """Return the names whose tensors differ in any bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]

@@ -1,7 +1,7 @@
-"""A small set of parameters with gradients under full control, for the contract tests.
+"""A small set of parameters with fully controlled gradients, for the contract tests.
 
-Every contract test is parametrised over `PATHS`; a new gradient path adds its settings there and
-inherits them all. Gradients come out of a real backward: the loss is sum(parameter * wanted).
+Every contract test is parametrised over `PATHS`: a new gradient path adds its settings there and
+inherits all tests. Gradients come out of a real backward of the loss sum(parameter * wanted).
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 TIED = "embedding.weight"
 OFFLOAD_BUCKET = 384
-"""Entries: most buckets are several pieces of half of it."""
+"""Bucket size in entries; most buckets consist of several pieces of half this size."""
 TOTAL_ITERATIONS = 100
-"""Length of the run that a path is told."""
+"""Number of iterations of the run, as configured for the gradient path."""
 
 
 @dataclass(frozen=True)
 class PathCase:
-    """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
-    the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
-    sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
-    `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
-    that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
-    makes the gradients."""
+    """A gradient path and the settings that it is tested with.
+
+    `lossless`: the reduced gradient is the whole mean; otherwise residuals make up the difference.
+    `linear`: what the path sends is linear in the gradients, as contract 11 needs. `sharded`,
+    `offloaded` (steps arrive bucket by bucket) and `predivided` (the test divides the gradients)
+    set `--use-distributed-optimizer`, `--optimizer-cpu-offload` and `--predivide-loss`.
+
+    Two texts explain weaker promises. `fp32_only`: gradients are never 16-bit or scaled.
+    `keeps_skipped`: what a skipped step adds to the residual stays there, and nothing else.
+    """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,11 +64,11 @@ class PathCase:
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
-"""Dense up to step 4, which is the first resample; 8 and 12 are the next."""
+"""Dense up to step 4, which is the first resample; steps 8 and 12 are the next resamples."""
 FEW = {"radius_density": 0.06}
 RANDOM = {"samo_sparsity": 0.5, "samo_pruning": "random"}
 EARLY_BIRD = {"samo_pruning": "early-bird", "samo_sparsity": 0.5, "samo_early_bird_distance": 1.0}
-"""Whose ticket is the fifth draw."""
+"""Settings of an early-bird ticket that is the fifth draw."""
 DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until": 95}
 PATHS = [
     PathCase("dense"),
@@ -77,7 +81,14 @@ PATHS = [
         SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
         lossless=False,
     ),
-    # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
+    PathCase(
+        "radius",
+        SHORT | {"radius_residual": "in-place"},
+        lossless=False,
+        fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
+        keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
+    ),
+    # The index is a list of offsets when entries lie far apart or torch has to move them.
     PathCase("radius", SHORT | FEW, lossless=False),
     PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
     PathCase("samo", RANDOM),
@@ -103,7 +114,7 @@ def case_id(case: PathCase) -> str:
 
 
 class Toy:
-    """Parameters, engine and optimizer of one rank; `step` runs one training step."""
+    """The parameters, engine and optimizer of one rank; `step` runs one training step."""
 
     def __init__(
         self,
@@ -122,7 +133,7 @@ class Toy:
     ) -> None:
         self.groups, self.lr, self.weight_decay = groups, lr, weight_decay
         if case.offloaded and grad_dtype.itemsize < dtype.itemsize:
-            dtype = grad_dtype  # gradients are no narrower
+            dtype = grad_dtype  # Gradients are at least as wide as parameters.
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
         if case.sharded:
@@ -146,7 +157,7 @@ class Toy:
         self.steps = 0
 
     def backward(self, wanted: list[dict[str, torch.Tensor]], loss_scale: float = 1.0) -> None:
-        """One backward for each set of wanted gradients, as microbatches are."""
+        """Run one backward for each set of wanted gradients, as for microbatches."""
         self.engine.begin(StepContext(t=self.optimizer.applied + 1, loss_scale=loss_scale))
         for number, gradients in enumerate(wanted):
             if number == len(wanted) - 1:
@@ -184,7 +195,7 @@ class Toy:
         return step
 
     def reduced(self, step: Step) -> dict[str, torch.Tensor]:
-        """The mean gradient by name, in unscaled units, zeros where nothing was sent."""
+        """Return the mean gradient by name, unscaled, with zeros where nothing was sent."""
         found = {}
         for info, bucket, where in self.engine.slices():
             reduced = step.reduced[bucket.index]
@@ -198,38 +209,40 @@ class Toy:
         return found
 
     def whole(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """The flattened parameter of which these are the stored entries, 0 elsewhere."""
+        """Return the flattened parameter that has these stored entries, and 0 elsewhere."""
         found = torch.zeros(math.prod(SHAPES[name]))
         self.engine.layout.scatter(name, stored, found)
         return found
 
     def exists(self, name: str) -> torch.Tensor:
-        """Return which entries of the flattened parameter are stored."""
+        """Return a mask of the stored entries of the flattened parameter."""
         mask = self.engine.layout.mask(name)
         return torch.ones(math.prod(SHAPES[name]), dtype=torch.bool) if mask is None else mask
 
     def entry(self, name: str) -> int:
-        """A position in the flattened parameter that is stored, not the first."""
+        """Return the second stored position of the flattened parameter."""
         return int(self.exists(name).nonzero()[1])
 
     def residual(self) -> dict[str, torch.Tensor]:
-        """This rank's residual by name, flat; zeros for a path that keeps none. Where a path has
-        an index, what it keeps are the entries outside it."""
+        """Return this rank's residual by name, flattened; zeros for a path that keeps none.
+
+        With an index, the residual consists of the entries outside the index.
+        """
         found = {name: torch.zeros(math.prod(SHAPES[name])) for name in SHAPES}
         for name, kept in self.own().items():
             found[name] = self.whole(name, kept)
         return found
 
     def own(self) -> dict[str, torch.Tensor]:
-        """The reducer's state of this rank, as a checkpoint gives it back: copies."""
+        """Return copies of this rank's reducer state, as a checkpoint restores it."""
         return copies(self.engine.reducer.state_tensors())
 
     def shared(self) -> dict[str, torch.Tensor]:
-        """The path's state that all data-parallel ranks share, in the same way."""
+        """Return copies of the state shared by data-parallel ranks, as a checkpoint restores it."""
         return copies(self.engine.shared_tensors())
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything a skipped step must leave alone; states whole, wherever they are kept."""
+        """Return everything that a skipped step must not change, with whole optimizer states."""
         found = {info.name: info.param.detach().clone() for info in self.infos}
         for kind, name, tensor in self.optimizer.whole_tensors():
             found[f"{kind}/{name}"] = tensor.clone()
@@ -241,7 +254,7 @@ class Toy:
 
 
 def copies(states: Iterable[tuple[str, torch.Tensor | PerEntryState]]) -> dict[str, torch.Tensor]:
-    """Copies of a path's state by name, as it comes back from a checkpoint."""
+    """Return copies of a path's state by name, as a checkpoint restores it."""
     return {
         name: (state.values() if isinstance(state, PerEntryState) else state).clone()
         for name, state in states
@@ -249,7 +262,7 @@ def copies(states: Iterable[tuple[str, torch.Tensor | PerEntryState]]) -> dict[s
 
 
 class SavedToy:
-    """What a toy leaves behind in a checkpoint, as a path looks at it; a `Saved`."""
+    """The masks of a toy as a gradient path reads them from a checkpoint."""
 
     same_path = True
 
@@ -272,26 +285,26 @@ class SavedToy:
 
 
 def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Random fp32 gradients for every parameter, a function of the numbers given."""
+    """Return random fp32 gradients for every parameter as a function of the seed numbers."""
     return gradients_of(SHAPES, *seed, scale=scale)
 
 
 def gradients_of(
     shapes: Mapping[str, tuple[int, ...]], *seed: int, scale: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """Return gradients for parameters of these shapes."""
+    """Return random fp32 gradients for parameters of the given shapes."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose tensors differ in any bit."""
+    """Return the names whose tensors differ in any bit."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 def config_of(case: PathCase) -> Any:
-    """What a path looks at in a run's configuration, with the case's options for its own."""
+    """Return the configuration that a gradient path reads, with the options of the case."""
     path = GRADIENT_PATHS[case.name]
     extensions = {
         section: cls(

@@ -1,4 +1,4 @@
-"""Weight decay needs no gradient, so no gradient path may lose or repeat any of it."""
+"""Tests that no gradient path loses or repeats weight decay, which needs no gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 STEPS = 17
 SKIPPED = (6, 11)
-"""Steps with a gradient that is not finite: they decay nothing."""
+"""Steps with a non-finite gradient, which apply no decay."""
 RULES = [AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)]
 CASES = [*PATHS, PathCase("dense", sharded=True)]
 
@@ -22,9 +22,7 @@ CASES = [*PATHS, PathCase("dense", sharded=True)]
 def on_rank_decay(
     groups: ProcessGroups, case: PathCase, rule: UpdateRule
 ) -> dict[str, list[torch.Tensor]]:
-    """Return by parameter the weights of entries that were stored all the time, and dense
-    training's.
-    """
+    """Return by parameter the always-stored weights, of the path and of the dense path."""
     toys = [Toy(groups, each, weight_decay=1.0, rule=rule) for each in (case, PathCase("dense"))]
     always = {
         name: torch.ones(math.prod(shape), dtype=torch.bool) for name, shape in SHAPES.items()
@@ -48,7 +46,7 @@ def on_rank_decay(
 def test_without_gradients_every_stored_weight_decays_as_the_dense_path_s(
     ranks: Ranks, case: PathCase, rule: UpdateRule, world: int
 ) -> None:
-    """The learning rate differs from step to step, so that only the decay of each one will do."""
+    """The learning rate changes at every step, so the decay of each step must be applied."""
     for found in ranks.run(world, on_rank_decay, case, rule):
         for name, (weights, dense) in found.items():
             assert weights.numel() >= math.prod(SHAPES[name]) // 8

@@ -1,5 +1,8 @@
-"""Radius on grids: every rank chooses as one rank with the whole tensors does, nothing is lost, and
-a run goes on from where it was left. Its tensors meet in checkpoints, which are logical."""
+"""Tests of Radius on grids.
+
+Every rank selects the entries that one rank with the whole tensors selects, nothing is lost, and a
+run resumes where it stopped. Runs are compared by their checkpoints, which hold logical tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.contract.harness import SHORT, PathCase
 from tests.ranks import Ranks
 
 STEPS = 14
-"""Steps with an interval of 4: dense up to 4, then more than two intervals."""
+"""With an interval of 4: dense up to step 4, then more than two intervals."""
 MATRICES = sum(len(shape) > 1 for shape in SHAPES.values())
 PAPER = PathCase("radius", SHORT)
 ROLLING = PathCase("radius", SHORT | {"radius_schedule": "rolling"})
@@ -42,7 +45,7 @@ GRADIENT = PathCase("radius", SHORT | {"radius_select": "gradient"})
 def on_rank_saved(
     groups: ProcessGroups, grid: str, case: PathCase, pruned: bool, folder: Path
 ) -> list[tuple]:
-    """Run to the end and save; what the log would show of each step."""
+    """Run to the end and save; return the logged figures of each step."""
     toy = GridToy(on_grid(groups, grid), case, pruned=pruned, lr=1e-3)
     told = []
     for number in range(STEPS):
@@ -75,7 +78,7 @@ RUNS = [
 def test_11_a_grid_makes_the_run_of_one_rank(
     ranks: Ranks, tmp_path: Path, case: PathCase, pruned: bool, grids: list[str]
 ) -> None:
-    """Bit by bit, but where ranks are averaged and where entries are updated in other pieces."""
+    """Runs are bit-equal, unless ranks are averaged or entries are updated in other pieces."""
     wanted = on_rank_saved(_alone(), "1", case, pruned, tmp_path / "1")
     for grid in grids:
         told = ranks.run(world_of(grid), on_rank_saved, grid, case, pruned, tmp_path / grid)
@@ -85,7 +88,7 @@ def test_11_a_grid_makes_the_run_of_one_rank(
         assert sum(name.startswith("entries/index/") for name in one) == MATRICES
         for name, tensor in one.items():
             mine = other[name]
-            # What two stages make of a tied weight is added up in another order.
+            # Two stages add the gradients of a tied weight in another order.
             summed_alike = exact and not (name.endswith(EMBEDDING) and "PP" in grid)
             if summed_alike or tensor.dtype in (torch.bool, torch.int64):
                 assert torch.equal(mine, tensor), (grid, name)
@@ -93,8 +96,8 @@ def test_11_a_grid_makes_the_run_of_one_rank(
                 mean = mine.mean(0) if name.startswith("residual/") else mine
                 alone = tensor[0] if name.startswith("residual/") else tensor
                 torch.testing.assert_close(mean, alone, rtol=1e-4, atol=1e-4)
-        # Told of the whole model by every rank; slices of a bucket are aligned, which is part of
-        # what is sent whole and stored.
+        # Every rank reports the whole model. Slices of a bucket are aligned, and the gaps count as
+        # sent and stored.
         for found in told:
             assert [density for density, _, _ in found] == [density for density, _, _ in told[0]]
             for mine, (density, norm, kept) in zip(found, wanted, strict=True):
@@ -141,7 +144,7 @@ def test_2_3_on_a_grid_the_mean_is_equal_and_nothing_is_lost(
 
 
 def on_rank_resumed(groups: ProcessGroups, case: PathCase, folder: Path) -> list[list[str]]:
-    """For each position of an interval what differs at the end when left and resumed there."""
+    """Return for each position of an interval the names that differ after a resume there."""
     grid = on_grid(groups, "TP2xDP2")
     through = GridToy(grid, case)
     resumed = []
@@ -190,7 +193,7 @@ def on_rank_drifted(groups: ProcessGroups, name: str, rank: int) -> str:
 def test_2_what_drifts_apart_over_tensor_parallel_ranks_or_stages_is_named(
     ranks: Ranks, name: str, rank: int, said: str
 ) -> None:
-    """Name both of two copies that differ, since either may be the wrong one."""
+    """Either of two differing copies may be the right one, so both are named."""
     found = ranks.run(4, on_rank_drifted, name, rank)
     assert len(set(found)) == 1 and said in found[0]
 

@@ -1,4 +1,4 @@
-"""Losses divided by the whole batch before backward, so that gradients are only summed up."""
+"""Tests of losses divided by the whole batch before backward, so that gradients are only summed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
 def on_rank_both(
     groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], clip: float, scatter: bool
 ) -> dict[str, Any]:
-    """Take the same steps with plain gradients and with gradients that were divided before."""
+    """Return how a run with plain gradients and a run with predivided gradients differ."""
     pair = [
         Toy(groups, one, lr=1e-3, scatter=scatter, **kinds)
         for one in (case, replace(case, predivided=True))
@@ -74,7 +74,7 @@ def test_it_is_the_mean_to_rounding_and_to_the_bit_for_powers_of_two(
 
 
 def on_rank_fp16(groups: ProcessGroups) -> list[Any]:
-    """Bytes of a step; whether preparing a sum leaves the gradient alone; the operation."""
+    """Return whether bytes are equal, and per sum: gradient unchanged, operation is SUM."""
     toys = [Toy(groups, one, **FP16) for one in (DENSE, replace(DENSE, predivided=True))]
     sent = []
     for toy in toys:
@@ -104,7 +104,7 @@ def test_fp16_sums_send_the_same_bytes_without_a_pass_to_divide(ranks: Ranks) ->
 
 
 def on_rank_overflow(groups: ProcessGroups, case: PathCase) -> list[Any]:
-    """Steps of which the third has sums that do not fit fp16, in one bucket, of finite terms."""
+    """Run steps; the third has a bucket of finite terms whose sum overflows fp16."""
     toy, other = Toy(groups, case, **FP16), Toy(groups, case, **FP16)
     found: list[Any] = []
     for number in range(4):

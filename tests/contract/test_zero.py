@@ -1,4 +1,4 @@
-"""ZeRO-1: what sharding the optimizer's states changes, and what it must not."""
+"""Tests of what ZeRO-1 changes by sharding the optimizer states, and what it must not change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.ranks import Ranks, grid
 DENSE = PathCase("dense")
 SAMO = PathCase("samo", RANDOM)
 TICKET = PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 1})
-"""Pruned after its fifth update."""
+"""An early-bird ticket that is pruned after its fifth update."""
 FP32: dict[str, Any] = {"dtype": torch.float32, "grad_dtype": torch.float32}
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
 BF16_REDUCED = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
@@ -96,7 +96,7 @@ def test_the_flag_chooses_the_reducer(ranks: Ranks) -> None:
 def on_rank_trajectory(
     groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, list]:
-    """Eight steps, the fourth of which is not finite on one rank, of the plain path and sharded."""
+    """Run eight steps unsharded and sharded; one rank has a NaN in the fourth step."""
     scatter, clip, rule = options.get("scatter"), options.get("clip", 0.5), options.get("rule")
     pair = Toy(groups, case, **kinds), Toy(groups, sharded(case), scatter=scatter, **kinds)
     scale = 64.0 if kinds["dtype"] is torch.float16 else 1.0
@@ -104,7 +104,7 @@ def on_rank_trajectory(
     if rule is not None:
         for toy in pair:
             toy.optimizer = BucketOptimizer(toy.engine, rule)
-    # Values are written where gradients of later chunks still lie.
+    # Values are written over memory that still holds the gradients of later chunks.
     pair[1].optimizer._chunk = 64
     for number in range(8):
         mine = [gradients(number, micro, groups.dp.rank) for micro in range(2)]
@@ -169,9 +169,7 @@ def test_no_bit_of_a_run_changes(
 def test_scattered_parts_make_the_same_run(
     ranks: Ranks, world: int, case: PathCase, kinds: dict, clip: float
 ) -> None:
-    """Compare as on a GPU: sums of two are equal to the last bit; the norm, a longer sum, to
-    rounding.
-    """
+    """Sums of two are equal to the last bit; the norm and longer sums differ by rounding."""
     for found in ranks.run(world, on_rank_trajectory, case, kinds, {"scatter": True, "clip": clip}):
         assert found["changed"] == found["far"] == []
         if world == 2 and not clip:
@@ -205,9 +203,10 @@ def on_rank_bytes(groups: ProcessGroups, scatter: bool, cap: int) -> dict[str, i
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_kept_and_sent(ranks: Ranks, world: int, scatter: bool) -> None:
-    """Count a 16-bit model with fp32 gradients: 2 + 4 + 12 / ranks bytes a stored entry (pruned
-    ones keep their 2). By the ring model it sends half of an all-reduce of the gradients, or
-    all of it, and half of one of the 16-bit values.
+    """A 16-bit model with fp32 gradients keeps 2 + 4 + 12 / ranks bytes per stored entry.
+
+    Pruned entries keep 2 bytes. By the ring model, the ranks send half an all-reduce of the
+    gradients, or a whole one without `scatter`, and half an all-reduce of the 16-bit values.
     """
     for found in ranks.run(world, on_rank_bytes, scatter, 1 << 20):
         padding = 64 * world * found["buckets"]
@@ -323,7 +322,7 @@ CUT_SHAPES = {"gate_up": (2 * 22, 24), "down": (24, 22), "vocabulary": (11, 24),
 
 
 def on_rank_cut(groups: ProcessGroups, folder: Path, *, pruned: bool) -> None:
-    """Save on TP 2  DP 2, uneven shares and padding rows included; read what every rank has."""
+    """Save on TP 2 x DP 2, with uneven shares and padding rows; read what every rank has."""
     on_grid = grid(groups, tp=2)
     generator = torch.Generator().manual_seed(5)
     wholes = {n: torch.randn(shape, generator=generator) for n, shape in CUT_SHAPES.items()}

@@ -1,4 +1,4 @@
-"""Every damage to an index is found when it is opened, and said in one line."""
+"""Tests that every kind of index damage is found on opening and reported in one line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_regular_files_are_opened(
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as listener:
-            monkeypatch.chdir(Path(path).parent)  # the name of a socket is at most 107 bytes
+            monkeypatch.chdir(Path(path).parent)  # The name of a socket has at most 107 bytes.
             listener.bind(Path(path).name)
     else:
         os.symlink("/dev/zero", path)
@@ -139,7 +139,7 @@ def test_a_million_sequences_open_fast(tmp_path: Path) -> None:
 
 
 def _rewrite(path: Path, content: bytearray) -> None:
-    """In place: emptying a file that was just mapped costs milliseconds on some file systems."""
+    """Rewrite a file in place: truncating a file just mapped takes milliseconds on some systems."""
     with open(path, "r+b") as file:
         file.write(content)
         file.truncate()

@@ -1,4 +1,4 @@
-"""What a global batch holds does not depend on who reads it."""
+"""Tests that the samples of a global batch do not depend on the ranks that read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA = MockDataset(200, sequence_length=6, vocab_size=100, seed=3)
 
 
 class FixedDataset:
-    """One sample, given."""
+    """A data set of one given sample."""
 
     def __init__(self, *text: int) -> None:
         self.text = np.array(text, dtype=np.int64)

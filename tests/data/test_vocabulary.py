@@ -1,4 +1,4 @@
-"""Where a run's vocabulary comes from, and what is told first when its data is not there."""
+"""Tests of where a run's vocabulary comes from, and of the first error when data is missing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How commands are cut short, and what stands in for a reader's own files, machine and cluster.
+"""Shortened commands, and stand-ins for a reader's files, machine and cluster.
 
-Every command of the documents runs as it stands there unless it is listed here, in document order;
-one that takes a long time and is not listed fails at the time limit.
+Every command of the documents runs as written unless it is listed here, in document order. A slow
+command that is not listed fails at the time limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TOY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
-"""A model whose step takes milliseconds."""
+"""Flags of a model whose step takes milliseconds."""
 LASTING = "--micro-batch-size 1 --global-batch-size 2 --train-iters 100000 --log-interval 2"
 FEW = "--micro-batch-size 1 --global-batch-size 4 --train-iters 5 --eval-iters 1"
 BRIEF = f"{TOY} {FEW}"
@@ -20,15 +20,18 @@ LIMIT = 480.0
 
 @dataclass(frozen=True, kw_only=True)
 class PageCase:
-    """`typed` is what is typed, {} in it the command itself, in which `instead` is replaced first.
-    `slurm`: needs the tests' Slurm."""
+    """A replacement for a command of the documents.
+
+    `typed` is the line to run; {} in it stands for the command, in which `instead` is replaced
+    first. `slurm`: the command needs the tests' Slurm.
+    """
 
     typed: str = "{}"
     instead: Mapping[str, str] = field(default_factory=dict)
     slurm: bool = False
 
     def of(self, command: str) -> str:
-        """What is typed for a command."""
+        """Return the line to type for a command."""
         for old, new in self.instead.items():
             assert old in command, f"{old} is not in: {command}"
             command = command.replace(old, new)
@@ -42,11 +45,11 @@ running() {  # run folder, lines of its metrics there are already
 ended() { while [[ -n $(squeue -h -j "$1" 2>/dev/null) ]]; do sleep 0.2; done; }
 says() { grep -F -- "$2" "$1" || { cat "$1"; return 1; }; }
 """
-"""Words that the cases use."""
+"""Shell functions that the cases use."""
 
 CASES: dict[str, PageCase] = {
     # ---- two commands ------------------------------------------------------------------------
-    # The vocabulary that 0.4 MB of text give is as large as that of all 8 MB.
+    # The vocabulary of 0.4 MB of text is as large as the vocabulary of all 8 MB.
     "scripts/quickstart.sh": PageCase(
         typed=f"STEPS=4 CORPUS_BYTES=400000 {{}} {TOY} --eval-iters 1"
     ),
@@ -84,7 +87,7 @@ CASES: dict[str, PageCase] = {
         typed="deactivate; mv wheels $READER/cluster; cp corpus_text_document* $READER/cluster; "
         "cd $READER/cluster; {}"
     ),
-    # No Perlmutter is here to be asked.
+    # No Perlmutter can be queried here.
     "SITE=perlmutter": PageCase(typed="cp corpus_text_document* $SCRATCH; SLURM_CONF=/dev/null {}"),
     "LAUNCHER=sbatch": PageCase(
         typed=f"submit() {{ {{}} {TOY} {LASTING}; }}; JOB=$(submit) && running runs/job 0",
@@ -102,7 +105,7 @@ CASES: dict[str, PageCase] = {
         instead={"RUN": "runs/job"},
         slurm=True,
     ),
-    # The same again goes on, and is then cancelled.
+    # The same command again continues the run, which is then cancelled.
     "scancel JOB": PageCase(
         typed="JOB=$(submit) && running runs/job $(grep -c lm_loss runs/job/metrics.jsonl); "
         "{}; ended $JOB; says runs/job/log.txt 'loaded checkpoint'",
@@ -123,7 +126,7 @@ CASES: dict[str, PageCase] = {
         "git -c user.name=reader -c user.email=reader@here commit -qm all && {} --cases 'dense, 1'"
     ),
 }
-"""Cases by the beginning of the command."""
+"""Replacements, by the beginning of the command."""
 
 NOT_RUN: dict[str, str] = {"scripts/test.sh --all": "runs every test, the one that types it too"}
-"""Commands that are not run, by their beginning, and why."""
+"""Reasons why commands are not run, by the beginning of the command."""

@@ -1,4 +1,4 @@
-"""A reader's machine for the tests beside this file."""
+"""A reader's machine for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = "the meaning of a word is its use in the language and not much else".spl
 
 
 def clone(folder: Path) -> None:
-    """The repository as it lies here, without what git ignores."""
+    """Copy the repository as it is here, without files that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPO,
@@ -36,12 +36,12 @@ def clone(folder: Path) -> None:
 
 
 def write_own_files(folder: Path) -> None:
-    """What README.md takes for the reader's own: a corpus, GPT-2's vocabulary, a task."""
+    """Write the reader's own files of README.md: a corpus, GPT-2's vocabulary, a task."""
     texts = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(2000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "corpus.jsonl").write_text(lines)
     (folder / "lambada.jsonl").write_text("".join(lines.splitlines(keepends=True)[:5]))
-    # GPT-2's letters for the 256 bytes: the printable ones stand for themselves.
+    # GPT-2's letters for the 256 bytes: the printable bytes stand for themselves.
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [*map(chr, shown), *(chr(256 + i) for i in range(256 - len(shown)))]
     vocabulary = {token: i for i, token in enumerate([*letters, "th", "<|endoftext|>"])}
@@ -51,7 +51,7 @@ def write_own_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
-    """The cluster, if this machine can be one."""
+    """Start the Slurm cluster, if this machine can run one."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if os.geteuid() != 0 or not all(shutil.which(name, path=path) for name in DAEMONS):
         yield None
@@ -66,9 +66,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | None]:
 
 @pytest.fixture(scope="module")
 def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """The shell of a reader who has Python and a fresh clone, and no network.
+    """Start the shell of a reader who has Python, a fresh clone and no network.
 
-    pip finds wheels of the packages that the tests' environment has; in jobs the same.
+    pip finds wheels of the packages of the tests' environment, in jobs too.
     """
     folder = tmp_path_factory.mktemp("reader")
     for name in ("notes", "bin", "wheels", "scratch", "home"):
@@ -87,7 +87,7 @@ def shell(slurm: Cluster | None, tmp_path_factory: pytest.TempPathFactory) -> It
         "READER": str(folder),
         "SCRATCH": str(folder / "scratch"),
         "OMP_NUM_THREADS": "1",
-        # What takes the place of a network.
+        # Settings that replace a network.
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(folder / "wheels"),

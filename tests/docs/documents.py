@@ -1,4 +1,4 @@
-"""The commands that README.md and the pages under docs/ give: those a reader would type."""
+"""The commands in README.md and the pages under docs/ that a reader would type."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ DOCUMENTS = [
     *(INDEX.parent / page for page in _LISTED),
     INDEX,
 ]
-"""Pages in reading order, in which a reader's shell remembers what earlier pages did. The pages of
-tools/bench are not among them: their commands measure, which takes hours."""
+"""Pages in reading order; a reader's shell keeps the state that earlier pages left.
+
+The pages of tools/bench are left out: their commands measure for hours.
+"""
 SHELL, OTHER = ("", "sh", "bash"), ("text", "python", "yaml")
-"""Labels of fences: what is in the first is run, what is in the second is none of the shell's."""
+"""Labels of fences that are run, and labels of fences that the shell does not run."""
 PROGRAMS = (
     "python", "pip", "pretrain_gpt.py", "touch", "cat", "tail", "squeue", "scancel", "sbatch",
     "srun", "mpiexec", "torchrun",
 )  # fmt: skip
-"""What a command within a sentence begins with, if not with a script of ours."""
+"""First words of a command within a sentence, besides the scripts of this repository."""
 _FENCE = re.compile(r"^ *```(\w*) *$")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _SCRIPT = re.compile(r"(scripts|tools|docs)/[\w./-]+\.(sh|py)")
 CONTRIBUTING, CHANGELOG = REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"
-"""Read by those who change the program, after the documents; the changelog has no commands."""
+"""Pages for contributors, read after the documents; the changelog has no commands."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command, on one line, with what it stands on: `README.md:12`."""
+    """One command, on one line, and its place, such as `README.md:12`."""
 
     text: str
     place: str
 
 
 def fenced_commands(page: Path) -> list[Command]:
-    """What stands between fences, in order; `ValueError` for a fence of another language."""
+    """Return the commands between fences, in order; raise `ValueError` for other languages."""
     commands: list[Command] = []
     label: str | None = None
     parts: list[str] = []
@@ -62,7 +64,7 @@ def fenced_commands(page: Path) -> list[Command]:
 
 
 def spoken_commands(page: Path) -> list[Command]:
-    """What is given within sentences and tables, in order; each once."""
+    """Return the commands in sentences and tables, in order and without repetition."""
     found: dict[str, Command] = {}
     fenced = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
@@ -76,7 +78,7 @@ def spoken_commands(page: Path) -> list[Command]:
 
 
 def python_fences(page: Path) -> list[str]:
-    """The Python code of a page, in order."""
+    """Return the Python code of a page, in order."""
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
@@ -84,7 +86,7 @@ def _is_command(span: str) -> bool:
     words = span.split()
     assigned = [word for word in words if re.match(r"[A-Z_]+=", word)]
     rest = words[len(assigned) :]
-    # A name alone is a word about a program.
+    # A program name alone is not a command.
     if not rest or len(words) == 1:
         return False
     return rest[0] in PROGRAMS or _SCRIPT.fullmatch(rest[0]) is not None

@@ -1,4 +1,4 @@
-"""A shell that a reader types commands into, one after another."""
+"""A shell into which a reader types commands, one after another."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 from select import select
 
 PATIENCE = 10.0
-"""Seconds that processes have to end by themselves."""
+"""Seconds in which processes may end by themselves."""
 
 
 @dataclass(frozen=True)
 class ShellAnswer:
-    """What a command printed, and the code it ended with."""
+    """The output and the exit code of a command."""
 
     code: int
     output: str
 
 
 class Shell:
-    """One bash from the first command to the last, so that an activated environment stays so."""
+    """One bash process for all commands, so that an activated environment stays active."""
 
     def __init__(self, cwd: Path, *, notes: Path, environment: Mapping[str, str]) -> None:
-        """`notes` is a folder for what is typed and printed."""
+        """Start the shell; `notes` is a folder for what is typed and printed."""
         self._notes, self._count = notes, 0
         told, tell = os.pipe()
         self._told = os.fdopen(told, "rb", buffering=0)
@@ -41,12 +41,11 @@ class Shell:
             start_new_session=True,
             text=True,
         )
-        os.close(tell)  # so that the shell's end is heard of
+        os.close(tell)  # so that the end of the shell is noticed
         self._tell = tell
 
     def run(self, command: str, *, limit: float) -> ShellAnswer:
-        """Type a command; `TimeoutError` if it takes more than `limit` seconds, which ends the
-        shell."""
+        """Type a command; raise `TimeoutError` and end the shell after `limit` seconds."""
         if self._bash.poll() is not None:
             raise RuntimeError("the shell ended with an earlier command")
         self._count += 1
@@ -54,7 +53,7 @@ class Shell:
         printed = typed.with_suffix(".out")
         typed.write_text(command + "\n", encoding="utf-8")
         assert self._bash.stdin is not None
-        # The pipe is not the commands' own: what one leaves behind would hold it open.
+        # A background process of the command would hold the command's own pipe open.
         self._bash.stdin.write(
             f"{{ . '{typed}'; }} </dev/null >'{printed}' 2>&1 {self._tell}>&-; "
             f"echo $? >&{self._tell}\n"
@@ -68,7 +67,7 @@ class Shell:
         return ShellAnswer(int(said), output)
 
     def close(self) -> None:
-        """End the shell and what runs in it; launchers are given time to end what they started."""
+        """End the shell and its processes; launchers get time to end the processes they started."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + PATIENCE
             for pid in self._session():
@@ -83,7 +82,7 @@ class Shell:
         self._bash.stdin.close()
 
     def _session(self) -> list[int]:
-        """Processes of the shell's session, which jobs with groups of their own belong to too."""
+        """Return the processes of the shell's session, including jobs with their own groups."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):

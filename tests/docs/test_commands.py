@@ -1,5 +1,4 @@
-"""Every command of README.md, docs/ and CONTRIBUTING.md works: each is typed, in order, into a
-reader's shell."""
+"""Tests that every command of README.md, docs/ and CONTRIBUTING.md works in a reader's shell."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.slurm.harness import Cluster
 
 
 def commands() -> list[Command]:
-    """Return the commands of all documents, in order; repetitions in a sentence are left out."""
+    """Return the commands of all documents in order, without commands that a sentence repeats."""
     found: dict[str, Command] = {}
     for page in (*DOCUMENTS, CONTRIBUTING):
         both = [*fenced_commands(page), *spoken_commands(page)]
@@ -31,7 +30,7 @@ COMMANDS = commands()
 
 
 def listed(table: dict[str, PageCase] | dict[str, str], command: Command) -> list[str]:
-    """Entries of a table that speak of a command; the longest is meant."""
+    """Return the keys of a table that a command starts with; the last, longest key applies."""
     return sorted((key for key in table if command.text.startswith(key)), key=len)
 
 
@@ -41,7 +40,7 @@ def name_of(command: Command) -> str:
 
 @pytest.fixture(scope="module")
 def ready(shell: Shell) -> Shell:
-    """The shell, in which the cases' words are known."""
+    """Return the shell with the functions of the cases defined."""
     assert shell.run(PRELUDE, limit=LIMIT).code == 0
     return shell
 

@@ -1,4 +1,4 @@
-"""What is taken for a command of a page, and the shell that commands are typed into."""
+"""Tests of how commands are found on a page, and of the shell that they are typed into."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_shell_remembers_and_answers(shell: Shell) -> None:
     shell.run("cd /; word=kept", limit=60)
     answer = shell.run("echo $word; pwd; echo bad >&2; (exit 3)", limit=60)
     assert (answer.code, answer.output) == (3, "kept\n/\nbad\n")
-    # What is left behind in the background holds nobody up.
+    # A background process does not hold up the shell.
     assert shell.run("sleep 600 & true", limit=60).code == 0
     assert shell.run("cat", limit=60).output == ""
 
@@ -79,11 +79,11 @@ def test_a_shell_remembers_and_answers(shell: Shell) -> None:
 def test_a_command_that_takes_too_long_ends_the_shell_and_all_in_it(
     shell: Shell, tmp_path: Path
 ) -> None:
-    # A job of its own, as launch.sh starts its ranks.
+    # A job with its own process group, as launch.sh starts its ranks.
     with pytest.raises(TimeoutError, match="told"):
         shell.run("echo told; set -m; sleep 600 & echo $! >pid; wait", limit=2)
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    # Whoever takes it over may not have asked for its end yet.
+    # The process that adopts the job may not have reaped it yet.
     assert not stat.exists() or " Z " in stat.read_text()
     with pytest.raises(RuntimeError, match="earlier command"):
         shell.run("true", limit=2)

@@ -1,4 +1,4 @@
-"""docs/paper-to-code.md lists every numbered item of the four papers, and names what exists."""
+"""Tests that docs/paper-to-code.md lists every numbered item of the papers and names real code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NUMBERED: dict[str, dict[str, int]] = {
     "AxoNN": {"Eq.": 3, "Algorithm": 2, "Table": 2, "Figure": 11},
     "Low-Memory Training": {"Eq.": 0, "Algorithm": 0, "Table": 9, "Figure": 10},
 }
-"""How far each paper counts, read from its text."""
+"""Highest numbers in each paper, read from its text."""
 ROMAN_TABLES = ("SAMO", "AxoNN")
 STATUSES = ("built", "measured", "computed", "not run", "not built")
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One row of a paper's table; `paper` is the heading above it."""
+    """One row of a paper's table; `paper` is the heading above the row."""
 
     paper: str
     item: str
@@ -114,7 +114,7 @@ HANDS_ON = {
     "tools/bench/samo_path/run.py": "tools/bench/gradient_path/run.py",
     "tools/bench/pruning/run.py": "tools/bench/convergence/run.py",
 }
-"""Programs that hand their flags on, and who knows the flags."""
+"""Programs that pass flags on, and the programs that know the flags."""
 
 
 def test_commands_have_the_flags_they_are_given() -> None:
@@ -128,7 +128,7 @@ def test_commands_have_the_flags_they_are_given() -> None:
         script, *arguments = words
         script = HANDS_ON.get(script, script)
         source = ast.parse((REPO / script).read_text(encoding="utf-8"))
-        # A flag that stands in a docstring alone is not one that the script knows.
+        # A flag that occurs only in a docstring is not a flag of the script.
         known = {n.value for n in ast.walk(source) if isinstance(n, ast.Constant)}
         for argument in arguments:
             assert not argument.startswith("--") or argument in known, f"{script} {argument}"
@@ -136,7 +136,7 @@ def test_commands_have_the_flags_they_are_given() -> None:
 
 
 def _targets(cell: str) -> list[tuple[str, list[str]]]:
-    """Paths of a cell, in backticks or links, each with the names given in parentheses."""
+    """Return the paths of a cell, in backticks or links, each with the names in parentheses."""
     code = re.findall(r"`([\w./-]+)`(?: \(([\w., ]+)\))?", cell)
     found = [(path, [n.strip() for n in names.split(",") if n.strip()]) for path, names in code]
     linked = re.findall(r"\]\(([\w./-]+)\)", cell)
@@ -146,7 +146,7 @@ def _targets(cell: str) -> list[tuple[str, list[str]]]:
 
 
 def _defined(path: str) -> set[str]:
-    """Functions, classes, methods (`Class.method`) and assigned names at a module's top level."""
+    """Return the functions, classes, methods (`Class.method`) and names assigned in a module."""
     if not path.endswith(".py"):
         return set()
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""The pages of checkpoints, run folders and faults say what the program does."""
+"""Tests that the pages on checkpoints, run folders and faults agree with the program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cells(line: str) -> list[str]:
 
 
 def tables(page: Path, first: str) -> list[list[list[str]]]:
-    """Rows of each table of a page whose header begins with the cell `first`."""
+    """Return the rows of each table of a page whose header begins with the cell `first`."""
     found: list[list[list[str]]] = []
     inside = False
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -65,7 +65,7 @@ def spans(text: str) -> list[str]:
 
 
 def keys_of(page: Path, place: int, header: str = "Key") -> list[str]:
-    """Names in the first column of a page's table."""
+    """Return the names in the first column of a page's table."""
     return [name for row in tables(page, header)[place] for name in spans(row[0])]
 
 
@@ -130,7 +130,7 @@ def test_times_and_sizes_are_those_of_the_program(page: Path, words: str) -> Non
 
 @cache
 def texts_of_the_program() -> str:
-    """All strings of the product's Python, and its shell scripts as they are."""
+    """Return all strings of the product's Python code, and its shell scripts unchanged."""
     found: list[str] = []
     for top in ("megatron", "radius", "samo"):
         for file in sorted((REPO / top).rglob("*.py")):
@@ -145,7 +145,7 @@ def texts_of_the_program() -> str:
 def test_messages_that_are_quoted_are_the_program_s() -> None:
     rows = [row for table in tables(FAULTS, "Fault") for row in table]
     quoted = [text for row in rows for text in re.findall(r'"([^"]+)"', row[1])]
-    # Between the values, for which a page has capitals, numbers or dots.
+    # Text between the values, for which a page has capitals, numbers or dots.
     value = r"\.\.\.|: |\bstep_N\b|\b[A-Z]\b|\b(?:HOST|KEY|NAME)\b|\(SIGTERM\)|\btrain data\b|\d+"
     pieces = [piece.strip(" :;,=") for text in quoted for piece in re.split(value, text)]
     pieces = [piece for piece in pieces if len(piece) > 2]
@@ -168,7 +168,7 @@ def test_headings_that_are_linked_to_are_there(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks that ended well; SAMO and Radius have all kinds of state."""
+    """Return the folder of a finished run of two ranks; SAMO and Radius have all kinds of state."""
     run_dir = tmp_path_factory.mktemp("pages") / "run"
     ended = start_ranks(2, run_dir, f"--train-iters {STEPS} {PRUNED}").finish(limit=240)
     assert ended.codes == [0, 0], ended.all_stderr
@@ -177,7 +177,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def step(run: Path) -> Path:
-    """Its checkpoint."""
+    """Return the checkpoint of the run."""
     return run / "checkpoints" / f"step_{STEPS:08d}"
 
 
@@ -231,7 +231,7 @@ def test_names_of_tensors_are_those_of_the_table(step: Path) -> None:
 
 
 def test_the_order_and_the_names_of_a_save_are_as_drawn(step: Path, tmp_path: Path) -> None:
-    """What a page shows under `checkpoints/` is what a listing takes it for."""
+    """The names shown under `checkpoints/` on the page are classified as the page says."""
     block = FORMAT.read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
     for name in re.findall(r"^  (step_\S+)/", block, re.MULTILINE):
         (tmp_path / name).mkdir()
@@ -250,7 +250,7 @@ def test_the_order_and_the_names_of_a_save_are_as_drawn(step: Path, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def on_page() -> dict[str, Any]:
-    """The names that the page's Python defines."""
+    """Return the names that the page's Python code defines."""
     text = FORMAT.read_text(encoding="utf-8")
     found: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -259,7 +259,7 @@ def on_page() -> dict[str, Any]:
 
 
 def assert_reads_alike(folder: Path, on_page: dict[str, Any]) -> set[str]:
-    """The page's reader gives what the program loads, bit by bit; the kinds of tensors read."""
+    """Assert that the page's reader loads the program's tensors bit by bit; return their kinds."""
     with Checkpoint.open(folder) as saved:
         for name in saved.names():
             found, wanted = on_page["read_tensor"](folder, name), saved.read(name)
@@ -303,7 +303,7 @@ def test_the_reader_reads_slices_of_any_grid(
     assert_reads_alike(step, on_page)
     records = json.loads((step / format.MANIFEST_NAME).read_text())["tensors"].values()
     assert any(is_sharded(part) for record in records for part in record["slices"])
-    # What training ended with, on a rank that has the whole of it.
+    # The values that training ended with, on a rank that has the whole tensor.
     for name, values in states[0].items():
         whole = on_page["read_tensor"](step, name).flatten()
         if values.numel() == whole.numel():

@@ -23,11 +23,11 @@ from megatron.checkpoint.writer import RankWrites, Save, alone, file_name  # noq
 
 ENTRIES = 30_000
 MARK = "/the-saves-begin-here"
-"""A path that is looked up just before the first save, to be found in a trace of system calls."""
+"""A path that is looked up just before the first save, to mark it in a trace of system calls."""
 
 
 def content(step: int) -> bytes:
-    """What the one tensor of a step holds."""
+    """Return the content of the one tensor of a step."""
     return bytes([step % 251]) * ENTRIES
 
 

@@ -1,4 +1,4 @@
-"""Real rank processes of `pretrain_gpt.py`, with a fault in one, and what became of them."""
+"""Real rank processes of `pretrain_gpt.py` with a fault in one rank, and how they ended."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TIMEOUT = f"--distributed-timeout-minutes {TIMEOUT_SECONDS / 60}"
 
 
 def environment(fault: str | None = None, **more: str) -> dict[str, str]:
-    """Outside any launcher's variables; with `fault` in it."""
+    """Return an environment without launcher variables, with `fault` and `more` added."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(MARKS)}
     env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **more}
     return env | ({"SPARSETRON_FAULT": fault} if fault else {})
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -49,20 +49,22 @@ def free_port() -> int:
 
 @dataclass
 class Started:
-    """Processes of one start. `finish` must be called; it leaves none behind."""
+    """The processes of one start; `finish` must be called and leaves no process behind."""
 
     run_dir: Path
     processes: list[subprocess.Popen[str]]
 
     def wait_for_fault(self, rank: int) -> None:
-        """Return once a fault struck there, of which its stderr tells; that line is used up."""
+        """Return once a fault struck on a rank; the line of stderr that reports it is consumed."""
         stderr = self.processes[rank].stderr
         assert stderr is not None
         assert "strikes at" in stderr.readline()
 
     def finish(self, limit: float = 60.0) -> Ended:
-        """Wait for all to end by themselves, `limit` seconds at most; stopped ones are killed once
-        all others have ended, as a launcher would."""
+        """Wait at most `limit` seconds for all processes to end by themselves.
+
+        Stopped processes are killed once all others have ended, as a launcher would.
+        """
         ended: dict[int, float] = {}
         deadline = time.monotonic() + limit
         try:
@@ -90,7 +92,7 @@ class Started:
 
 @dataclass
 class Ended:
-    """Exit codes, when each process ended by itself (seconds since the epoch), what it wrote."""
+    """Exit codes, output, and times in seconds since the epoch of processes ended by themselves."""
 
     run_dir: Path
     codes: list[int]
@@ -100,16 +102,16 @@ class Ended:
 
     @property
     def status(self) -> dict[str, Any]:
-        """status.json."""
+        """The content of status.json."""
         return json.loads((self.run_dir / "status.json").read_text())
 
     @property
     def all_stderr(self) -> str:
-        """What all ranks wrote there."""
+        """The standard error of all ranks."""
         return "".join(self.stderr)
 
     def seconds_after_fault(self, but: int | None = None) -> float:
-        """From the moment at which the fault struck to the end of the last process, `but` one."""
+        """Return the seconds from the fault to the end of the last process other than `but`."""
         struck = re.findall(r"strikes at ([0-9.]+)", self.all_stderr)
         ended = [when for rank, when in self.ended.items() if rank != but]
         return max(ended) - float(struck[0])
@@ -124,7 +126,7 @@ def start_ranks(
     ranks: range | None = None,
     port: int | None = None,
 ) -> Started:
-    """Start ranks as plain processes, as srun does: nothing ends them but themselves."""
+    """Start ranks as plain processes, as srun does: no launcher ends them."""
     port = port or free_port()
     processes = []
     for rank in ranks or range(world):
@@ -146,8 +148,10 @@ def start_ranks(
 def start_launcher(
     world: int, run_dir: Path, flags: str, *, fault: str | None = None, **more: str
 ) -> Started:
-    """Start `scripts/launch.sh`, which takes torchrun for more than one rank; `more`: variables
-    for it."""
+    """Start `scripts/launch.sh`, which uses torchrun for several ranks.
+
+    `more` are variables of the launcher.
+    """
     more |= {"PYTHON": sys.executable, "RUN_DIR": str(run_dir), "RANKS_PER_NODE": str(world)}
     if fault:
         more |= {"PROGRAM": FAULTY_SCRIPT}
@@ -157,7 +161,7 @@ def start_launcher(
 
 
 def wait_for_step(run_dir: Path, step: int, limit: float = 40.0) -> None:
-    """Return once rank 0 of a run with several ranks has come to `step`."""
+    """Return once rank 0 of a run with several ranks has reached `step`."""
     from megatron.fault_tolerance import heartbeat
 
     deadline = time.monotonic() + limit
@@ -172,7 +176,7 @@ def wait_for_step(run_dir: Path, step: int, limit: float = 40.0) -> None:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """Loss of each step in metrics.jsonl, which has every step once."""
+    """Return the loss of each step in metrics.jsonl; assert that every step is there once."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     found = [(line["iteration"], line["lm_loss"]) for line in lines if "lm_loss" in line]
     assert len(dict(found)) == len(found)
@@ -180,7 +184,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Return the processes that still run."""
+    """Return the given processes that still run."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

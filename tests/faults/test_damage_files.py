@@ -1,5 +1,8 @@
-"""Whatever happens to the files of a real run's checkpoints: it is seen, named, the newest good one
-is used, and a run never starts anew by mistake."""
+"""Tests of damage to the files of a real run's checkpoints.
+
+Damage is detected and named, the newest good checkpoint is used, and a run never starts from
+scratch by mistake.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Record = Callable[[str, object], None]
 
 @pytest.fixture(scope="module")
 def real_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps on two ranks, saved after every second one. Tests take copies."""
+    """Run eight steps on two ranks, saving after every second step. Tests use copies."""
     folder = tmp_path_factory.mktemp("real") / "run"
     ranks.run(2, train, FLAGS, folder)
     return folder
@@ -43,7 +46,7 @@ def run(real_run: Path, tmp_path: Path) -> Path:
 
 
 def look(run: Path, *, repair: bool = False) -> tuple[str, str]:
-    """Name of what a new start would load, and all that it would say."""
+    """Return the name of the step that a new start would load, and its messages."""
     said: list[str] = []
     found = find_checkpoint(run, log=said.append, repair=repair)
     assert found is not None
@@ -57,7 +60,7 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def test_each_of_100_flipped_bits(run: Path, record_property: Record) -> None:
-    """Each file's step is the newest one there when a bit of it flips."""
+    """The step of a file is the newest step present while one of its bits is flipped."""
     draw = random.Random(2026)
     steps = sorted((run / "checkpoints").glob("step_*"))
     files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
@@ -182,7 +185,7 @@ def test_a_hint_that_lies(run: Path, hint: bytes | None, record_property: Record
 def test_after_damage_the_run_comes_to_the_same_end(
     ranks: Ranks, real_run: Path, run: Path
 ) -> None:
-    """One interval is done again, and bit by bit as before."""
+    """One interval is repeated, bit by bit."""
     flip(run / "checkpoints" / NEWEST / "rank_00000.safetensors", random.Random(1))
     more = f"{FLAGS} --train-iters 10"
     (again, _) = ranks.run(2, train, more, run)

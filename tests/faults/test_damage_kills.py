@@ -1,8 +1,7 @@
-"""A saving process is killed, or refused by the system, at each of its system calls: the last
-committed step is there, whole, and the next save goes well.
+"""Tests of a saving process that is killed, or refused, at each of its system calls.
 
-The same is tried inside one process, with power failing, in `tests/checkpoint`; here the kernel
-does it to a real one.
+The last committed step stays whole, and the next save succeeds. `tests/checkpoint` tries the same
+within one process, with power failures; here the kernel does it to a real process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.faults.checkpoint_writer import MARK, content
 
 WRITER = [sys.executable, "-S", "-B", checkpoint_writer.__file__]
 CHANGING = ("openat", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir", "statfs")
-"""Calls that change what is on disk, or come before one that does."""
+"""System calls that change the disk, or precede a call that does."""
 READING = ("read", "newfstatat", "getdents64", "lseek")
 RANDOM_KILLS = 50
 AT_ONCE = 2
@@ -42,7 +41,7 @@ def writer(directory: Path, first: int, last: int, keep: int = 2) -> list[str]:
 
 
 def saved(directory: Path) -> int:
-    """The step that a new start would load, all of it checked; leaves nothing unrepaired."""
+    """Return the step that a new start would load, fully checked; nothing stays unrepaired."""
     path = find_checkpoint(directory, log=lambda text: None, repair=True)
     assert path is not None
     with Checkpoint.open(path) as found:
@@ -56,7 +55,7 @@ def drafts(directory: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def strace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The program, where it may look into other processes here."""
+    """Return the path of strace, if it may trace other processes here."""
     found = shutil.which("strace")
     if found is None:
         pytest.skip("strace is not installed")
@@ -67,12 +66,15 @@ def strace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def environment() -> dict[str, str]:
-    # The same system calls each time: what k-th means must not change.
+    # The system calls must be the same each time, so that the k-th call keeps its meaning.
     return {**os.environ, "PYTHONHASHSEED": "0"}
 
 
 def calls(strace: str, command: list[str], log: Path) -> dict[str, range]:
-    """For each system call, which of the main thread's calls, counted from 1, the saves make."""
+    """Return for each system call the range of calls, counted from 1, that the saves make.
+
+    Only calls of the main thread count.
+    """
     traced = ",".join(CHANGING + READING)
     subprocess.run(
         [strace, "-f", "-qq", "-o", str(log), "-e", f"trace={traced}", *command],
@@ -94,7 +96,7 @@ def calls(strace: str, command: list[str], log: Path) -> dict[str, range]:
 
 
 def prepared(folder: Path) -> Path:
-    """Steps 1 and 2 are committed, so the save of step 3 also removes one."""
+    """Commit steps 1 and 2, so that the save of step 3 also removes one."""
     subprocess.run(writer(folder, 1, 2), check=True, capture_output=True)
     return folder
 
@@ -102,7 +104,7 @@ def prepared(folder: Path) -> Path:
 def inject(
     strace: str, what: str, template: Path, directory: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Save step 3 with a fault of strace's in it."""
+    """Save step 3 with a fault injected by strace."""
     shutil.copytree(template, directory)
     name = what.partition(":")[0]
     return subprocess.run(
@@ -142,7 +144,7 @@ def check_killed(strace: str, tmp_path: Path, names: tuple[str, ...], record: Re
 
 
 def told(record: Record, fault: str, trials: int) -> None:
-    """One row of the fault table: every trial of a passed test was detected and recovered from."""
+    """Record a row of the fault table: every trial of a passed test was detected and recovered."""
     for key, value in (("fault", fault), ("trials", trials), ("recovered", trials)):
         record(key, value)
 
@@ -169,7 +171,7 @@ ERRORS = {
 
 
 def test_refused_at_every_call(strace: str, tmp_path: Path, record_property: Record) -> None:
-    """Errors of the disk: what was there stays, nothing is left over, the path is told."""
+    """Disk errors keep the existing checkpoints, leave nothing behind and name the path."""
     trials = [
         (name, k, code)
         for name, k in points(strace, tmp_path, tuple(ERRORS))
@@ -186,7 +188,7 @@ def test_refused_at_every_call(strace: str, tmp_path: Path, record_property: Rec
         if done.returncode and "BrokenPipe" not in done.stderr and step == 2:
             assert "CheckpointError: step 3 not saved" in done.stderr, (trial, done.stderr)
             assert str(directory) in done.stderr, trial
-        # What could not be removed stays until the next save.
+        # A file that could not be removed stays until the next save.
         assert drafts(directory) == [] or "older checkpoints stay" in done.stdout, trial
         shutil.rmtree(directory)
         return done.stderr
@@ -199,7 +201,7 @@ def test_refused_at_every_call(strace: str, tmp_path: Path, record_property: Rec
 
 
 def test_killed_at_random_times(tmp_path: Path, record_property: Record) -> None:
-    """One folder through all of it: each start goes on from what the one before left."""
+    """All starts use one folder, so each start continues from what the previous one left."""
     draw = random.Random(7)
     step, lost = 0, 0
     for trial in range(RANDOM_KILLS):
@@ -222,7 +224,7 @@ def test_killed_at_random_times(tmp_path: Path, record_property: Record) -> None
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts an in-memory disk with the options given."""
+    """Mount an in-memory disk with the given options."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -245,7 +247,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ids=["bytes", "files"],
 )
 def test_a_full_disk(small_disk: Callable[[str], Path], options: str, words: str) -> None:
-    """Out of bytes, which is seen beforehand, and out of files, which only the call tells."""
+    """Running out of bytes is detected in advance; running out of files only by the call."""
     directory = small_disk(options) / "c"
     done = subprocess.run(writer(directory, 1, 9, 0), capture_output=True, text=True)
     assert done.returncode and words in done.stderr and "free some space" in done.stderr
@@ -257,7 +259,7 @@ def test_a_full_disk(small_disk: Callable[[str], Path], options: str, words: str
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    """What a quota does: a write takes a part, the next one fails."""
+    """A quota has this effect: a write takes a part, the next write fails."""
     prepared(tmp_path / "c")
 
     def limit() -> None:

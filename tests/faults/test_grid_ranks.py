@@ -1,5 +1,8 @@
-"""Ranks of a grid that fail or find no number: two stages of two ranks, with Radius. The others end
-in time, the first cause is told, and a step that one rank cannot apply none applies."""
+"""Tests of failures and NaNs on a grid: two stages of two ranks, with Radius.
+
+The other ranks end in time, the first cause is reported, and a step that one rank cannot apply is
+applied by no rank.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,10 @@ GRID = (
     "--grad-path radius --radius-density 0.3 --radius-interval 3 --radius-start-iter 2 "
     f"--train-iters {STEPS} --distributed-timeout-minutes 0.5"
 )
-"""Checkpoints are of steps 4 and 8, everything is sent in steps 3 and 6. Whoever waited for the
-timeout would come too late: a rank that is gone is missed at once."""
+"""Checkpoints are saved in steps 4 and 8; everything is sent in steps 3 and 6.
+
+A rank that waited for the timeout would be too late: a missing rank is noticed at once.
+"""
 MATRIX = [
     pick("kill", "1:6:reduce"),
     pick("raise", "0:5:forward"),
@@ -49,7 +54,7 @@ MATRIX = [
 
 
 def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int]:
-    """Train without processes of the run's own; return steps tried and steps applied."""
+    """Train the run in the test's processes; return the steps tried and the steps applied."""
     trainer = make_trainer(grid(groups, tp=2, pp=2), f"{FLAGS} {GRID}", run_dir)
     if faults:
         arm(trainer, parse_faults(faults))
@@ -62,14 +67,14 @@ def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int
 
 @pytest.fixture(scope="module")
 def unbroken(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run that no fault struck."""
+    """Return the losses of the run without a fault."""
     run_dir = tmp_path_factory.mktemp("unbroken")
     assert ranks.run(WORLD, on_rank, run_dir, "") == [(STEPS, STEPS)] * WORLD
     return losses(run_dir)
 
 
 def saved(run_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Every tensor of the last checkpoint, and how far the run had come."""
+    """Return every tensor of the last checkpoint, and the progress of the run."""
     with Checkpoint.open(run_dir / "checkpoints" / f"step_{STEPS:08d}") as step:
         return {name: step.read(name) for name in step.names()}, step.state["progress"]
 
@@ -83,7 +88,7 @@ def check_recovery(again: Ended, unbroken: dict[int, float]) -> None:
 def test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again(
     tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Rank 2 has the head; what waits in residuals comes out of the checkpoint."""
+    """Rank 2 has the head; the residuals are restored from the checkpoint."""
     row = pick("kill", "2:6:backward")
     run = start_launcher(WORLD, tmp_path, GRID, fault=row.fault).finish()
     assert run.codes == [row.code], run.all_stderr
@@ -100,8 +105,7 @@ def test_a_killed_rank_ends_the_launched_run_which_goes_on_when_started_again(
 def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
-    """Step 5, in which residuals take up what is not sent. Wherever the number came from, the state
-    after it is the same: no rank has taken anything of that step."""
+    """Step 5 adds unsent entries to residuals; no rank may use any part of the skipped step."""
     run = start_launcher(WORLD, tmp_path / "3", GRID, fault="nan:3:5:backward").finish()
     assert run.codes == [0], run.all_stderr
     assert "nan strikes" in run.all_stderr
@@ -121,7 +125,7 @@ def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
 
 
 def test_of_two_ranks_in_one_phase_the_one_that_waits_is_not_blamed(tmp_path: Path) -> None:
-    """Rank 3 hangs where rank 2 has begun a sum that needs it."""
+    """Rank 3 hangs where rank 2 has begun a sum that needs rank 3."""
     (tmp_path / FOLDER).mkdir()
     beats = [Heartbeat(tmp_path / FOLDER, rank=rank, attempt="a") for rank in range(WORLD)]
     for rank, beat in enumerate(beats):
@@ -145,7 +149,7 @@ def test_matrix(
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Each rank of the grid in turn; every other one leaves by itself, as one that has a peer."""
+    """Each rank of the grid fails in turn; every other rank leaves by itself, having a peer."""
     record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}, on a grid")
     ended = start_ranks(WORLD, tmp_path, f"{GRID} {TIMEOUT}", fault=row.fault).finish()
     assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)

@@ -1,5 +1,7 @@
-"""The first cause among a thousand ranks, by counts of what is opened and read: one rank looks for
-all of them, reads a header of each, and the rings of the few that differ."""
+"""Tests of the first cause among a thousand ranks, by counts of files opened and bytes read.
+
+One rank looks for all of them: it reads the header of each, and the rings of the few that differ.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ PER_NODE = 8
 
 
 class Reads:
-    """Counts files opened and bytes asked for."""
+    """Counts of files opened and bytes asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = self.bytes = 0
@@ -40,7 +42,7 @@ class Reads:
 
 
 def _rank(run_dir: Path, rank: int, odd: bool, steps: int = 20) -> Heartbeat:
-    """A rank that has come to the middle of a step; an odd one issued a collective too many."""
+    """Write the files of a rank in mid-step; an odd rank issued one collective too many."""
     beat = Heartbeat(run_dir / FOLDER, rank=rank, attempt="a")
     numbers = {"world": 0, f"tp of {rank - rank % 4}": 0, f"dp of {rank % 4}": 0}
     for step in range(1, steps + 1):
@@ -67,7 +69,7 @@ def _causes(run_dir: Path, rank: int) -> RootCause:
 
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of all ranks, one of which parts from the others."""
+    """Write the files of all ranks, one of which is desynchronised."""
     run_dir = tmp_path_factory.mktemp("thousand")
     for rank in range(WORLD):
         beat = _rank(run_dir, rank, odd=rank == ODD)
@@ -82,11 +84,11 @@ def test_headers_name_the_rank_that_parted(thousand: Path, monkeypatch: pytest.M
     parted = _causes(thousand, 5).parted()
     assert parted is not None and (parted.rank, parted.iteration) == (ODD, 20)
     assert "parts from the others at collective" in parted.reason
-    # A header of each, the rings of the pairs that differ, one call of each.
+    # One header of each rank, the rings of the pairs that differ, one call of each.
     size = thousand.joinpath(FOLDER, "rank_0").stat().st_size
     assert reads.files <= 2 * WORLD + 16
     assert reads.bytes <= WORLD * 1024 + 8 * size
-    # The next ones to ask open no rank's file at all.
+    # The next ranks that ask open no file of any rank.
     before = reads.files
     for rank in (0, 7, 700, 1023):
         told = _causes(thousand, rank).parted()
@@ -97,7 +99,7 @@ def test_headers_name_the_rank_that_parted(thousand: Path, monkeypatch: pytest.M
 def test_ranks_that_ask_together_look_once_or_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is wrong with the calls, so that no verdict ends the looking."""
+    """The calls all match, so that no verdict ends the looking."""
     few = 32
     beats = [_rank(tmp_path, rank, odd=False, steps=3) for rank in range(few)]
     looks: list[int] = []
@@ -140,8 +142,11 @@ def test_ranks_that_ask_together_look_once_or_twice(
 def test_the_rank_that_hangs_is_named_by_a_rank_of_another_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody else has begun the next sum and waits there; files opened do not grow with the
-    square of the ranks, whoever asks how often."""
+    """All other ranks wait in the next sum.
+
+    The number of files opened must not grow with the square of the number of ranks, whichever ranks
+    ask and however often.
+    """
     monkeypatch.setattr("megatron.fault_tolerance.root_cause.PATIENCE", 0.01)
     for rank in range(WORLD):
         beat = Heartbeat(tmp_path / FOLDER, rank=rank, attempt="a")
@@ -188,7 +193,7 @@ def test_headers_tell_what_all_calls_tell(
     ends: list[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Whatever ranks issue, and however far each has come."""
+    """The headers lead to the same verdict for any calls, and however far each rank has come."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(ranks):
         plan = ["abc"[number % 3] for number in range(count)]
@@ -213,7 +218,7 @@ def test_headers_tell_what_all_calls_tell(
 
 
 def _hung(run_dir: Path, late: int, few: int = 4) -> None:
-    """All but one rank have left a sum that failed."""
+    """Write the state in which all ranks but one have left a sum that failed."""
     for rank in range(few):
         beat = Heartbeat(run_dir / FOLDER, rank=rank, attempt="a")
         beat.at("backward" if rank == late else "reduce", 7)
@@ -242,7 +247,7 @@ def test_a_rank_that_stops_while_it_looks_does_not_make_its_peers_blame_themselv
 def test_without_locks_a_rank_looks_for_itself_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lowest rank of the host, which looks for the others there, is the one that hangs."""
+    """The rank that hangs is the lowest of the host, which looks for the other ranks there."""
     monkeypatch.setattr("megatron.fault_tolerance.root_cause.PATIENCE", 0.2)
     monkeypatch.setattr(fcntl, "flock", _no_locks)
     _hung(tmp_path, late=0)
@@ -253,7 +258,7 @@ def test_without_locks_a_rank_looks_for_itself_in_the_end(
 def test_a_look_that_is_half_written_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken for none, it would let a rank accept a look that began before its own failure."""
+    """A rank that ignored such a look could accept one begun before the rank's own failure."""
     _hung(tmp_path, late=3)
     causes = _few(tmp_path, 1)
     causes.parted()
@@ -265,7 +270,7 @@ def test_a_look_that_is_half_written_is_read_again(
 
 
 class RanksClock:
-    """Time that passes only while somebody sleeps, so that waits are counted and not measured."""
+    """A clock that advances only while a rank sleeps, so waits are counted and not measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -299,7 +304,7 @@ def test_a_held_lock_costs_no_more_than_the_patience(
 def test_without_locks_the_last_look_names_the_rank_that_parted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that looks for this host is stopped, and another one issued a call too many."""
+    """The rank that looks for this host is stopped, and another rank issued a call too many."""
     for rank in range(4):
         beat = _rank(tmp_path, rank, odd=rank == 2, steps=3)
         assert isinstance(beat._memory, heartbeat.mmap.mmap)
@@ -328,8 +333,7 @@ def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
 def test_a_look_is_not_taken_over_where_it_is_unknown_which_came_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record stays half-written for as long as it is read; the look that is then found may
-    have begun before this rank asked."""
+    """The record stays half-written while it is read; the look may predate this rank's question."""
     _hung(tmp_path, late=3)
     causes = _few(tmp_path, 1)
     for _ in range(3):

@@ -1,5 +1,8 @@
-"""Ranks that mpiexec started and whose stages decide by messages: one that fails is named, though
-MPI itself would wait for it for ever, and a step that one cannot apply none applies."""
+"""Tests of message-driven stages that mpiexec started.
+
+A rank that fails is named although MPI would wait for it forever, and a step that one rank cannot
+apply is applied by no rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ GRID = (
     "--micro-batch-size 1 --grad-path radius --radius-density 0.3 --radius-interval 3 "
     f"--radius-start-iter 2 --train-iters {STEPS} --distributed-timeout-minutes 0.5"
 )
-"""Two stages of two data-parallel ranks, four microbatches. Checkpoints are of steps 4 and 8."""
+"""Two stages of two data-parallel ranks, four microbatches; checkpoints in steps 4 and 8."""
 MATRIX = [
     pick("kill", "1:6:reduce"),
     pick("kill", "0:6:receive"),
@@ -48,14 +51,14 @@ LIMIT = 300.0
 
 @pytest.fixture(scope="module")
 def unbroken(mpi_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run that no fault struck."""
+    """Return the losses of the run without a fault."""
     run_dir = tmp_path_factory.mktemp("unbroken")
     assert mpi_ranks.run(WORLD, on_rank, run_dir, "") == [(STEPS, STEPS)] * WORLD
     return losses(run_dir)
 
 
 def on_rank(groups: ProcessGroups, run_dir: Path, faults: str) -> tuple[int, int]:
-    """Train without processes of the run's own; return steps tried and steps applied."""
+    """Train the run in the test's processes; return the steps tried and the steps applied."""
     trainer = make_trainer(grid(groups, pp=2), f"{FLAGS} {GRID}", run_dir)
     if faults:
         arm(trainer, parse_faults(faults))
@@ -72,7 +75,7 @@ def launch(run_dir: Path, *, fault: str | None = None, flags: str = GRID) -> Sta
 
 
 def check(row: FailureCase, ended: Ended) -> float:
-    """The promises of a row under a launcher; seconds from the fault to the end of all."""
+    """Check the promises of a row under a launcher; return seconds from fault to last end."""
     assert ended.codes == [row.code], ended.all_stderr
     status = ended.status
     assert (status["rank"], status["iteration"], status["phase"]) == (
@@ -92,7 +95,7 @@ def check(row: FailureCase, ended: Ended) -> float:
 def test_a_killed_rank_is_named_and_the_run_goes_on_when_started_again(
     tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Its peers poll for its messages; mpiexec leaves it to them to end."""
+    """The peers poll for messages of the rank; mpiexec lets the peers end by themselves."""
     row = pick("kill", "2:6:backward")
     record_property("seconds", check(row, launch(tmp_path, fault=row.fault).finish(LIMIT)))
     check_recovery(launch(tmp_path).finish(LIMIT), unbroken)
@@ -101,7 +104,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_when_started_again(
 def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
     mpi_ranks: Ranks, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:
-    """Wherever it came from, the state after it is the same."""
+    """Whichever rank has the NaN, the state afterwards is the same."""
     run = launch(tmp_path / "3", fault="nan:3:5:backward").finish(LIMIT)
     assert run.codes == [0], run.all_stderr
     assert "nan strikes" in run.all_stderr
@@ -122,7 +125,7 @@ def test_a_nan_on_one_stage_is_skipped_by_all_ranks(
 def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_for_ever(
     mpi_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Inside the library, where the others wait with the interpreter's lock."""
+    """The other ranks wait inside the MPI library while they hold the interpreter's lock."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     code = "from megatron.launch import open_mpi; open_mpi(seconds=2)"
     script = f"[ $PMI_RANK = 1 ] || exec {shlex.quote(sys.executable)} -c '{code}'"

@@ -1,5 +1,8 @@
-"""A rank that issues a collective too many or leaves one out: every rank ends with exit code 6, and
-which rank, where, is told once. gloo itself aborts, waits for its timeout or mixes the numbers."""
+"""Tests of a rank that issues a collective too many or leaves one out.
+
+Every rank ends with exit code 6, and the rank and the place are reported once. gloo itself aborts,
+waits for its timeout or mixes the numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ FLAGS = f"--train-iters {STEPS} --eval-iters 2 --eval-interval 4 {TIMEOUT}"
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run that no fault struck."""
+    """Return the losses of the run without a fault."""
     run_dir = tmp_path_factory.mktemp("in-step") / "run"
     ended = start_ranks(2, run_dir, FLAGS).finish()
     assert ended.codes == [0, 0], ended.all_stderr
@@ -36,7 +39,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def check(fault: str, phase: str, ended: Ended) -> None:
-    """`phase`: where the ranks part."""
+    """Check the end of a run whose ranks part in `phase`."""
     rank, step = (int(part) for part in fault.split(":")[1:3])
     assert set(ended.codes) == {6}, (ended.codes, ended.all_stderr)
     status = ended.status
@@ -51,12 +54,12 @@ def check(fault: str, phase: str, ended: Ended) -> None:
 def check_recovery(run_dir: Path, unbroken: dict[int, float], world: int = 2) -> None:
     again = start_ranks(world, run_dir, FLAGS).finish()
     assert set(again.codes) == {0}, again.all_stderr
-    # Four ranks add up in another order than two.
+    # Four ranks add in another order than two.
     assert losses(run_dir) == (unbroken if world == 2 else pytest.approx(unbroken, abs=1e-4))
 
 
 def test_one_too_many_and_one_left_out(tmp_path: Path) -> None:
-    """Run both cases at once; in the first gloo aborts the guilty rank, in the second its peer."""
+    """Two runs at once: gloo aborts the guilty rank of the first, the peer in the second."""
     faults = {"extra-collective:1:6:forward": "forward", "skip-collective:0:6:backward": "backward"}
     started = [
         start_ranks(2, tmp_path / str(number), FLAGS, fault=fault)
@@ -71,12 +74,12 @@ def test_one_too_many_and_one_left_out(tmp_path: Path) -> None:
 PHASES = ["data", "forward", "backward", "reduce", "optimizer"]
 EXTRA = [(rank, 6, phase, phase) for phase in PHASES for rank in (0, 1)]
 NEXT = {"data": "backward", "backward": "backward", "reduce": "reduce", "optimizer": "backward"}
-"""Where the next all-reduce after each phase is."""
+"""Phase of the next all-reduce after each phase."""
 SKIPPED = [(rank, 6, phase, where) for phase, where in NEXT.items() for rank in (0, 1)]
 RARE = [(0, 8, phase, phase) for phase in ("evaluate", "save")] + [
     (1, 4, phase, phase) for phase in ("evaluate", "save")
 ]
-"""In phases that only some steps have: after others like it, and the first of its kind."""
+"""Faults in phases that only some steps have: after similar calls, and the first of a kind."""
 MATRIX = [
     *(("extra-collective", *row) for row in [*EXTRA, *RARE]),
     *(("skip-collective", *row) for row in [*SKIPPED, *RARE]),
@@ -99,7 +102,7 @@ def test_matrix_of_collectives(
     fault = f"{kind}:{rank}:{step}:{phase}"
     ended = start_ranks(2, tmp_path, FLAGS, fault=fault).finish()
     if (kind, phase) == ("skip-collective", "optimizer"):
-        fault = f"{kind}:{rank}:{step + 1}:{phase}"  # the next is in the step after
+        fault = f"{kind}:{rank}:{step + 1}:{phase}"  # The next call belongs to the next step.
     check(fault, where, ended)
     seconds = ended.seconds_after_fault()
     assert seconds <= TIMEOUT_SECONDS + 5.0
@@ -119,7 +122,7 @@ def test_matrix_of_collectives_of_four(
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Most of four agree, so that nothing has to be guessed."""
+    """Most of the four ranks agree, so nothing has to be guessed."""
     record_property("fault", f"{kind}, one of four ranks")
     flags = FLAGS.replace("--eval-interval 4", "--eval-interval 3")
     fault = f"{kind}:2:3:{phase}"
@@ -152,7 +155,7 @@ STEP = [("backward", "avg of 768"), ("backward", "avg of 768"), ("reduce", "vote
 
 
 def _log(steps: int, size: int, evaluated: int) -> list[CollectiveCall]:
-    """What a rank of a sound run issues, over `steps` with `size` kinds of buckets."""
+    """Return the calls of a rank in a sound run of `steps` steps with `size` kinds of buckets."""
     plan = []
     for step in range(1, steps + 1):
         of_step = [("backward", f"avg of {number // 2}") for number in range(size)] + STEP[2:]
@@ -182,7 +185,7 @@ def test_the_odd_rank_is_found(
 ) -> None:
     odd %= ranks
     whole = _log(12, size, evaluated)
-    # Two precedents of everything before it, and enough after it to show.
+    # Two precedents of everything before the fault, and enough calls after it.
     start = next(i for i, call in enumerate(whole) if call.step == 2 * evaluated + 1)
     at = start + at % (len(whole) - start - size - 6)
     log = list(whole)
@@ -195,7 +198,7 @@ def test_the_odd_rank_is_found(
     parting = find_parting(logs)
     assert parting is not None and parting.rank == odd, parting
     assert parting.place.step in (whole[at].step, whole[at - 1].step)
-    # Where like follows like, one that is left out shows at the end of its row.
+    # In a row of equal calls, a call that is left out shows at the end of the row.
     assert at + 1 <= parting.odd.number <= at + 3
 
 

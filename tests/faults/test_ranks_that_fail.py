@@ -1,5 +1,8 @@
-"""A rank that is killed, raises, leaves, stops or hangs: the others end in time, and the first
-cause is told once. The rows marked `matrix` are run by tools/faults.sh."""
+"""Tests of a rank that is killed, raises, leaves, stops or hangs.
+
+The other ranks end in time, and the first cause is reported once. Rows marked `matrix` run in
+tools/faults.sh.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,12 @@ STEPS = 10
 AT_ONCE = 10.0
 LATE = TIMEOUT_SECONDS + 5.0
 LAUNCHER_SECONDS = 10.0
-"""For a launcher to end what is left and to say how it went: less than the 30 s of torchrun's
-patience with ranks that do not obey."""
+"""Seconds for a launcher to end all ranks and to report, less than torchrun's patience of 30 s."""
 
 
 @dataclass(frozen=True)
 class FailureCase:
-    """A fault, the codes its rank may end with, the first cause's code and words, and the seconds
-    that the others may take."""
+    """A fault, exit codes of its rank, code and words of the first cause, and seconds to end."""
 
     fault: str
     codes: tuple[int, ...]
@@ -52,16 +53,16 @@ class FailureCase:
 
 
 def rows(rank: int, step: int, phase: str) -> list[FailureCase]:
-    """Every way to fail there."""
+    """Return every way to fail in this phase."""
     where = f"{rank}:{step}:{phase}"
     return [
         FailureCase(f"kill:{where}", (-9,), 6, ("gone", "killed")),
         FailureCase(f"raise:{where}", (1,), 1, ("RuntimeError: injected fault",)),
         FailureCase(f"oom:{where}", (1,), 1, ("MemoryError", "--micro-batch-size")),
         FailureCase(f"exit0:{where}", (0,), 6, ("gone", "left early")),
-        # Woken by the rank that tells of it, so that it too can leave.
+        # The rank that reports the fault wakes this rank, so that both can leave.
         FailureCase(f"stop:{where}", (6,), 6, ("does not follow", "stopped"), LATE),
-        # By who waits for it, or on a busy machine by its own watchdog.
+        # Reported by the rank that waits, or on a busy machine by the rank's own watchdog.
         FailureCase(f"hang:{where}", (6,), 6, ("in this phase for",), LATE),
     ]
 
@@ -71,7 +72,7 @@ def pick(kind: str, where: str) -> FailureCase:
     return next(r for r in rows(int(rank), int(step), phase) if r.fault.startswith(f"{kind}:"))
 
 
-# Together they meet each way to fail and each phase.
+# Together the rows meet each way to fail and each phase.
 FAST = [
     [pick("kill", "1:6:forward")],
     [pick("raise", "0:3:backward"), pick("exit0", "1:5:optimizer")],
@@ -84,7 +85,7 @@ MATRIX = [row for where in PHASES for row in rows(*where)]
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run that no fault struck."""
+    """Return the losses of the run without a fault."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
     ended = start_ranks(2, run_dir, f"--train-iters {STEPS}").finish()
     assert ended.codes == [0, 0], ended.all_stderr
@@ -92,7 +93,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def check(row: FailureCase, ended: Ended) -> float:
-    """The promises of a row; seconds from the fault to the end of the others."""
+    """Check the promises of a row; return the seconds from the fault to the end of the others."""
     other = 1 - row.rank
     assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)
     assert ended.codes[other] == 6, (ended.codes, ended.all_stderr)
@@ -111,9 +112,7 @@ def check(row: FailureCase, ended: Ended) -> float:
 
 
 def check_recovery(run_dir: Path, unbroken: dict[int, float]) -> None:
-    """Check that the same command goes on from the last checkpoint and ends like an unbroken
-    run.
-    """
+    """Check that the same command resumes from the last checkpoint and ends as if undisturbed."""
     again = start_ranks(2, run_dir, f"--train-iters {STEPS}").finish()
     assert again.codes == [0, 0], again.all_stderr
     assert again.status["state"] == "done"
@@ -160,7 +159,7 @@ def test_matrix(
 def test_four_ranks(
     tmp_path: Path, unbroken: dict[int, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """One of four is stopped: the other three blame that one, once."""
+    """Three ranks blame the stopped fourth rank, once."""
     record_property("fault", "stop, one of four ranks")
     flags = f"--train-iters {STEPS} {TIMEOUT}"
     ended = start_ranks(4, tmp_path, flags, fault="stop:2:5:forward").finish()
@@ -179,7 +178,7 @@ def test_four_ranks(
 
 
 def test_launcher_exits_with_the_first_causes_code(tmp_path: Path, unbroken: dict) -> None:
-    """torchrun makes 1 of every code, and its SIGTERM to the others must not make them save."""
+    """torchrun makes 1 of every code; its SIGTERM to the other ranks must not make them save."""
     flags = f"--train-iters {STEPS} {TIMEOUT}"
     run = start_launcher(2, tmp_path / "run", flags, fault="kill:1:6:backward").finish()
     assert run.codes == [6], run.all_stderr
@@ -196,7 +195,7 @@ def test_a_single_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_lone_rank_that_hangs_is_ended(tmp_path: Path) -> None:
-    """Nobody waits for it but its own watchdog, which shows where it hangs."""
+    """The watchdog of the rank is all that waits for it, and shows where the rank hangs."""
     flags = "--global-batch-size 2 --train-iters 4 --distributed-timeout-minutes 0.03"
     ended = start_ranks(1, tmp_path, flags, fault="hang:0:2:forward").finish()
     assert ended.codes == [6], ended.all_stderr

@@ -1,4 +1,4 @@
-"""One run in a folder; a lock that nobody holds any more is no hindrance."""
+"""Tests that a folder has one run at a time; a lock without a living holder does not hinder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def take(folder: Path, **job: str) -> tuple[RunLock | None, list[str]]:
 
 
 def held(folder: Path, **job: str) -> list[str]:
-    """What taking the lock said; it is given back again."""
+    """Take the lock, give it back, and return the messages."""
     lock, said = take(folder, **job)
     assert lock is not None
     lock.release()
@@ -107,7 +107,7 @@ def test_one_process_does_not_hold_it_twice(tmp_path: Path) -> None:
 
 
 def leave_behind(folder: Path, **values: object) -> Path:
-    """The file of a holder that this host knows nothing of."""
+    """Leave the file of a holder that this host knows nothing of."""
     mine = dataclasses.asdict(run_lock._myself({}))
     (folder / LOCK).write_text(json.dumps(mine | values))
     return folder / LOCK

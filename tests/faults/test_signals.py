@@ -22,7 +22,7 @@ from tests.faults.starting import (
 
 LONG = "--train-iters 100000 --save-interval 50000"
 SLOW = "slow:0:1+:data"
-"""A step a second, so that a signal surely falls into one."""
+"""A fault that makes a step last a second, so that a signal surely falls into a step."""
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -30,7 +30,7 @@ def saved(run_dir: Path) -> list[int]:
 
 
 def check_left(ended: Ended, left: str) -> int:
-    """It left for that reason, having saved once, at the last step it took; which step."""
+    """Check that the run left for that reason and saved once, at its last step; return the step."""
     assert set(ended.codes) == {75}, (ended.codes, ended.all_stderr)
     status = ended.status
     assert (status["state"], status["left"], status["exit_code"]) == ("left", left, 75), status
@@ -40,7 +40,7 @@ def check_left(ended: Ended, left: str) -> int:
 
 
 def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Path) -> None:
-    """All at once, since each run mostly waits."""
+    """The runs go on at once, since each run mostly waits."""
 
     def begin(name: str, flags: str = LONG) -> Started:
         return start_ranks(2, tmp_path / name, flags, fault=SLOW)
@@ -63,7 +63,7 @@ def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Pat
 
 
 def test_a_second_interrupt_leaves_at_once_and_save_files_are_obeyed(tmp_path: Path) -> None:
-    """The first rank hangs, so nothing but the watchdog's thread can act."""
+    """The first rank hangs, so that only the thread of the watchdog can act."""
     flags = "--global-batch-size 2 --train-iters 3"
     hung = start_ranks(1, tmp_path / "hung", flags, fault="hang:0:2:data")
     asked = start_ranks(2, tmp_path / "asked", LONG, fault=SLOW)
@@ -128,7 +128,7 @@ def test_sigterm_that_a_failure_follows_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("phase", ["data", "reduce", "save", "evaluate"])
 def test_matrix_of_signals(tmp_path: Path, name: str, phase: str, record_property) -> None:  # noqa: ANN001
-    """At any moment: while a rank is in that phase."""
+    """Send the signal while a rank is in that phase."""
     record_property("fault", f"{name} in {phase}")
     flags = "--train-iters 500 --save-interval 2 --eval-iters 2 --eval-interval 2"
     run = start_ranks(2, tmp_path, flags, fault=f"slow:1:4+:{phase}")

@@ -1,4 +1,4 @@
-"""Ranks that do not find each other, or that were started differently."""
+"""Tests of ranks that do not find each other, or that were started differently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREE = "--micro-batch-size 1 --global-batch-size 6"
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
-    """One of three missing; rank 0 missing; rank 0's port taken by another program."""
+    """The cases: one of three is missing, rank 0 is missing, rank 0's port is taken."""
     began, port = time.time(), free_port()
     flags = f"--train-iters 2 {TIMEOUT}"
     incomplete = start_ranks(3, tmp_path / "a", f"{THREE} {flags}", ranks=range(0, 3, 2))
@@ -76,7 +76,7 @@ def test_a_rank_that_was_started_differently_is_named(
 
 
 class _Source:
-    """Data of which one sample may differ."""
+    """A data source of which one sample may differ."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,5 +1,7 @@
-"""What is counted, copied and summed on a GPU without a wait of the host is right there, too. No
-pytest in here either."""
+"""Tests that counts, copies and sums on a GPU are right without waits of the host.
+
+This module does not import pytest.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,7 @@ from tests.gpu.sizes import fitting
 
 
 def keep_busy(device: torch.device) -> None:
-    """Give the stream work for some hundredths of a second, so that what follows is not done at
-    once."""
+    """Keep the stream busy for some hundredths of a second, so that later work is delayed."""
     if device.type == "cuda" and not sizes.small:
         torch.cuda._sleep(10**8)
 
@@ -32,8 +33,7 @@ def test_a_wait_is_told_once_the_stream_is_past_it(device: torch.device) -> None
 
 
 def test_copies_to_the_device_are_whole_before_they_are_used(device: torch.device) -> None:
-    """The page-locked memory of each copy is free at once, and must not be written again before
-    the device has read it."""
+    """Freed page-locked memory of a copy must not be rewritten before the device has read it."""
     keep_busy(device)
     sums = [to_device(torch.full((10_000,), number), device).sum() for number in range(100)]
     for number, found in enumerate(sums):

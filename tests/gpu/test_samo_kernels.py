@@ -1,5 +1,8 @@
-"""SAMO's compressed storage on a GPU: that of the CPU bit for bit, without a wait of the host or a
-copy, past 2^31 entries. No pytest in here either."""
+"""Tests of SAMO's compressed storage on a GPU.
+
+Results equal the CPU's bit for bit, without a wait of the host or a copy, past 2^31 entries. This
+module does not import pytest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def test_kernels_equal_plain_torch(device: torch.device) -> None:
 
 
 def a_step(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """All that a layout makes of the same masks, parameters and gradients; on the CPU."""
+    """Return, on the CPU, all results of a layout for fixed masks, parameters and gradients."""
     torch.manual_seed(5)
     shapes = {"matrix": (fitting(1031, 131), 777), "window": (64, 32, 3, 3), "whole": (50, 7)}
     params = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
@@ -67,7 +70,7 @@ def test_a_step_waits_for_nothing_and_makes_no_copy(device: torch.device) -> Non
             layout.gather_add("w", grad, sums)
             layout.scatter("w", flat, leaf.detach())
 
-    step()  # kernels are compiled
+    step()  # The first calls compile the kernels.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

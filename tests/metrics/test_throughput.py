@@ -1,4 +1,4 @@
-"""What is said at the end of a run: AxoNN's metrics over the steps of this start."""
+"""Tests of AxoNN's metrics over the steps of this start, logged at the end of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measured(*seconds: float, peak: float | None = None, **fields: Any) -> Throu
 
 
 def test_the_first_step_is_left_out() -> None:
-    """The paper's way: eleven batches, the mean of the last ten."""
+    """The paper measures so: eleven batches, the mean of the last ten."""
     found = measured(90.0, *[4.0] * 5, *[6.0] * 5, peak=125.0, world_size=8, global_batch_size=16)
     assert found is not None
     assert (found.steps, found.skipped, found.step_seconds) == (10, 0, 5.0)
@@ -72,7 +72,7 @@ def test_it_is_said_after_the_last_line(tmp_path: Path) -> None:
 
 
 def test_the_papers_metrics_are_those_of_large_models(tmp_path: Path) -> None:
-    """300 billion tokens are what GPT-3 trained models of 125 million parameters and more on."""
+    """GPT-3 trained models of 125 million parameters and more on 300 billion tokens."""
     metrics, _ = make_metrics(tmp_path)
     metrics.step(record(1))
     metrics.close()

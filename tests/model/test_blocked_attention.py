@@ -1,4 +1,4 @@
-"""Attention out of matrix products equals the fused one."""
+"""Tests that attention by matrix products equals the fused kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reference(
 
 @pytest.fixture(params=[True, False], ids=["native", "widened"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether the CPU is taken to multiply 16-bit operands."""
+    """Patch whether the CPU multiplies 16-bit operands natively; return the setting."""
     monkeypatch.setattr(module, "multiplies_natively", lambda dtype: request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""States in host memory: the same bits as on the device, for a bounded room there."""
+"""Tests of optimizer states in host memory: the bits of the device, in bounded device memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 DENSE = PathCase("dense")
 REWIRED = PathCase("samo", RANDOM | DSR)
 TICKET = PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 1})
-"""Pruned after its fifth update."""
+"""An early-bird ticket that is pruned after its fifth update."""
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
 BF16_WIDE: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.float32}
 FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
@@ -56,7 +56,7 @@ def offloaded(case: PathCase) -> PathCase:
 
 
 def pair(groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], **options: Any) -> list[Toy]:
-    """A toy with its states on the device, and one without."""
+    """Return a toy with its states on the device, and a toy with offloaded states."""
     return [Toy(groups, one, **kinds, **options) for one in (case, offloaded(case))]
 
 
@@ -66,7 +66,7 @@ def pair(groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], **options
 def on_rank_run(
     groups: ProcessGroups, case: PathCase, kinds: dict[str, Any], rule: UpdateRule, clip: float
 ) -> dict[str, list]:
-    """Nine steps, of which the fourth is not finite on one rank and the sixth is not applied."""
+    """Run nine steps; one rank has a NaN in the fourth, and the sixth is not applied."""
     toys = pair(groups, case, kinds, rule=rule)
     found: dict[str, list] = {"differ": [], "norms": [], "arriving": [], "changed": []}
     for number in range(9):
@@ -209,7 +209,7 @@ def test_a_bucket_is_updated_from_its_beginning_while_its_end_is_on_its_way() ->
 
 
 def test_what_it_leaves_in_the_gradients_memory_is_no_gradient() -> None:
-    """A parameter without gradient in the next step, and the gaps, are zero in it."""
+    """The gaps, and a parameter without gradient in the next step, have zero gradients."""
     toys = pair(ALONE, DENSE, BF16)
     for toy in toys:
         toy.step([gradients(0)])
@@ -229,7 +229,7 @@ def test_what_it_leaves_in_the_gradients_memory_is_no_gradient() -> None:
 
 
 def on_rank_order(groups: ProcessGroups, clip: float, zeros: bool) -> list[tuple[str, int]]:
-    """In which order a step waits for buckets, takes their squares, and updates them."""
+    """Return the order in which a step squares and updates its buckets."""
     toy = Toy(groups, offloaded(DENSE), **BF16, cap=1)
     engine, optimizer, events = toy.engine, toy.optimizer, []
     toy.step([gradients(0)])
@@ -264,8 +264,7 @@ def test_buckets_are_updated_as_they_come_unless_all_are_wanted_first(
 def on_rank_far_out(
     groups: ProcessGroups, values: list[float], predivided: bool
 ) -> tuple[list[bool], bool, bool, list[str], list[str]]:
-    """A step in which each rank's fp16 gradient has one such entry: ok, whether it was arriving,
-    what differs from the resident optimizer's, and what changed."""
+    """Run a step with a far-out fp16 entry; return ok, if it was arriving, and differences."""
     toys = pair(groups, replace(DENSE, predivided=predivided), FP16)
     for toy in toys:
         toy.step([gradients(0, groups.dp.rank)])
@@ -319,8 +318,7 @@ def test_a_sum_that_breaks_its_bound_is_told() -> None:
 
 
 def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
-    """Bytes of a bf16 model that has taken steps: of states, of all tensors but those, of an index;
-    and its entries, and those that are stored."""
+    """Return bytes of states, other tensors and an index; then entries and stored entries."""
     before = storages()
     shape, count = (512, 64), 12
     infos = [
@@ -365,7 +363,7 @@ def _model(shared: float, rule: UpdateRule, bucket_size: int) -> dict[str, int]:
 def test_the_device_holds_16_bytes_an_entry_of_a_bucket(
     shared: float, rule: UpdateRule, each: int
 ) -> None:
-    """4 phi + 16 bsize in all (AxoNN V-B); of a pruned model 2 phi + 2 f phi and an index."""
+    """4 phi + 16 bsize bytes in all (AxoNN V-B); pruned, 2 phi + 2 f phi and an index."""
     size = 16384
     found = _model(shared, rule, size)
     stored = found["stored"]
@@ -382,7 +380,7 @@ def test_the_device_holds_16_bytes_an_entry_of_a_bucket(
 
 @pytest.mark.parametrize("case", [DENSE, REWIRED, TICKET], ids=lambda case: str(case.options))
 def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
-    """Pass states on as a checkpoint does: the other optimizer continues with the same bits."""
+    """Resident and offloaded optimizers take over each other's states with equal bits."""
     through = Toy(ALONE, case, **BF16)
     resident, other = pair(ALONE, case, BF16)
     toys = [through, resident, other]
@@ -407,7 +405,7 @@ def test_states_go_from_host_to_device_and_back(case: PathCase) -> None:
 def test_states_apart_from_the_index_are_carried_over_by_masks(
     monkeypatch: pytest.MonkeyPatch, case: PathCase
 ) -> None:
-    """Keep states apart from the index, as on a GPU, whose kernels read no host memory."""
+    """Device kernels read no host memory, so that masks carry the states over."""
     plain = Toy(ALONE, case, **BF16)
     for number in range(8):
         plain.step([gradients(number)])

@@ -1,5 +1,7 @@
-"""The order that streams and events keep copies and updates in, where there is no GPU: of any two
-that touch the same memory, one of them to write, the second waits for the first."""
+"""Tests that streams and events order copies and updates, without a GPU.
+
+Of any two accesses to the same memory, one of them a write, the second waits for the first.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
 
 class LaneStream:
-    """What is known, on a stream, to be done: a vector clock. The host is one, too."""
+    """A vector clock of the operations known to be done on a stream, or by the host."""
 
     def __init__(self, device: object = None) -> None:
         self.device, self.clock = device, dict[int, int]()
 
     def tick(self) -> dict[int, int]:
-        self.learn(HOST.clock)  # it issues nothing before it knows what it knows
+        self.learn(HOST.clock)  # an operation starts with the host's knowledge
         self.clock[id(self)] = self.clock.get(id(self), 0) + 1
         return dict(self.clock)
 
@@ -66,7 +68,7 @@ class Access:
     clock: dict[int, int]
 
     def needs(self, earlier: Access) -> bool:
-        """Return whether this one has to come after the other."""
+        """Return whether this access has to come after the earlier one."""
         overlap = earlier.start < self.stop and self.start < earlier.stop
         return overlap and (self.writes or earlier.writes)
 
@@ -75,7 +77,7 @@ class Access:
 
 
 class LaneMachine:
-    """Streams of one device; notes who reads and writes which memory, and when."""
+    """Streams of one device that record who reads and writes which memory, and when."""
 
     def __init__(self) -> None:
         self.current = LaneStream()
@@ -106,7 +108,7 @@ class LaneMachine:
 
 
 class WatchedLanes(AdamW):
-    """Update rule whose reads and writes the machine notes."""
+    """An update rule whose reads and writes the machine records."""
 
     def watch(self, machine: LaneMachine) -> WatchedLanes:
         object.__setattr__(self, "machine", machine)
@@ -132,7 +134,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> LaneMachine:
 
 
 def steps(machine: LaneMachine, *, cap: int, size: int) -> None:
-    """Steps of a network that is rewired between them, and states that the host reads and loads."""
+    """Run steps of a network that is rewired in between; the host reads and loads states."""
     case = PathCase("samo", RANDOM | DSR, offloaded=True)
     rule = WatchedLanes(beta1=0.9, beta2=0.99, eps=1e-8).watch(machine)
     toy = Toy(ALONE, case, dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cap=cap, rule=rule)

@@ -1,4 +1,4 @@
-"""Sums of several steps' gradients, as the rules take them."""
+"""Tests of update rules that take sums of several steps' gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_gradients_of_one_step_are_taken_as_without_a_count_bit_by_bit() -> None
 
 
 def test_noise_that_waited_leaves_the_second_moment_where_noise_that_did_not_would() -> None:
-    """From nothing: after T = 10 flushes of 20 steps each, bias correction by all 200 is exact."""
+    """Bias correction by 200 steps is exact for T = 10 flushes of 20 steps each, from zero."""
     rule = AdamW(beta1=0.9, beta2=0.999, eps=1e-8)
     generator = torch.Generator().manual_seed(3)
     weight, moments = torch.zeros(4096), [torch.zeros(4096), torch.zeros(4096)]

@@ -1,4 +1,4 @@
-"""Groups: text travels whole, and ranks fail together."""
+"""Tests of groups: text is sent whole, and ranks fail together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_group_of_one_is_a_no_op(ranks: Ranks, world: int) -> None:
 
 
 def on_rank_late(groups: ProcessGroups) -> str:
-    """What a tensor-parallel rank whose peer does not come is told."""
+    """Return the error of a tensor-parallel rank whose peer does not come."""
     dims = ParallelDims(tp=2, dp=1, pp=2)
     mine = ProcessGroups.build(dims, rank=groups.world.rank, timeout=timedelta(seconds=0.3))
     if mine.tp.rank:
@@ -77,13 +77,13 @@ def on_rank_late(groups: ProcessGroups) -> str:
 
 
 def test_groups_of_a_part_of_the_world_wait_no_longer_than_asked(ranks: Ranks) -> None:
-    """torch would give them half an hour, whatever the world was given."""
+    """torch would let subgroups wait half an hour, whatever timeout the world has."""
     first, _, third, _ = ranks.run(4, on_rank_late)
     assert "Timed out waiting 300ms" in first and "Timed out waiting 300ms" in third
 
 
 def on_rank_edges(groups: ProcessGroups, folder: Path, odd: bool) -> dict[str, object]:
-    """Each stage of a pipeline of all ranks passes its number up, then another down."""
+    """Pass the number of each stage of a pipeline of all ranks up, then another number down."""
     dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
     mine = ProcessGroups.build(dims, rank=groups.world.rank)
     stage, edges = mine.pp.rank, mine.edges
@@ -96,7 +96,7 @@ def on_rank_edges(groups: ProcessGroups, folder: Path, odd: bool) -> dict[str, o
         came = torch.zeros(1)
         before, after = getattr(edges, f"{way}_in"), getattr(edges, f"{way}_out")
         about = "another" if odd and stage == 1 and step == -1 else way
-        # Posted before anybody has sent: the ring closes, so all of them wait for all.
+        # Receives are posted before any send; the ring closes, so that all ranks wait for all.
         receive = before.receive(came, source=0, tag=7, about=way)
         send = after.send(torch.tensor([float(stage)]), to=1, tag=7, about=about)
         receive.wait()
@@ -118,7 +118,7 @@ def test_edges_go_round_one_way_and_are_told_apart(
     logs = calls(tmp_path, attempt="a", ranks=range(world))
     assert find_parting(logs) is None
     for rank, log in logs.items():
-        # The world's barrier, and of each of four edges its one transfer.
+        # One barrier of the world, and one transfer on each of four edges.
         assert [call.number for call in log] == [1] * 5, log
         assert sum(str(rank) in call.group for call in log) == 4
 
@@ -153,14 +153,14 @@ def test_bytes_are_counted_by_the_ring_model(ranks: Ranks, world: int) -> None:
 
 @contextmanager
 def as_on_gpus(*, cpu: str = "gloo") -> Iterator[None]:
-    """Have torch name the backends of a run on GPUs, one for each device; gloo stays."""
+    """Let torch report the backends of a GPU run, one for each device; gloo stays in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: f"cpu:{cpu},cuda:nccl")
         yield
 
 
 def on_rank_nccl_edges(groups: ProcessGroups) -> int:
-    """Return how many communicators two stages make where a GPU's tensors go by NCCL."""
+    """Return the number of communicators that a stage makes where GPU tensors go by NCCL."""
     with as_on_gpus():
         dims = ParallelDims(tp=1, dp=1, pp=groups.world.size)
         edges = ProcessGroups.build(dims, rank=groups.world.rank).edges
@@ -185,7 +185,7 @@ LARGE_GRIDS = [
 
 
 def on_rank_all_groups(groups: ProcessGroups, dims: ParallelDims) -> None:
-    """Every group of a grid joins the ranks that it should, with edges as on GPUs."""
+    """Check that every group of a grid joins the right ranks, with edges as on GPUs."""
     rank = groups.world.rank
     with as_on_gpus():
         mine = ProcessGroups.build(dims, rank=rank)
@@ -204,7 +204,7 @@ def on_rank_all_groups(groups: ProcessGroups, dims: ParallelDims) -> None:
 
 
 def test_groups_of_every_kind_join_their_ranks(ranks: Ranks) -> None:
-    """Stages in the middle are in no embedding group: ranks are in different numbers of groups."""
+    """Middle stages are in no embedding group, so ranks are in different numbers of groups."""
     for dims in GRIDS:
         ranks.run(4, on_rank_all_groups, dims)
 
@@ -219,7 +219,7 @@ def test_so_do_those_of_eight_ranks() -> None:
 
 
 def on_rank_apart_from_others(groups: ProcessGroups) -> None:
-    """Ranks of two pipelines, one of which makes its edges only when the other one has them."""
+    """Build two pipelines, one of which makes its edges only when the other one has them."""
     rank = groups.world.rank
     with as_on_gpus():
         if rank % 2:
@@ -232,12 +232,12 @@ def on_rank_apart_from_others(groups: ProcessGroups) -> None:
 
 
 def test_no_rank_waits_for_groups_that_it_is_not_in(ranks: Ranks) -> None:
-    """There are twice as many edges as ranks: a wait of the world for each would take long."""
+    """The grid has twice as many edges as ranks: a wait of all ranks for each would take long."""
     ranks.run(4, on_rank_apart_from_others)
 
 
 def on_rank_connect(groups: ProcessGroups, dims: ParallelDims, cpu: str) -> list[tuple[str, str]]:
-    """What is sent when the groups of a grid are connected, with a backend named for the CPU."""
+    """Return what is sent to connect the groups of a grid, with a given CPU backend."""
     mine = ProcessGroups.build(dims, rank=groups.world.rank)
     told: list[tuple[str, str]] = []
     mine.listen(lambda number, what, name: told.append((name, what)))

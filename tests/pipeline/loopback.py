@@ -1,4 +1,4 @@
-"""A pipeline in one process: its ranks are threads, its messages lie in one mailbox."""
+"""A pipeline in one process: its ranks are threads and share one mailbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 30.0
 
 
 class Mailbox:
-    """What has arrived and was not yet received; `order` are all messages, as they came."""
+    """A store of messages that have arrived but are not received; `order` lists all arrivals."""
 
     def __init__(self) -> None:
         self.order: list[Message] = []
@@ -35,7 +35,7 @@ class Mailbox:
             return self._tensors.pop(message)
 
     def look(self, messages: Sequence[Message], *, wait: bool) -> list[Message]:
-        """Return the messages that have arrived, in the order of arrival."""
+        """Return those of the messages that are here, in order of arrival."""
         with self._changed:
             self._stand(lambda: not wait or any(each in self._tensors for each in messages))
             return [each for each in self.order if each in messages and each in self._tensors]
@@ -51,14 +51,16 @@ class Mailbox:
         self._changed.notify_all()
 
     def _stand(self, until: Callable[[], bool]) -> None:
-        """Let others go first until something is so."""
+        """Wait until the condition `until` holds."""
         assert self._changed.wait_for(until, SECONDS), "what is waited for never came"
 
 
 class DrawnMailbox(Mailbox):
-    """One rank runs at a time, up to its next look for messages; who, and what arrives in between,
-    is drawn. Messages do not overtake others of their kind that go the same way. For ranks that are
-    started by `on_threads` of this."""
+    """A mailbox that draws which rank runs next and which messages arrive in between.
+
+    One rank runs at a time, up to its next look for messages. Messages do not overtake others of
+    their kind that go the same way. The ranks must be started by `on_threads` of this mailbox.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class DrawnMailbox(Mailbox):
         self._me = threading.local()
 
     def on_threads(self, ranks: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of all."""
+        """Run all ranks and return their results."""
 
         def run(number: int) -> T:
             self._me.number = number
@@ -99,7 +101,7 @@ class DrawnMailbox(Mailbox):
         self._running += 1
 
     def _rest(self) -> None:
-        """This rank stands or is through: the last one that ran draws what comes next."""
+        """Let the last rank that stops running draw the next event."""
         self._running -= 1
         while not self._running and self._turn is None and self._standing:
             ready = sorted(me for me, until in self._standing.items() if until())
@@ -114,7 +116,7 @@ class DrawnMailbox(Mailbox):
 
 
 class HeldMailbox(Mailbox):
-    """Keeps back a message until that `after` which it is to come has arrived."""
+    """A mailbox that holds a message back until the message `after(message)` has arrived."""
 
     def __init__(self, after: Callable[[Message], Message | None]) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class HeldMailbox(Mailbox):
 
 
 class Loopback:
-    """A `Transport` of one rank through the mailbox that it shares with the others."""
+    """A `Transport` of one rank over a mailbox shared with the other ranks."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -153,8 +155,10 @@ class Loopback:
 
 
 class ArrivalLoopback(Loopback):
-    """An `ArrivalTransport` likewise. `received` are the messages that were taken, each with all
-    that were there at the time."""
+    """An `ArrivalTransport` over a mailbox.
+
+    `received` lists the received messages, each with all messages that had arrived at that time.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__(mailbox)
@@ -177,6 +181,6 @@ class ArrivalLoopback(Loopback):
 
 
 def on_threads(ranks: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of all, run at once."""
+    """Run all ranks at once and return their results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [each.result(SECONDS) for each in [pool.submit(rank) for rank in ranks]]

@@ -1,13 +1,12 @@
 """Devices whose work queues block, and ranks that issue a pipeline's work to them.
 
 A CUDA device has a few work queues (CUDA_DEVICE_MAX_CONNECTIONS), to which streams are assigned in
-turn. An operation begins at the head of its queue, when what precedes it in its stream is over;
-until then it holds up all that follows in the queue, whatever stream that belongs to. A transfer
-of NCCL is over when both ends are in it, a collective when all ranks are. Where a kernel is loaded
-at its first launch, that launch makes the host wait until the device has nothing left to do: so do
-the kernels of Triton, and with CUDA_MODULE_LOADING=LAZY also those of torch.
+turn. An operation begins at the head of its queue when its predecessor in the stream is done; until
+then it blocks the whole queue, including other streams. An NCCL transfer is done when both ends are
+in it, a collective when all ranks are. A first launch that loads its kernel makes the host wait
+until the device is idle: so do Triton's kernels, and with CUDA_MODULE_LOADING=LAZY also torch's.
 
-Nothing here computes: what the project's runner and transport issue is recorded and then played.
+Nothing is computed: the work issued by the project's runner and transport is recorded and played.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ class QueueEvent(NamedTuple):
 
 
 class QueuedLaunch(NamedTuple):
-    """A kernel, of torch's library or of Triton (`compiled`), or an allocation, which a device
-    without free memory makes the host wait for alike. `first`: its first launch on this device;
-    `waits`: the host waits for the device, whatever was loaded."""
+    """A kernel of torch or of Triton (`compiled`), or an allocation.
+
+    `first`: the first launch on this device. `waits`: the host waits for the device in any case, as
+    an allocation does on a device without free memory.
+    """
 
     stream: str
     name: str
@@ -50,8 +51,7 @@ class QueuedLaunch(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """An operation that is over when `ranks` are all in it; `key` tells which operation of theirs,
-    but for its number among those of the same key."""
+    """An operation that is done when all `ranks` are in it, identified by `key` and a count."""
 
     stream: str
     key: Hashable
@@ -59,14 +59,14 @@ class Meeting(NamedTuple):
 
 
 class StreamWait(NamedTuple):
-    """What follows in the stream begins after the event."""
+    """An entry that delays later operations of the stream until the event."""
 
     stream: str
     event: QueueEvent
 
 
 class HostWait(NamedTuple):
-    """The host issues nothing until the event."""
+    """An entry at which the host stops until the event."""
 
     event: QueueEvent
 
@@ -75,7 +75,7 @@ Entry = QueuedLaunch | Meeting | StreamWait | HostWait
 
 
 class Recorder:
-    """What the host of one rank issues."""
+    """A list of what the host of one rank issues."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -88,9 +88,7 @@ class Recorder:
         self._launched.add(name)
 
     def meet(self, stream: str, key: Hashable, ranks: Sequence[int]) -> QueueEvent:
-        """Queue a collective as ProcessGroupNCCL does, behind everything that the compute stream
-        holds.
-        """
+        """Issue a transfer after all work in the compute stream, as ProcessGroupNCCL does."""
         self.entries.append(StreamWait(stream, self._last(COMPUTE)))
         self._issued[stream] += 1
         self.entries.append(Meeting(stream, key, tuple(ranks)))
@@ -108,7 +106,7 @@ class Recorder:
 
 @dataclass
 class RecordedEdge:
-    """An edge of `megatron.parallel.groups.Edges`: a communicator of its own."""
+    """An edge of `megatron.parallel.groups.Edges` with its own communicator."""
 
     recorder: Recorder
     kind: str
@@ -128,7 +126,7 @@ class RecordedEdge:
 
 
 def edges(recorder: Recorder, place: StagePosition) -> Any:
-    """Return the edges of the rank at a place, as `megatron.parallel.groups.Edges`."""
+    """Return the edges of the rank at a place, in the form of `megatron.parallel.groups.Edges`."""
     rank, up, down = place.stage, (place.stage + 1) % place.stages, (place.stage - 1) % place.stages
     return SimpleNamespace(
         activations_in=RecordedEdge(recorder, "activations", (down, rank)),
@@ -140,8 +138,10 @@ def edges(recorder: Recorder, place: StagePosition) -> Any:
 
 @dataclass
 class RecordedStage:
-    """A stage of `chunks` chunks, each pass of which launches kernels of its own. A chunk's first
-    gradient of a step is copied, the others are added."""
+    """A stage of `chunks` chunks, each pass of which launches its own kernels.
+
+    A chunk's first gradient of a step is copied, later ones are added.
+    """
 
     recorder: Recorder
     place: StagePosition
@@ -174,7 +174,7 @@ def record(
     steps: int = 2,
     transport: Callable[..., GroupTransport] = GroupTransport,
 ) -> list[Entry]:
-    """What one rank issues in `steps` training steps with an evaluation after each."""
+    """Return what one rank issues in `steps` training steps, each followed by an evaluation."""
     recorder = Recorder()
     stage = RecordedStage(recorder, place)
     carrier = transport(edges(recorder, place), shape=(1,), dtype=torch.float32, device=META)
@@ -212,9 +212,11 @@ def record(
 
 @dataclass
 class QueueDevice:
-    """A device and its host, part way through the entries. `lazy`: CUDA loads torch's kernels at
-    their first launch; Triton's are loaded so in any case. `drawn` draws the queue of each stream,
-    which may be any after other streams were assigned."""
+    """A device and its host, part way through the entries.
+
+    `lazy`: CUDA loads torch's kernels at their first launch; Triton's are always loaded then.
+    `drawn` draws the queue of each stream, since earlier streams may shift the assignment.
+    """
 
     rank: int
     entries: Sequence[Entry]
@@ -240,7 +242,7 @@ class QueueDevice:
         return self.at == len(self.entries) and self.is_idle
 
     def issue(self) -> bool:
-        """Let the host go on until it has to wait; whether it did anything."""
+        """Let the host go on until it has to wait; return whether it did anything."""
         began = self.at
         while self.at < len(self.entries):
             entry = self.entries[self.at]
@@ -265,7 +267,7 @@ class QueueDevice:
         return self._assigned[stream]
 
     def run(self) -> bool:
-        """Begin whatever can begin; whether anything could."""
+        """Begin all operations that can begin; return whether there was one."""
         moved = False
         for queue in self.queues:
             while queue and self._begins(queue[0]):
@@ -301,8 +303,7 @@ class QueueDevice:
 def play(
     traces: Sequence[Sequence[Entry]], *, connections: int, lazy: bool, seed: int | None = None
 ) -> list[str]:
-    """Where the ranks stand that never get through; none if all do. With a `seed` streams are
-    assigned to queues at random."""
+    """Return the state of each rank that never finishes; `seed` draws the streams' queues."""
     devices = [
         QueueDevice(
             rank, trace, connections, lazy, None if seed is None else Random(f"{seed} {rank}")
@@ -315,7 +316,7 @@ def play(
 
 
 def _meet(devices: Sequence[QueueDevice]) -> bool:
-    """End the meetings to which all have come; whether there was one."""
+    """End the meetings that all ranks have reached; return whether there was one."""
     moved = False
     for device in devices:
         for meeting, entry in list(device.meetings.items()):

@@ -1,4 +1,4 @@
-"""A model over pipeline stages is the model on one rank, up to rounding."""
+"""Tests that a model over pipeline stages equals the model on one rank, up to rounding."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CASES = {
     "tp2-pp2-uneven": (4, 2, FIVE, ""),
     "tp2-pp2-in-turns-sequence-cut": (4, 2, DRY, f"{TURNS} 1 --sequence-parallel"),
 }
-"""Ranks, stages, what the model is, how it is cut; tp2: two ranks a stage."""
+"""Ranks, stages, model, and how the model is sharded; tp2: two ranks per stage."""
 
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """Results and validation losses of the same model on one rank."""
+    """Return a function that trains on one rank; it gives the findings and validation losses."""
 
     @cache
     def run(flags: str) -> tuple[dict[str, Any], list[float]]:
@@ -63,7 +63,7 @@ def test_stages_find_what_one_rank_finds(ranks: Ranks, tmp_path: Path, alone: An
         assert each["norms"] == pytest.approx(whole["norms"], rel=1e-5)
         assert each["params_norms"] == pytest.approx(whole["params_norms"], rel=1e-6)
         assert each["tokens"] == whole["tokens"]
-        # Of a key's bias the gradient is 0 but for rounding, which a cut model does otherwise.
+        # The gradient of a key bias is 0 but for rounding, which differs on a sharded model.
         assert each["zeros"] == pytest.approx(whole["zeros"], abs=3 if tp > 1 else 0)
         assert each["losses"] == found[0]["losses"] and each["kept"] == 0
         assert each["timers"] == found[0]["timers"]
@@ -76,7 +76,7 @@ def test_stages_find_what_one_rank_finds(ranks: Ranks, tmp_path: Path, alone: An
             torch.testing.assert_close(values, wanted.view(-1), atol=1e-5, rtol=0)
             copies.setdefault((name, part), []).append(values)
     assert {name for name, _ in copies} == whole["params"].keys()
-    for name, (first, *others) in copies.items():  # of tied, data-parallel and uncut ones
+    for name, (first, *others) in copies.items():  # tied, data-parallel and unsharded parameters
         assert all(torch.equal(first, other) for other in others), name
 
 
@@ -89,8 +89,8 @@ def test_buckets_leave_while_backward_runs_and_bytes_are_counted(
         found = ranks.run(4, train_by_hand, flags, 2, tmp_path / str(in_turns))
         for each in found:
             *_, before, after = each["launched"]
-            # Only tied tables wait for the end. Of several chunks, those that are through with the
-            # step do not wait for the others; no step sends anything before its last backward.
+            # Only tied tables wait for the end. Chunks that have finished the step do not wait for
+            # the others; no step sends anything before its last backward.
             assert after == each["buckets"] - each["tied"] > 1
             assert (before > 0) == in_turns and each["launched"][0] == 0
             # 4 microbatches. Each of two stages sends one message over each boundary.
@@ -136,7 +136,7 @@ def test_a_spike_needs_a_rank_with_a_loss(ranks: Ranks, tmp_path: Path) -> None:
         ranks.run(2, skipped, fault, f"{TURNS} 1", tmp_path / fault[:3])
         for fault in ("slow:0:9:forward", "spike:1:2:forward")
     )
-    # One of 8 microbatches of that step counts a hundred times, on every rank.
+    # One of 8 microbatches of the step counts a hundred times, on every rank.
     assert all(found["loss"] > 10 * calm[0]["loss"] for found in loud)
     for text in ranks.run(2, refused_fault, tmp_path):
         assert "name one from 1 to 1" in text

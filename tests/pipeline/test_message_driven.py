@@ -1,5 +1,8 @@
-"""A stage that decides by what has arrived: within its limit, never waiting for ever, with the
-gradients of 1F1B to the bit, and alike on all tensor-parallel ranks."""
+"""Tests of a stage that runs what has arrived.
+
+It stays within its limit, never deadlocks, gives the gradients of 1F1B bit by bit, and decides
+alike on all tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,7 @@ DRAWN = {
         . . A a B b C c D d . .
     """,
 }
-"""Rows are ranks, columns units of time, as in test_schedule. The keys: stages, microbatches,
-limit, time of a backward and of a transfer."""
+"""Charts as in test_schedule, by stages, microbatches, limit, times of backward and transfer."""
 
 
 @pytest.mark.parametrize("sizes", DRAWN, ids=str)
@@ -90,7 +92,7 @@ def test_ends_of_a_pipeline_have_no_choice() -> None:
 
 
 class Line:
-    """A pipeline of deciding ranks, whose messages arrive when told."""
+    """A pipeline of message-driven ranks whose messages arrive on command."""
 
     def __init__(self, stages: int, count: int, limit: int) -> None:
         self.players, self.limit, self.count = driven(stages, count, limit), limit, count
@@ -99,8 +101,7 @@ class Line:
         self.ran: list[list[Operation]] = [[] for _ in range(stages)]
 
     def moves(self) -> list[tuple[str, int]]:
-        """What may happen next: a rank runs, or the oldest message of a kind over a boundary
-        arrives."""
+        """Return next events: a rank runs, or a boundary's oldest message of a kind arrives."""
         runs = [
             ("run", rank)
             for rank, player in enumerate(self.players)
@@ -125,7 +126,7 @@ class Line:
         self.under_way += [] if made is None else [made]
 
     def check(self) -> None:
-        """Laws of a batch that is over."""
+        """Check the laws of a finished batch."""
         assert not self.under_way and not any(self.here) and not any(map(_left, self.players))
         for rank, ran in enumerate(self.ran):
             held = 0
@@ -176,7 +177,7 @@ def test_on_paper_it_is_1f1b_where_all_is_even_and_faster_where_links_are_slow()
         orders = [one_f_one_b(rank, p, m) for rank in range(p)]
         return timeline(driven(p, m, limit), **times).length, timeline(orders, **times).length
 
-    assert both(3, 4, 4, transfer=1) == (16, 20)  # as told in `schedule`
+    assert both(3, 4, 4, transfer=1) == (16, 20)  # as drawn in `schedule`
     for p, m in product((2, 3, 4), (8, 16)):
         for limit in (p, p + 1, 2 * p):
             mine, fixed = both(p, m, limit, forward=1, backward=2)
@@ -185,7 +186,7 @@ def test_on_paper_it_is_1f1b_where_all_is_even_and_faster_where_links_are_slow()
         assert mine < fixed
         mine, fixed = both(p, m, 2 * p, backward=2, factor=slow(0, Fraction(3, 2)))
         assert mine < fixed
-    # Two stages have nothing to decide: with as many in flight the orders are one.
+    # Two stages have no choice: with as many microbatches in flight, both orders are equal.
     for seed in range(5):
         mine, fixed = both(2, 8, 2, backward=2, factor=jitter(seed))
         assert mine == fixed
@@ -208,7 +209,7 @@ def lines(
     tp: Sequence[Group] | None = None,
     at: Any = lambda phase: None,
 ) -> list[Pipeline]:
-    """The pipelines of all stages in this process; `tp`: the ranks that share each stage."""
+    """Return the pipelines of all stages in this process; `tp` are the ranks of each stage."""
     split = split_layers(MODEL.num_layers, stages)
     made = []
     for rank, (layers,) in enumerate(split):
@@ -273,13 +274,13 @@ def test_losses_and_gradients_are_those_of_1f1b_to_the_bit(
     for line in pipelines:
         assert line.engine.told == [list(line.stage.names(0))]  # type: ignore[attr-defined]
         assert {WAIT, "forward-recv", "backward-recv"} <= line.timers.elapsed().keys()
-    # Evaluations go the fixed way.
+    # Evaluations use the fixed schedule.
     *_, evaluated = mailbox.on_threads(works(pipelines, count, "forward"))
     torch.testing.assert_close(evaluated, loss, rtol=0, atol=0)
 
 
 def test_deliveries_differ_and_the_course_with_them() -> None:
-    """So that the test before this one is about something."""
+    """The previous test is meaningless unless deliveries and courses differ."""
     courses = set()
     for seed in range(6):
         mailbox = DrawnMailbox(seed)
@@ -318,15 +319,18 @@ def test_a_rank_that_waits_for_any_message_says_so() -> None:
 
 
 def on_two_lines(groups: ProcessGroups) -> dict[str, Any]:
-    """Three stages of two ranks. To the middle one each activation comes before the gradient of
-    the microbatch before it on the first of the ranks, and after it on the other."""
+    """Run three stages of two ranks each, fixed and driven by messages.
+
+    For the middle stage, each activation comes before the gradient of the previous microbatch on
+    the first rank, and after that gradient on the other rank.
+    """
     assert groups.world.size == 2
     leads = groups.world.rank == 0
 
     def after(message: Message) -> Message | None:
         kind, microbatch, boundary = message
         if leads and kind is Kind.BACKWARD and boundary == 1 and microbatch < 7:
-            return Message(Kind.FORWARD, microbatch + 1, 1)  # what the middle makes of it
+            return Message(Kind.FORWARD, microbatch + 1, 1)  # the output of the middle stage
         if not leads and kind is Kind.FORWARD and boundary == 0 and microbatch:
             return Message(Kind.BACKWARD, microbatch - 1, 1)
         return None
@@ -350,7 +354,7 @@ def on_two_lines(groups: ProcessGroups) -> dict[str, Any]:
 
 
 def otherwise(received: Sequence[tuple[Message, list[Message]]]) -> int:
-    """Return how often a middle stage of three would have chosen another pass by what was there."""
+    """Return how often a middle stage of three would have chosen another pass by its arrivals."""
     (_, player, _), differ = driven(3, 8, 4), 0
     for message, here in received:
         operation = Operation(message.kind, message.microbatch)
@@ -375,5 +379,5 @@ def test_tensor_parallel_ranks_run_what_their_first_decides(ranks: Ranks) -> Non
             both - 2 * fixed
             for both, fixed in zip(each["driven calls"], each["fixed calls"], strict=True)
         )
-        # One word a pass at most, and none where a stage has no choice.
+        # At most one message per pass, and none where a stage has no choice.
         assert first == last == 0 and 0 < middle <= 16

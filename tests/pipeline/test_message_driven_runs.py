@@ -1,4 +1,4 @@
-"""Message-driven runs over real MPI: whatever arrives first, every bit is that of 1F1B."""
+"""Tests that message-driven runs over real MPI equal 1F1B in every bit."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ RADIUS = "--radius-density 0.4 --radius-interval 2 --radius-start-iter 0"
 PRUNED = "--samo-sparsity 0.5 --samo-pruning random"
 CLIP = 0.1
 OVERFLOWS = 2**20
-"""A scale with which gradients overflow: they do not with a quarter of it."""
+"""A loss scale at which gradients overflow; at a quarter of it they do not."""
 CASES = {
-    # Stages, ranks of each, what both schedules are given, limits (0: the default).
+    # Stages, ranks of each, flags for both schedules, limits (0: the default).
     "pp2-dp2": (2, 1, WET, (0, 3)),
     "pp2-dp2-bf16-recomputed": (2, 1, f"{WET} --bf16 --recompute-granularity full", (1,)),
     "pp4-uneven": (4, 1, f"{DRY} --num-layers 5", (1, 0, 6)),
@@ -43,7 +43,7 @@ CASES = {
     "topk": (2, 1, f"{WET} --grad-path topk --topk-density 0.1 --topk-start-iter 0", (0,)),
     "powersgd": (2, 1, f"{WET} --grad-path powersgd --powersgd-rank 2", (3,)),
 }
-"""All of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
+"""Cases of 4 ranks, 2 of which are data-parallel where `pp` times `tp` is 2."""
 WORLD = 4
 RUN = (
     f"{WET} --train-iters 6 --optimizer adam --lr 3e-3 --bf16 --eval-iters 0 "
@@ -58,7 +58,7 @@ def flags_of(limit: int) -> str:
 def both_ways(
     groups: ProcessGroups, flags: str, pp: int, tp: int, limits: tuple[int, ...], run_dir: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """What this rank finds under 1F1B, and what differs from that under the other schedule."""
+    """Return what a rank finds under 1F1B, and the differences under the other schedule."""
     flags += f" --clip-grad {CLIP}"
     usual = train_by_hand(groups, flags, pp, run_dir / "1f1b", tp)
     weights = usual.pop("params")
@@ -80,7 +80,7 @@ def both_ways(
 def compare(
     mpi_ranks: Ranks, case: tuple[int, int, str, tuple[int, ...]], run_dir: Path
 ) -> list[dict[str, Any]]:
-    """What the ranks find, which is the same in every bit."""
+    """Return what the ranks find; assert that it is equal bit by bit under both schedules."""
     pp, tp, flags, limits = case
     results = mpi_ranks.run(WORLD, both_ways, flags, pp, tp, limits, run_dir)
     for rank, (found, differing) in enumerate(results):
@@ -107,7 +107,7 @@ def test_a_scale_that_overflows_skips_the_same_steps(mpi_ranks: Ranks, tmp_path:
 
 
 def launched(run_dir: Path, flags: str, *, over: str) -> dict[int, float]:
-    """The losses of a whole run that `mpiexec` or `torchrun` starts."""
+    """Return the losses of a whole run that `mpiexec` or `torchrun` starts."""
     found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     starts = {
         "mpiexec": [found or "mpiexec", "-n", str(WORLD), sys.executable],
@@ -126,7 +126,7 @@ def launched(run_dir: Path, flags: str, *, over: str) -> dict[int, float]:
 
 
 def written(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of each file of tensors in the run's last checkpoint."""
+    """Return the SHA-256 of each tensor file in the run's last checkpoint."""
     files = sorted((run_dir / "checkpoints" / "step_00000006").glob("**/*.safetensors"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -141,7 +141,7 @@ def run_on_ranks(groups: ProcessGroups, flags: str, run_dir: Path) -> None:
 
 
 def test_runs_go_on_bit_by_bit_under_either_schedule(mpi_ranks: Ranks, tmp_path: Path) -> None:
-    """Left after 3 of 6 steps, a run is taken up by a start of mpiexec and by one of torchrun."""
+    """The run leaves after 3 of 6 steps and is resumed by mpiexec and by torchrun."""
     flags = f"{SMALL} {RUN} --pipeline-model-parallel-size 2"
     driven, half = f"{flags} {SCHEDULE}", tmp_path / "half"
     mpi_ranks.run(WORLD, run_on_ranks, driven, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""What MPI may touch when, and which stream has what, with streams that a test moves by hand."""
+"""Tests of when MPI may touch memory, with streams that a test advances by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = torch.device("cpu")
 
 @dataclass
 class Place:
-    """An event that a test lets happen."""
+    """An event that a test triggers."""
 
     happened: bool = False
 
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass
 class ByHand:
-    """Streams whose copies are made when they are asked for, and done when a test says so."""
+    """Streams whose copies are made on request and are done when a test says so."""
 
     marks: list[Place] = field(default_factory=list)
     copies: list[Place] = field(default_factory=list)
@@ -54,7 +54,7 @@ class ByHand:
 
 
 def write(parcel: MessageBuffer, number: float) -> None:
-    """What MPI does when a message comes."""
+    """Write a message into a buffer, as MPI does."""
     parcel.buffer.fill_(number)
     parcel.landed()
 
@@ -71,7 +71,7 @@ def test_host_memory_is_ready_at_once_and_is_the_tensor() -> None:
 
 
 def test_a_device_that_mpi_knows_is_touched_when_its_stream_is_there() -> None:
-    """Also for a receive: the memory may be another tensor's until then."""
+    """A receive waits too: until then the memory may belong to another tensor."""
     streams = ByHand()
     staging, sent = DirectStaging(streams, HERE), torch.ones(3)
     out, came = staging.outgoing(sent), staging.incoming((3,), torch.float32)
@@ -94,7 +94,7 @@ def test_a_send_from_a_device_waits_for_its_copy_in_host_memory() -> None:
 
 
 def test_a_receive_goes_back_to_the_device_when_it_came() -> None:
-    """The copy begins then, and the computing stream waits for it when it takes the tensor."""
+    """The copy begins on arrival; the compute stream waits for it when it takes the tensor."""
     streams = ByHand()
     came = PinnedStaging(streams).incoming((3,), torch.float32)
     assert came.ready() and not streams.copies

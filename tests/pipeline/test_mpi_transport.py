@@ -1,4 +1,4 @@
-"""Messages over MPI: in either order, at once or late, in as many bytes as they hold, or not."""
+"""Tests of messages over MPI: order, delay, number of bytes, and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.pipeline.transport import NoTransport
 from tests.ranks import Ranks, grid
 
 LARGE = 1 << 20
-"""Floats of a message that MPI hands over only while both ends call it."""
+"""Floats of a message that MPI hands over only while both ends call MPI."""
 SECONDS = 20.0
 
 
@@ -30,7 +30,7 @@ def backward(microbatch: int) -> Message:
 
 
 def transport_on(groups: ProcessGroups, *, size: int = 4, seconds: float = SECONDS, **more: Any):
-    """The transport of this rank of a pipeline that takes in the whole world."""
+    """Return the transport of this rank in a pipeline of all ranks."""
     from megatron.pipeline.mpi_transport import MPITransport, open_mpi_transport
 
     pipeline = grid(groups, pp=groups.world.size)
@@ -51,12 +51,12 @@ def filled(number: float, size: int = 4) -> torch.Tensor:
 
 
 def comes_within(transport: Any, message: Message, seconds: float = SECONDS) -> bool:
-    """Return whether a message comes, as the one who decides sees it."""
+    """Return whether a message arrives in time, as a message-driven stage sees it."""
     return poll(lambda: message in transport.arrived(wait=False), seconds=seconds)
 
 
 def either_kind_first(groups: ProcessGroups) -> Any:
-    """The second of four stages takes whatever came: first a gradient, then an activation."""
+    """Let the second of four stages receive a gradient first, then an activation."""
     transport, rank = transport_on(groups), groups.world.rank
     if rank == 1:
         up, down = Message(Kind.FORWARD, 0, 0), Message(Kind.BACKWARD, 0, 1)
@@ -90,7 +90,7 @@ def test_the_kind_that_comes_first_is_the_first_that_arrived(mpi_ranks: Ranks) -
 
 
 def echo(groups: ProcessGroups, count: int, tags: int) -> Any:
-    """Rank 0 sends all activations, rank 1 answers each; twice, with an evaluation in between."""
+    """Send activations that rank 1 answers: two batches, with an evaluation in between."""
     transport, rank = transport_on(groups, size=8, tags=tags), groups.world.rank
     pipeline = grid(groups, pp=2)
     pipeline.pp.traffic.take()
@@ -131,8 +131,11 @@ def test_messages_of_a_kind_come_in_order_though_tags_wrap(
 
 
 def while_in_a_collective(groups: ProcessGroups, in_collective: str) -> bool:
-    """One end of a large message waits in a collective for the other, which first waits for the
-    message. Which of the two ends MPI needs to hand it over is the library's affair."""
+    """Let one end of a large message wait in a collective for the other end.
+
+    The other end waits for the message first. The MPI library decides which ends must call it to
+    hand the message over.
+    """
     transport, sends = transport_on(groups, size=LARGE), groups.world.rank == 1
     right = True
     transport.expect([] if sends else [backward(0)], unanswered=2)
@@ -140,7 +143,7 @@ def while_in_a_collective(groups: ProcessGroups, in_collective: str) -> bool:
     if sends:
         transport.send(backward(0), filled(7, LARGE))
     if (in_collective == "sender") == sends:
-        right = transport.outstanding == 1  # not over before it has begun
+        right = transport.outstanding == 1  # not done before it has begun
         dist.all_reduce(torch.zeros(1))
     time.sleep(0.05)
     if sends:
@@ -159,7 +162,7 @@ def test_a_rank_in_a_collective_holds_up_nobody(mpi_ranks: Ranks, in_collective:
 
 
 def while_both_compute(groups: ProcessGroups) -> bool:
-    """Return whether a large message is there after both have only computed for a while."""
+    """Return whether a large message arrives while both ranks only compute."""
     transport = transport_on(groups, size=LARGE)
     rank = groups.world.rank
     transport.expect([forward(0)] if rank else [], unanswered=2)
@@ -169,7 +172,7 @@ def while_both_compute(groups: ProcessGroups) -> bool:
     work, until = torch.ones(64, 64), time.monotonic() + 1.0
     while time.monotonic() < until and transport.outstanding:
         work = work @ work * 0.01
-    moved = transport.outstanding == 0  # nobody but the thread has looked
+    moved = transport.outstanding == 0  # only the thread has called MPI
     if rank:
         transport.receive(forward(0))
     transport.settle()
@@ -214,7 +217,7 @@ def test_what_does_not_come_is_named_with_its_rank(mpi_ranks: Ranks) -> None:
 
 
 def sends_are_bounded(groups: ProcessGroups) -> tuple[int, int]:
-    """Sends that rank 0 may have under way while rank 1 takes its time."""
+    """Return the number of sends that rank 0 may have under way while rank 1 is slow."""
     transport, most = transport_on(groups, size=LARGE), 0
     messages = [forward(number) for number in range(8)]
     transport.expect(messages if groups.world.rank else [], unanswered=2)
@@ -244,7 +247,7 @@ def test_ranks_that_would_send_other_shapes_are_refused(mpi_ranks: Ranks) -> Non
 
 
 def in_lines(groups: ProcessGroups) -> Any:
-    """Each of two tensor-parallel ranks of a stage has a line of its own."""
+    """Send over the separate line of each of two tensor-parallel ranks of a stage."""
     from megatron.pipeline.mpi_transport import open_mpi_transport
 
     cut = grid(groups, tp=2, pp=2)
@@ -269,8 +272,7 @@ def test_tensor_parallel_ranks_have_lines_of_their_own(mpi_ranks: Ranks) -> None
 
 
 def late_memory(groups: ProcessGroups) -> Any:
-    """A message whose memory is not ready is held back, with those behind it; the thread sends
-    them when it is."""
+    """Hold a message and its successors back until its memory is ready; the thread sends."""
     from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
 
     transport, rank = transport_on(groups), groups.world.rank
@@ -310,7 +312,7 @@ def test_a_message_waits_for_its_memory_and_not_its_rank(mpi_ranks: Ranks) -> No
 
 
 def broken_memory(groups: ProcessGroups) -> Any:
-    """What goes wrong in the thread is raised where its rank looks next."""
+    """Check that an error in the thread is raised where its rank looks next."""
     from megatron.pipeline.mpi_transport import HostStaging, MessageBuffer, MPITransport
 
     transport = transport_on(groups)

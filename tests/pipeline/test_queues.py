@@ -1,7 +1,8 @@
-"""The pipeline gets through on devices whose work queues block, as those of CUDA do with NCCL.
+"""Tests that the pipeline does not deadlock on devices whose work queues block.
 
-gloo's receives hold up nothing, so that a pipeline which works over gloo may still stand still on
-a GPU; here the runner, the schedules and the transport issue their work to devices that do block.
+CUDA's queues block with NCCL. gloo's receives block nothing, so a pipeline that works over gloo may
+still deadlock on a GPU; here the runner, the schedules and the transport issue their work to
+devices that block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONNECTIONS = (1, 2, 8, 32)
 
 
 class Ahead(GroupTransport):
-    """Posts receives ahead on any device."""
+    """A transport that posts receives ahead on any device."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -34,7 +35,7 @@ class Ahead(GroupTransport):
 
 
 class LateTransport(GroupTransport):
-    """Takes the memory of a receive when the receive is posted."""
+    """A transport that allocates the memory of a receive when the receive is posted."""
 
     def _prepare(self) -> None:
         pass
@@ -50,7 +51,7 @@ def traces(
 
 
 def with_waits(ranks: Sequence[Sequence[Entry]], share: float, seed: int) -> list[list[Entry]]:
-    """Return traces in which the host may wait for the device at any launch or allocation."""
+    """Let the host wait for the device at random launches and allocations."""
     drawn = Random(seed)
     return [
         [
@@ -76,7 +77,7 @@ def test_1f1b_gets_through_however_kernels_are_loaded(shape: tuple[int, int, int
 
 
 def test_interleaved_stages_would_stand_still_where_kernels_are_loaded_late() -> None:
-    """Which a run with CUDA_MODULE_LOADING=LAZY is refused for: see `megatron.launch`."""
+    """A run with CUDA_MODULE_LOADING=LAZY is refused for this reason: see `megatron.launch`."""
     stuck = [play(traces(shape), connections=32, lazy=True) for shape in INTERLEAVED]
     assert any("'add of chunk" in line for lines in stuck for line in lines)
 
@@ -91,7 +92,7 @@ def test_streams_may_share_queues_in_any_way(shape: tuple[int, int, int]) -> Non
 def test_1f1b_gets_through_wherever_a_rank_waits_for_its_device(
     shape: tuple[int, int, int],
 ) -> None:
-    """A kernel that comes late, or an allocation that has to free memory first."""
+    """A host waits for a kernel that is loaded late, or an allocation that has to free memory."""
     for share, seed in product((0.1, 0.5, 1.0), range(5)):
         late = with_waits(traces(shape), share, seed)
         assert not play(late, connections=8, lazy=True)

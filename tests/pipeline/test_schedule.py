@@ -1,5 +1,4 @@
-"""Orders of passes: as drawn, within their bounds, as fast as the paper says, never waiting for
-ever."""
+"""Tests of schedules: as drawn, within their bounds, as fast as in the papers, deadlock-free."""
 
 from __future__ import annotations
 
@@ -48,8 +47,11 @@ DRAWN = {
         .. .. A0 B0 C0 A1 a1 B1 b1 C1 c1 a0 b0 c0 .. ..
     """,
 }
-"""Rows are ranks, columns units of time: microbatch A, B, ... forward, a, b, ... backward, and the
-chunk. The keys: stages, chunks, microbatches."""
+"""Rows are ranks, columns units of time.
+
+Microbatches are A, B, ... forward and a, b, ... backward, followed by the chunk. The keys are
+stages, chunks and microbatches.
+"""
 
 GRIDS = [
     (p, v, m)
@@ -82,7 +84,7 @@ def test_every_pass_of_every_chunk_runs_once_and_backward_comes_later() -> None:
 
 
 def test_no_grid_deadlocks_and_bubbles_are_those_of_the_paper() -> None:
-    """(p - 1) / (v m), whatever a forward and a backward take, where m fills the stages."""
+    """The bubble is (p - 1) / (v m) for any times of the passes, where m fills the stages."""
     for (p, v, m), (forward, backward) in product(GRIDS, ((1, 1), (1, 2), (3, 2))):
         found = timeline(orders(p, v, m), chunks=v, forward=forward, backward=backward)
         assert found.bubble == Fraction(p - 1, v * m), (p, v, m)
@@ -103,7 +105,7 @@ def test_microbatches_in_flight_are_bounded() -> None:
 
 
 def test_both_ends_of_every_edge_issue_its_messages_in_one_order() -> None:
-    """What a transport without tags, as NCCL's, relies on."""
+    """A transport without tags, such as NCCL's, relies on this order."""
     for p, v, m in GRIDS:
         for make in (interleaved, lambda _, *sizes: forward_only(*sizes)):
             places = [StagePosition(stage=rank, stages=p, chunks=v) for rank in range(p)]
@@ -116,7 +118,7 @@ def test_both_ends_of_every_edge_issue_its_messages_in_one_order() -> None:
 
 
 def test_no_rank_has_more_unanswered_sends_than_the_first_has_in_flight() -> None:
-    """So that waiting for the oldest beyond those is no waiting: it has been received."""
+    """A wait for the oldest send beyond those never blocks: it has been received."""
     for p, v, m in GRIDS:
         places = [StagePosition(stage=rank, stages=p, chunks=v) for rank in range(p)]
         for backward, transfer in ((1, 0), (5, 0), (1, 7)):

@@ -1,4 +1,4 @@
-"""Stages and their runner without processes: over a mailbox, on any number of ranks."""
+"""Tests of stages and their runner without processes, over a mailbox."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def model(layers: range, tp: Group = ALONE) -> GPT:
 
 
 def microbatches(count: int) -> list[DeviceMicrobatch]:
-    """Return microbatches of two documents each, which attention may not leave: every stage has
-    to know the boundary.
-    """
+    """Return microbatches of two documents each, which attention keeps apart on every stage."""
     generator = torch.Generator().manual_seed(5)
     shape = (2, MODEL.seq_length)
     documents = (torch.arange(MODEL.seq_length) > 2).long().expand(shape)

@@ -1,4 +1,4 @@
-"""Trainers on the ranks of a grid, and what they hold and send, counted."""
+"""Trainers on the ranks of a grid, and counts of what they hold and send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = (
 
 
 def planned(flags: str, world: int, *, vocabulary: int = 101) -> RankGrid:
-    """The grid that the planner would make of these flags."""
+    """Return the grid that the planner makes of these flags."""
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), world)
     return grid_of(config, world, vocabulary)
 
@@ -60,7 +60,7 @@ def grid_of(config: Config, world: int, vocabulary: int) -> RankGrid:
 
 
 def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dict[str, Any]:
-    """What a rank of this run holds after some steps, and what it sent in each."""
+    """Return what a rank of this run holds after some steps, and what it sent in each step."""
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
@@ -88,7 +88,7 @@ def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dic
 
 
 def saved_by(groups: ProcessGroups, flags: str, run_dir: Path) -> int:
-    """Bytes of the tensors in the checkpoint of this run's last step."""
+    """Return the tensor bytes in the checkpoint of this run's last step."""
     trainer = make_trainer(groups, flags, run_dir)
     trainer.train()
     trainer.metrics.close()
@@ -106,14 +106,14 @@ def _payload(file: Path) -> int:
 
 
 def run(ranks: Ranks, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`Ranks.run`, of one rank in this process."""
+    """Run a function on one rank in this process, with the interface of `Ranks.run`."""
     if world > 1:
         return ranks.run(world, function, *args)
     return [function(ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0), *args)]
 
 
 def held_bytes(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the storages of each kind; each storage is of the first kind that has it."""
+    """Return the bytes of the storages of each kind, each under the first kind that has it."""
     engine, optimizer = trainer.engine, trainer.optimizer
     reducer, layout = engine.reducer, engine.layout
     offloaded = isinstance(optimizer, OffloadedOptimizer)
@@ -153,7 +153,7 @@ def held_bytes(trainer: Trainer) -> dict[str, int]:
 
 
 def stored_entries(trainer: Trainer) -> dict[str, int]:
-    """Return the stored entries of each parameter that is stored in part."""
+    """Return the number of stored entries of each partly stored parameter."""
     layout = trainer.engine.layout
     return {
         info.name: layout.numel(info.name, info.param)
@@ -163,7 +163,7 @@ def stored_entries(trainer: Trainer) -> dict[str, int]:
 
 
 def chosen_entries(trainer: Trainer) -> int:
-    """Entries that Radius has chosen on this rank."""
+    """Return the entries that Radius has selected on this rank."""
     reducer = trainer.engine.reducer
     own = reducer._own if isinstance(reducer, RadiusReducer) else []
     return sum(each.index.numel for each in own if each.index is not None)

@@ -1,4 +1,4 @@
-"""Planned activations against the tensors that autograd saves of real forward passes."""
+"""Tests of planned activation memory against the tensors that autograd really saves."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ CASES = {
 
 
 def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tuple[int, int]]:
-    """For each chunk of this rank's stage: bytes saved by a forward, and by making again the
-    largest part of it that is recomputed."""
+    """Return saved bytes for each chunk of this rank's stage.
+
+    The numbers are the bytes saved by a forward, and by recomputing its largest recomputed part.
+    """
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
@@ -119,7 +121,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
 
 
 class SavedActivations:
-    """Bytes of the storages that are saved for backward, each once, but those known before."""
+    """A count of the bytes of storages saved for backward, each once, without known storages."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
@@ -131,7 +133,7 @@ class SavedActivations:
         if storage.data_ptr() not in self.known:
             self.known.add(storage.data_ptr())
             self.nbytes += storage.nbytes()
-            self._alive.append(tensor)  # so that no other storage gets its place
+            self._alive.append(tensor)  # so that no other storage reuses the address
         return tensor
 
 
@@ -161,7 +163,7 @@ MASKED = f"{STILL} --reset-attention-mask"
 def test_attention_without_a_fused_kernel_keeps_what_torch_saves(
     more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attention that torch falls back to is the same code on a CPU and on CUDA."""
+    """torch's fallback attention is the same code on a CPU and on CUDA."""
     monkeypatch.setattr(attention_module, "blocked_attention_serves", lambda query: False)
     grid = planned(f"{MODEL} {MASKED} {more}", 1, vocabulary=97)
     model, dtype = grid.config.model, getattr(torch, grid.config.precision.param_dtype)
@@ -188,7 +190,7 @@ def test_masked_query_groups_keep_their_scores_on_cuda_alone() -> None:
         grid = planned(f"{MODEL} --seq-length 4096 {flags}", 1, vocabulary=97)
         return Activations(replace(grid, device=device)).attention
 
-    scores = 4 * 2 * 4 * 4096**2  # fp32, of 2 samples and 4 heads
+    scores = 4 * 2 * 4 * 4096**2  # fp32, 2 samples and 4 heads
     assert kept(f"{MASKED} {GROUPS}", "cuda") > scores
     for flags in (MASKED, f"{STILL} {GROUPS}"):
         assert kept(flags, "cuda") < scores

@@ -1,4 +1,4 @@
-"""Planned receives and sends under way against those of the transports that runs use."""
+"""Tests of planned receives and sends in flight against the real transports."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def counts_of(grid: RankGrid, stage: int) -> MessageCounts:
 
 
 def most_on_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> tuple[int, int, int]:
-    """This rank's stage; of its transport the most receives that are posted, and sends that are
-    kept, after any call."""
+    """Return this rank's stage and the most posted receives and kept sends after any call."""
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(
@@ -69,7 +68,7 @@ def most_on_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> tuple[int,
 
 
 def _length(held: Any) -> int:
-    """Return the length of a queue, or of one queue for each kind."""
+    """Return the length of a queue, or the sum over the queues of each kind."""
     return sum(map(len, held.values())) if isinstance(held, dict) else len(held)
 
 
@@ -111,13 +110,13 @@ def test_two_receives_of_each_kind_are_posted_where_either_may_come() -> None:
     driven, usual = on_cuda(DRIVEN), on_cuda("")
     assert [counts_of(driven, stage).posted for stage in range(4)] == [2, 4, 4, 2]
     assert [counts_of(usual, stage).posted for stage in range(4)] == [2, 2, 2, 2]
-    # NCCL tells what is done: each way the last one is kept.
+    # NCCL reports what is done; the last send of each direction is kept.
     assert [counts_of(usual, stage).kept for stage in range(4)] == [1, 2, 2, 1]
     assert counts_of(on_cuda(f"{DRIVEN} --pipeline-limit 9"), 2).kept == 9 - 2
 
 
 def test_messages_that_mpi_cannot_read_wait_in_pinned_memory() -> None:
-    """Pinned memory comes from torch in powers of two."""
+    """torch rounds pinned memory up to the next power of two."""
     size, more = 3000, f"{DRIVEN} --pipeline-limit 9"
     aware, staged = on_cuda(more, aware=True), on_cuda(more)
     found = [message_bytes(grid, 1, size, microbatches=16, in_flight=9) for grid in (aware, staged)]

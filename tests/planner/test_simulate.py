@@ -1,4 +1,4 @@
-"""The simulation where the answer is known, and what it makes of the papers' runs."""
+"""Tests of the simulation: known answers, and the runs of the papers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pipeline(
     whole: PassSeconds | None = None,
     links: Links | None = None,
 ) -> SimulatedStep:
-    """Return a pipeline of `stages` that share a model's passes evenly."""
+    """Simulate a pipeline of `stages` stages that share a model's passes evenly."""
     whole = whole or PassSeconds(1.0, 2.0, 0.0)
     batch = f"--global-batch-size {microbatches * copies} --micro-batch-size 1 "
     setting = setting_of(f"{batch} --pipeline-model-parallel-size {stages} {more}", stages * copies)
@@ -63,7 +63,7 @@ def pipeline(
 
 
 def over(step: SimulatedStep) -> float:
-    """When all stages are through with backward."""
+    """Return the time at which all stages have finished backward."""
     return step.phases.compute + step.phases.messages + step.phases.bubble
 
 
@@ -93,7 +93,7 @@ def over(step: SimulatedStep) -> float:
 def test_one_stage_takes_what_the_planner_says(
     path: str, overlap: bool, cap: int, ranks: int, microbatches: int
 ) -> None:
-    # Where states are offloaded k x bsize is the size of a bucket.
+    # With offloaded states, k x bsize is the size of a bucket.
     cut = "" if "offload" in path else f"--ddp-bucket-size {cap}"
     flags = (
         f"{path} --overlap-grad-reduce {str(overlap).lower()} {cut} "
@@ -110,7 +110,7 @@ def test_one_stage_takes_what_the_planner_says(
 
 @pytest.mark.parametrize("more", ["", DRIVEN, "--num-layers-per-virtual-pipeline-stage 1"])
 def test_a_pipeline_is_never_slower_than_the_planner_says(more: str) -> None:
-    """Its stages reduce as they finish; the planner waits for all of them first."""
+    """The stages reduce as they finish; the planner waits for all of them first."""
     setting = setting_of(f"--pipeline-model-parallel-size 4 --global-batch-size 64 {more}", 16)
     planner = step_seconds(setting.grid, SITE, setting.ranks)
     (step,) = simulate(setting)
@@ -123,7 +123,7 @@ def test_a_pipeline_is_never_slower_than_the_planner_says(more: str) -> None:
 def test_what_is_left_out_of_a_long_pipeline_is_what_was_played(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Messages that block make message-driven stages change their minds for some rounds."""
+    """Blocking messages make message-driven stages change their order for some rounds."""
     links = Links(FREE, Link(2e-5, 3e8), blocking=True)
     flags = f"--pipeline-model-parallel-size 4 --global-batch-size 203 {DRIVEN}"
     setting = with_links(setting_of(flags, 4), links)
@@ -142,7 +142,7 @@ def test_what_is_left_out_of_a_long_pipeline_is_what_was_played(
 @pytest.mark.parametrize("microbatches", [8, 16, 56])
 @pytest.mark.parametrize("more", ["", DRIVEN])
 def test_bubble_of_narayanan_and_of_samo(stages: int, microbatches: int, more: str) -> None:
-    """(p - 1) / m of the passes; Eq. 6 and 7 of SAMO: (t_f + t_b) (1 - 1 / G_inter)."""
+    """The bubble is (p - 1) / m of the passes; in SAMO, (t_f + t_b) (1 - 1 / G_inter), Eq. 6, 7."""
     found = pipeline(stages, microbatches, more).phases
     assert found.bubble == pytest.approx((stages - 1) / microbatches * found.compute)
     assert found.bubble == pytest.approx(3.0 * (1 - 1 / stages))
@@ -158,8 +158,11 @@ def test_chunks_divide_the_bubble(chunks: int) -> None:
 @settings(max_examples=8, deadline=None)
 @given(stages=st.sampled_from([2, 4]), forward=st.floats(0.1, 3), backward=st.floats(0.1, 5))
 def test_bubble_grows_with_the_stages(stages: int, forward: float, backward: float) -> None:
-    """SAMO, Eq. 8: its derivative (t_f + t_b) / G_inter^2 is positive, and falls. Of 1F1B;
-    message-driven stages, which take backward first, wait longer where forward takes longer."""
+    """SAMO, Eq. 8: the derivative (t_f + t_b) / G_inter^2 is positive, and falls.
+
+    This holds for 1F1B; message-driven stages take backward first and wait longer where forward
+    takes longer.
+    """
     whole = PassSeconds(forward, backward, 0.0)
     sizes = (stages // 2, stages, 2 * stages)
     one, two, four = (pipeline(p, 16, whole=whole).phases for p in sizes)
@@ -216,7 +219,7 @@ def test_collectives_of_a_network_do_not_overlap_each_other() -> None:
 
 
 def test_an_offloaded_optimizer_without_clipping_follows_the_buckets() -> None:
-    """AxoNN, V-C; no other path may: it needs the norm first."""
+    """AxoNN, V-C; the other paths need the norm first."""
     flags = (
         "--global-batch-size 8 --optimizer-cpu-offload --offload-bucket-size 2048 "
         "--overlap-grad-reduce false --clip-grad"
@@ -228,11 +231,11 @@ def test_an_offloaded_optimizer_without_clipping_follows_the_buckets() -> None:
         [e for e in step.events if e.lane == lane]
         for step, lane in ((waits, "norm"), (follows, "reduce"), (follows, "optimizer"))
     )
-    # Clipped, no more than the norm's passes goes on beside sums.
+    # With clipping, only the passes of the norm run beside the reductions.
     assert looks and looks[0].start < max(e.stop for e in waits.events if e.lane == "reduce")
     first = min(e.start for e in waits.events if e.lane == "optimizer")
     assert first == max(e.stop for e in looks)
-    # The table is longer than k x bsize: its beginning is updated while its end is summed.
+    # The table exceeds k x bsize: its beginning is updated while its end is reduced.
     assert len(updates) == len(sums) > len(setting_of(f"{flags} 0", 8).ranks[0].buckets)
     assert all(u.start >= s.stop for u, s in zip(updates, sums, strict=True))
     assert updates[0].start < sums[-1].start
@@ -312,7 +315,8 @@ def test_radius_table_3_and_7() -> None:
     for ranks in radius.RANKS[1:]:
         order = [each.simulated for each in seven.rows if f", {ranks} GPUs" in each.what]
         assert order[1:] == sorted(order[1:]), "the sparser, the better it scales"
-        # Which is not so of 0.9: so many messages cost more than a tenth of the bytes saves.
+        # At 0.9 it does not hold: the number of messages costs more than a tenth of the bytes
+        # saves.
         if ranks >= 64:
             assert order[1] < order[0]
     assert worst(the("radius", "days").errors()) < 6
@@ -333,7 +337,7 @@ def test_axonn_seconds_come_from_two_constants() -> None:
     assert abs(row(table, "all-reduce, 6 x 8").error) < 1
     assert abs(row(table, "pipeline, 24 x 2").error) < 1.5
     assert abs(row(table, "saved").error) < 3
-    assert axonn.SUMMIT.facts.network_efficiency == 0.39  # what the site file says of it
+    assert axonn.SUMMIT.facts.network_efficiency == 0.39  # according to the site file
 
 
 def test_axonn_weak_scaling() -> None:
@@ -345,7 +349,7 @@ def test_axonn_weak_scaling() -> None:
     assert abs(row(table, "Megatron-LM over AxoNN").error) < 12
     assert all(abs(each.error) < 11 for each in table.rows if " ahead " in each.what)
     off = [each.what for each in table.rows if not each.holds]
-    # Which the page has to say (`page.what_is_off`).
+    # The page has to say so (`page.what_is_off`).
     assert off == ["DeepSpeed over AxoNN, step of 100B"]
 
 
@@ -390,7 +394,7 @@ def test_our_own_network_is_predicted() -> None:
 
 
 def test_the_page_is_what_the_tool_makes() -> None:
-    """Compare with the committed page, apart from the last digits, which another libm may give."""
+    """The page equals the committed one, but for the last digits, which depend on libm."""
     folder = network.BENCHES.parent / "planner" / "replay"
     committed = json.loads((folder / "results.json").read_text())["tables"]
     made = [table.data for source in ("network", "radius", "axonn") for table in found(source)]

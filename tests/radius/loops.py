@@ -1,4 +1,4 @@
-"""A training loop that is not ours: a small model under DistributedDataParallel with the hook."""
+"""A user's training loop: a small model under DistributedDataParallel with Radius' hook."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from radius.ddp_hook import RadiusHook, radius_hook
 from radius.torch_update import in_memory_order
 
 INTERVAL = 4
-"""With START: dense up to step 4, which chooses first; 8 and 12 choose anew."""
+"""With START: dense up to step 4, the first resample; steps 8 and 12 are the next resamples."""
 LR = 1e-2
 START = 3
 
 
 def small_model() -> nn.Module:
-    """A matrix, a convolution whose weight does not lie in logical order, 1-D parameters."""
+    """Return a model with a matrix, a channels-last convolution and 1-D parameters."""
     torch.manual_seed(3)
     convolution = nn.Conv2d(3, 8, 3)
     convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
@@ -30,7 +30,7 @@ def small_model() -> nn.Module:
 
 
 class Loop:
-    """`step` is what a user writes; `batch` numbers random data that differs by rank."""
+    """A user's training loop; `batch` numbers select random data that differs by rank."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Loop:
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.rank, self.scaler = groups.dp.rank, scaler
-        # Several buckets, which DDP cuts anew after the first step.
+        # Several buckets, which DDP rebuilds after the first step.
         self.model = DistributedDataParallel(
             small_model(), bucket_cap_mb=0.01, gradient_as_bucket_view=gradient_as_bucket_view
         )
@@ -62,8 +62,10 @@ class Loop:
         return (model(x) - x.mean((1, 2, 3))[:, None]).square().mean()
 
     def backward(self, *batches: int, poison: float | None = None) -> None:
-        """One step's gradients, of several microbatches; `poison` goes into one entry of rank 1's,
-        of the last matrix and not chosen."""
+        """Compute the gradients of one step of several microbatches.
+
+        `poison` goes into one unselected entry of the last matrix on rank 1.
+        """
         self.optimizer.zero_grad()
         last_matrix = len(self.parameters) - 2
         nothing = torch.zeros(self.parameters[last_matrix].numel(), dtype=torch.bool)
@@ -78,7 +80,7 @@ class Loop:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, *batches: int, poison: float | None = None) -> None:
-        """A whole step; a gradient that is not finite is skipped."""
+        """Run a whole step, which is skipped if a gradient is not finite."""
         self.backward(*batches, poison=poison)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
@@ -87,7 +89,7 @@ class Loop:
             self.optimizer.step()
 
     def local(self, *batches: int) -> list[torch.Tensor]:
-        """This rank's own gradients, in the order of memory, without DDP."""
+        """Return this rank's own gradients, computed without DDP, in memory order."""
         total = [torch.zeros_like(p) for p in self.parameters]
         for batch in batches:
             loss = self.loss(self.model.module, batch)
@@ -96,15 +98,15 @@ class Loop:
         return [in_memory_order(grad) for grad in total]
 
     def means(self) -> list[torch.Tensor]:
-        """What the optimizer sees, in the order of memory."""
+        """Return the gradients that the optimizer sees, in memory order."""
         return [in_memory_order(p.grad.clone()) for p in self.parameters if p.grad is not None]
 
     def waiting(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Which entries are chosen and what waits at the others, by place of the parameter."""
+        """Return the selected entries and the residual, by number of the parameter."""
         return unpacked(self.state.state_dict(), [p.numel() for p in self.parameters])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that a skipped step must leave alone, copied."""
+        """Return copies of everything that a skipped step must leave unchanged."""
         found = {f"parameter.{n}": p.detach().clone() for n, p in enumerate(self.parameters)}
         for number, state in self.optimizer.state_dict()["state"].items():
             found |= {f"{kind}.{number}": t.clone() for kind, t in state.items()}
@@ -118,7 +120,7 @@ class Loop:
 def unpacked(
     state: dict[str, torch.Tensor], sizes: list[int]
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """`state_dict` of a hook by parameter: chosen entries as booleans, the residual with zeros."""
+    """Unpack a hook's `state_dict` by parameter: selected entries as booleans, whole residual."""
     found = {}
     for number, size in enumerate(sizes):
         if f"index.{number}" in state:

@@ -1,4 +1,4 @@
-"""The bitmap index against a plain list of booleans, by each kind of kernels that a CPU has."""
+"""Tests of the bitmap index against a list of booleans, with all kernels that a CPU has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HYPER = Hyper(t=3, lr=0.1, weight_decay=0.1)
 
 @pytest.fixture(params=KERNELS, autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose the kernels of every index that a test makes."""
+    """Choose the kernels of all indices that a test makes."""
     if request.param == "native" and native_library() is None:
         pytest.skip("needs the kernels of radius/native.c, and AVX2")
     module = import_module(f"radius.{request.param}")
@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def choose_randomly(index: BitmapIndex, model: torch.Tensor, start: int, length: int) -> None:
-    """Choose in a range by magnitude, and note in the model what that should choose."""
+    """Select in a range by magnitude, and mark the expected selection in the model."""
     values = torch.randint(-9, 10, (length,)).float()
     selection = select_largest(values, length * 2 // 5)
     index.choose(start, selection)
@@ -43,7 +43,7 @@ def choose_randomly(index: BitmapIndex, model: torch.Tensor, start: int, length:
 
 
 def filled() -> tuple[BitmapIndex, torch.Tensor]:
-    """Three slices with gaps between them."""
+    """Return an index of three slices with gaps between them, and its model."""
     index, model = BitmapIndex(LENGTH, CPU), torch.zeros(LENGTH, dtype=torch.bool)
     for start, length in ((0, 1000), (1024, 3001), (4096, LENGTH - 4096)):
         choose_randomly(index, model, start, length)
@@ -162,13 +162,13 @@ def test_a_later_choice_leaves_flushed_ranges_alone(where: tuple[int, int]) -> N
     choose_randomly(index, model, start, min(length, LENGTH - start))
     assert_marks(flushed, marked)
     assert_marks(index, model)
-    # What is chosen within the flushed range, as every rolling step does, copies nothing.
+    # A selection within the flushed range, as in every rolling step, copies nothing.
     inside = 1024 <= start and start + length <= 3072
     assert shared and (flushed.bits.words is index.bits.words) == inside
 
 
 def test_rolling_parts_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing the same parts again and again never asks the device."""
+    """Repeated selection of the same parts never asks the device."""
     parts = [(n * LENGTH // 7, (n + 1) * LENGTH // 7) for n in range(7)]
     index, model = BitmapIndex(LENGTH, CPU), torch.zeros(LENGTH, dtype=torch.bool)
     monkeypatch.setattr(BitmapIndex, "_count_on_device", lambda *_: pytest.fail("asked"))
@@ -242,7 +242,7 @@ def test_optimizer_sees_values_among_zeros_or_nothing_else(
 def test_frozen_entries_of_a_long_bucket_are_updated_piece_by_piece(
     rule: AdamW | SGD, flush: tuple[int, int] | None
 ) -> None:
-    """One piece has nothing chosen, and one piece only gradients of a single step."""
+    """One piece has no selected entry, and one piece only gradients of a single step."""
     length = 2 * CHUNK + 4096
     model = torch.rand(length) < 0.4
     model[CHUNK : CHUNK * 3 // 2] = False

@@ -1,4 +1,4 @@
-"""Laws that the DDP hook keeps in any loop. Numbers in names are those of the contracts."""
+"""Tests of laws of the DDP hook in any loop; numbers in names are numbers of contracts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def on_rank_conservation(
 
 
 MATRICES = (0, 2, 6)
-"""Places of the weights of `small_model` that are not 1-D."""
+"""Positions of the weights of `small_model` that are not 1-D."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def _quota(entries: int) -> int:
 
 
 def _check_conservation(here: tuple[dict[str, Any], ...], number: int, *, sparse: bool) -> None:
-    """sent + residual after == gradient + residual before, on each rank; one mean on both."""
+    """Check that sent + residual after == gradient + residual before, and that means agree."""
     sent = []
     for rank in here:
         local = rank["local"][number]
@@ -98,18 +98,17 @@ def _check_conservation(here: tuple[dict[str, Any], ...], number: int, *, sparse
 
 
 def _check_selection(here: tuple[dict[str, Any], ...], number: int) -> None:
-    """The k of largest update, the same on both ranks."""
+    """Check that both ranks select the k entries with the largest update."""
     chosen = here[0]["after"][number][0]
     assert torch.equal(chosen, here[1]["after"][number][0])
     update = here[0]["update"][number].abs()
     assert int(chosen.sum()) == _quota(update.numel())
-    # To the rounding of weights, from which the test takes the update.
+    # Up to the rounding of the weights, from which the test computes the update.
     assert update[chosen].min() > update[~chosen].max() - 1e-4
 
 
 def on_rank_other_rounding(groups: ProcessGroups) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """What is chosen after each step, and the bytes of the step beyond those of gradients, where
-    rank 1 finds other moments from the same means."""
+    """Return selections and extra bytes of each step, where rank 1 computes other moments."""
     loop, plain = Loop(groups), Loop(groups)
 
     def round_differently(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -169,8 +168,7 @@ def on_rank_skips(groups: ProcessGroups, poison: float, amp: bool, fused: bool) 
 def test_4_a_skipped_step_changes_nothing(
     ranks: Ranks, poison: float, amp: bool, fused: bool
 ) -> None:
-    """Before the switch, instead of it, between resamples, instead of one. The entry that is not
-    finite is seen by both ranks whether or not it is sent."""
+    """Each rank notices the non-finite entry, sent or not, in steps at and around resamples."""
     for result in ranks.run(2, on_rank_skips, poison, amp, fused):
         assert result == {
             "changed by a skip": [[], [], [], []],
@@ -180,7 +178,7 @@ def test_4_a_skipped_step_changes_nothing(
 
 
 class Branches(nn.Module):
-    """A matrix for even numbers and one for odd ones."""
+    """A model with a matrix for even numbers and a matrix for odd numbers."""
 
     def __init__(self) -> None:
         super().__init__()

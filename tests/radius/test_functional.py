@@ -1,4 +1,4 @@
-"""The functions for loops written by hand."""
+"""Tests of the functions for hand-written training loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.radius.toys import index_of
 from tests.ranks import Ranks
 
 ZERO = 74
-"""Where the update is 0, which is never chosen."""
+"""Position where the update is 0, which is never selected."""
 
 
 def on_rank_by_hand(groups: ProcessGroups, bad: float, bits: bool) -> dict[str, torch.Tensor]:
@@ -47,7 +47,7 @@ def by_hand(groups: ProcessGroups, bad: float) -> dict[str, torch.Tensor]:
 def test_by_hand_sends_what_is_chosen_and_keeps_the_rest(ranks: Ranks, bits: bool) -> None:
     one, two = ranks.run(2, on_rank_by_hand, 0.0, bits)
     positions = one["positions"]
-    # Of equal magnitudes the first: there are four entries of each.
+    # Ties go to the first entries: four entries have each magnitude.
     order = torch.sort(one["update"].abs(), descending=True, stable=True).indices
     assert torch.equal(positions, order[: math.ceil(0.41 * 300)].sort().values)
     sent = torch.zeros(300).index_fill_(0, positions, 1.0)
@@ -67,9 +67,9 @@ def test_by_hand_every_rank_sees_a_gradient_that_is_not_finite(ranks: Ranks, bit
 
 
 def on_rank_other_rounding(groups: ProcessGroups, bits: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is chosen together, and what this rank would have chosen alone."""
+    """Return the common selection of all ranks, and what this rank alone would select."""
     generator = torch.Generator().manual_seed(0)
-    update = torch.randn(300, generator=generator).mul_(10).round_()  # of which many are equal
+    update = torch.randn(300, generator=generator).mul_(10).round_()  # rounded: many are equal
     noise = torch.randn(300, generator=torch.Generator().manual_seed(groups.dp.rank))
     update *= 1 + 1e-6 * noise
     alone = torch.zeros(300, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The compiled kernels of a CPU against plain torch, bit by bit, and where they are not there."""
+"""Tests of a CPU's compiled kernels against plain torch, bit by bit, and of missing kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SOURCE = REPO / "radius" / "native.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 ON_X86 = platform.machine() == "x86_64" and sys.platform == "linux"
 GUARD = 99
-"""What lies around a tensor, which nobody may touch."""
+"""Value of the entries around a tensor, which no kernel may touch."""
 needs_native = pytest.mark.skipif(
     finder.native_library() is None, reason="needs the kernels of radius/native.c, and AVX2"
 )
@@ -65,7 +65,7 @@ def bits_of(length: int, share: float, *, flushed: bool) -> Bits:
 
 
 def guarded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy with room on both sides, and the room."""
+    """Return a copy with guard entries on both sides, and the padded tensor."""
     padded = torch.full((values.numel() + 128,), GUARD, dtype=values.dtype)
     inner = padded[64 : 64 + values.numel()]
     inner.copy_(values)
@@ -217,7 +217,7 @@ def test_a_bitmap_on_a_cpu_takes_the_kernels_and_enough_entries(
 
 
 def test_the_version_is_raised_with_every_change() -> None:
-    """A clone may find what was built of an older source."""
+    """A clone may find a library that was built from older source."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     known = {3: "fc6f197f1c9f2d89"}
     assert known.get(finder.VERSION) == digest, (
@@ -296,7 +296,7 @@ def test_the_package_installs_with_a_compiler_and_without(
 
 
 def on_rank_with_odd_one_out(groups: ProcessGroups, odd: int) -> tuple[set[bool], str]:
-    """Return which kind each rank keeps where one has no kernels, and what it says of it."""
+    """Return the kinds of index on a rank, and its notes, where one rank has no kernels."""
     with index_of(bits=groups.dp.rank != odd):
         toy = Toy(groups, radius())
         toy.step([gradients(1, groups.dp.rank)])
@@ -313,7 +313,7 @@ def test_ranks_keep_the_same_kind(ranks: Ranks, odd: int) -> None:
 
 
 def on_rank_with(groups: ProcessGroups, sets: list[tuple[str, ...]], density: str) -> set[bool]:
-    """Return which kind each rank keeps where ranks have these instruction sets."""
+    """Return the kinds of index on a rank, given the instruction sets of all ranks."""
     case = radius(density=density)
     with (
         patch("radius.index.instruction_sets", lambda: sets[groups.dp.rank]),
@@ -339,7 +339,7 @@ def test_ranks_on_different_cpus_keep_the_same_kind(
 
 @pytest.mark.parametrize("others", [True, False])
 def test_so_do_those_that_share_a_model(others: bool) -> None:
-    """Two more ranks of one copy, which keep bits or do not."""
+    """Two more ranks of the same replica keep bitmaps or do not."""
 
     class Shared(ModelShard):
         def sum_over_model(self, counts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What Radius saves, and that a run goes on from it, on the same or other ranks."""
+"""Tests of the state that Radius saves, and of resuming from it on the same or other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import Ranks
 
 
 def on_rank_resumed(groups: ProcessGroups, case: PathCase) -> list[list[str]]:
-    """For every position: what differs at the end when left and resumed there."""
+    """Return for every position the names that differ at the end after a resume there."""
     through = Toy(groups, case)
     found = []
     lefts = []
@@ -121,7 +121,7 @@ def test_a_saved_start_wins_over_the_configured_one() -> None:
     def take_over(toy: Toy) -> None:
         moved(first, toy, {})
 
-    # Steps 4 to 13: without the saved start the first resample would be the very first of them.
+    # Steps 4 to 13: without the saved start, the very first of them would be the first resample.
     found = densities(radius(start_iter=1), 10, before=take_over)
     assert [t for t, density in enumerate(found, 4) if density < 1] == [13]
 
@@ -137,7 +137,7 @@ def test_a_dense_checkpoint_starts_it_at_the_next_multiple() -> None:
 
 @pytest.mark.parametrize("select", ["update", "seeded"])
 def test_updates_counted_anew_meet_the_next_resample(select: str) -> None:
-    """Count updates from below the start with an index, as after `--no-load-optim`."""
+    """The state is as after `--no-load-optim`: an index exists, and t is below the start."""
     toy = Toy(alone(), radius(select=select, start_iter=9))
     for t in range(1, 15):
         toy.step([gradients(t)])
@@ -151,7 +151,7 @@ def test_updates_counted_anew_meet_the_next_resample(select: str) -> None:
 
 @pytest.mark.parametrize("saved_at", [None, 2])
 def test_rolling_counts_whole_rounds_where_updates_are_counted_anew(saved_at: int | None) -> None:
-    """Also where t passes the first resample again, and after a save in between."""
+    """The count also holds where t passes the first resample again, and after a save."""
     toy = Toy(alone(), radius(schedule="rolling"))
     for t in range(1, 12):
         toy.step([gradients(t)])

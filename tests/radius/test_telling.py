@@ -1,4 +1,4 @@
-"""Norm of the residual, share of the index kept, and the sentences for the log."""
+"""Tests of the residual norm, the share of the index kept, and the log messages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from tests.radius.toys import (
 )
 
 
-def test_the_norm_of_the_residual_is_that_of_what_waits() -> None:
-    """At a resample the norm is that of before the resample."""
-    toy = Toy(alone(), radius())
+@pytest.mark.parametrize("residual", ["separate", "in-place"])
+def test_the_norm_of_the_residual_is_that_of_what_waits(residual: str) -> None:
+    """The norm at a resample is the norm before the resample.
+
+    An in-place residual includes the gradient of the step by then.
+    """
+    toy = Toy(alone(), radius(residual=residual))
     for t in range(1, STEPS + 1):
         waited, masks = toy.residual(), masks_of(toy)
         toy.step([gradients(t)])

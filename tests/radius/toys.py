@@ -1,4 +1,4 @@
-"""Short runs of Radius on the parameters of the contract tests, and what to ask of them."""
+"""Short runs of Radius on the parameters of the contract tests, and queries on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.groups import ProcessGroups
 from tests.contract.harness import PATHS, SHAPES, PathCase, Toy, case_id, gradients
 
 STEPS = 14
-"""Steps with an interval of 4 from step 2 on: dense up to 4, then more than two intervals."""
+"""With an interval of 4 from step 2 on: dense up to step 4, then more than two intervals."""
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) > 1]
 CASES = [case for case in PATHS if case.name == "radius"]
 every_case = pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -23,7 +23,7 @@ DENSE = PathCase("dense")
 
 
 def radius(**options: Any) -> PathCase:
-    """A short run with these options, named without their prefix."""
+    """Return the case of a short run with these options, named without their prefix."""
     short = {"interval": 4, "start_iter": 2} | options
     return PathCase("radius", {f"radius_{name}": value for name, value in short.items()})
 
@@ -33,34 +33,36 @@ OWN_CASES = [
     radius(select="gradient", schedule="rolling"),
     radius(residual="none"),
 ]
-"""Settings that the contract tests leave out: the first two differ from others only in what they
-select by, the last keeps nothing of what it does not send."""
+"""Settings that the contract tests leave out.
+
+The first two differ only in what they select by; the last keeps no residual.
+"""
 
 
 def reducer_of(toy: Toy) -> Any:
-    """Any, so that tests may look inside."""
+    """Return the reducer as `Any`, so that tests may use its private attributes."""
     return toy.engine.reducer
 
 
 def masks_of(toy: Toy) -> dict[str, torch.Tensor]:
-    """Return which entries are chosen, by name and in the parameter's shape."""
+    """Return the selected entries by name, in the shape of the parameter."""
     shared = toy.shared()
     names = [name for name in MATRICES if f"index/{name}" in shared]
     return {name: shared[f"index/{name}"].view(SHAPES[name]) for name in names}
 
 
 def params_of(toy: Toy) -> dict[str, torch.Tensor]:
-    """Copies of the parameters."""
+    """Return copies of the parameters."""
     return {info.name: info.param.detach().clone() for info in toy.infos}
 
 
 def settled(toy: Toy) -> dict[str, torch.Tensor]:
-    """All state but the residual."""
+    """Return all state but the residual."""
     return {k: v for k, v in toy.state().items() if not k.startswith("reducer/")}
 
 
 def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
-    """Give all state of one toy to another, with `own` for its residual."""
+    """Copy all state of one toy to another, with `own` as the residual."""
     saved = {(kind, name): tensor for kind, name, tensor in source.optimizer.tensors()}
     for kind, name, tensor in target.optimizer.tensors():
         tensor.copy_(saved[kind, name])
@@ -71,7 +73,7 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def index_of(bits: bool) -> Iterator[None]:
-    """Indices are bitmaps, by whatever kernels are here, or offsets."""
+    """Make indices bitmaps, with whatever kernels this machine has, or offsets."""
     with ExitStack() as changed:
         for module in ("reducer", "functional", "ddp_hook"):
             changed.enter_context(patch(f"radius.{module}.keeps_bits", lambda *_: bits))
@@ -79,12 +81,12 @@ def index_of(bits: bool) -> Iterator[None]:
 
 
 def alone() -> ProcessGroups:
-    """Groups of this process by itself."""
+    """Return the groups of this process alone."""
     return ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
 
 def densities(case: PathCase, steps: int, before: Callable[[Toy], None] = lambda toy: None) -> list:
-    """The density of each of `steps`, after `before` has seen to the toy."""
+    """Return the density of each of `steps`, after `before` has prepared the toy."""
     toy = Toy(alone(), case)
     before(toy)
     found = []

@@ -1,4 +1,4 @@
-"""Processes with the device for the tests of a file."""
+"""Rank processes with the played device for the tests of a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
 
 @pytest.fixture(scope="module")
 def device_ranks() -> Iterator[Ranks]:
-    """Ranks with a device each, whose NCCL is played by gloo."""
+    """Start ranks with a device each, whose NCCL is played by gloo."""
     pool = Ranks(partial(Spawned, life=life))
     yield pool
     pool.close()
@@ -30,7 +30,7 @@ def device_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def mpi_device_ranks(mpiexec: str) -> Iterator[Ranks]:
-    """Rank processes like `device_ranks`, of a job of mpiexec."""
+    """Start ranks like `device_ranks`, from a job of mpiexec."""
     pool = Ranks(partial(MPIJob, mpiexec, module="tests.rehearsal.ranks"))
     yield pool
     pool.close()

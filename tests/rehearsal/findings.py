@@ -1,4 +1,4 @@
-"""What a rehearsal noticed, each with the lines of the program that did it."""
+"""The findings of a rehearsal, each with the lines of the program that caused it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
 
 
 class Findings:
-    """All that was noticed since the last `take`, in order."""
+    """The list of findings since the last `take`, in order."""
 
     def __init__(self) -> None:
         self._found: list[Finding] = []
@@ -38,7 +38,7 @@ class Findings:
 
 
 def place(depth: int) -> Place:
-    """Return the innermost `depth` frames of the program: neither torch's nor the rehearsal's."""
+    """Return the innermost `depth` frames of the program, without torch and the rehearsal."""
     frames: list[tuple[str, int, str]] = []
     frame = sys._getframe(1)
     while frame is not None and len(frames) < depth:
@@ -51,7 +51,7 @@ def place(depth: int) -> Place:
 
 
 def source(finding: Finding) -> str:
-    """Name a finding by file and function, which outlast line numbers."""
+    """Name a finding by file and function, which are more stable than line numbers."""
     file, _, function = finding.where[0]
     return f"{file} {function}: {finding.what}"
 
@@ -63,7 +63,7 @@ def told(where: Place) -> str:
 
 @cache
 def _short(filename: str) -> str | None:
-    """The path in the repository; None for files that are not the program's."""
+    """Return the path in the repository, or None for files outside the program."""
     path = Path(filename)
     if not path.is_relative_to(REPO):
         return None

@@ -1,5 +1,7 @@
-"""Mistakes made on purpose in what ranks issue over NCCL, to see that the rehearsal notices them.
-Runs in processes that have the device and NCCL."""
+"""Deliberate mistakes in NCCL calls, to check that the rehearsal notices them.
+
+Runs in processes that have the device and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tests.rehearsal.grids import current_device, trainer_on
 
 
 def drop_each(groups: ProcessGroups, flags: str, tp: int, pp: int) -> dict[str, dict[str, int]]:
-    """Train one step for each line that waits for NCCL, on whichever rank, without that wait.
+    """Train one step without the wait for NCCL, for each line of any rank that waits.
 
-    Returns the kinds of findings on this rank, and how many, by line; under "" those of a step as
-    it is.
+    Returns the kinds of findings on this rank and their numbers, by line; the key "" has the
+    findings of an unchanged step.
     """
     groups = grid(groups, tp=tp, pp=pp)
     sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
@@ -50,12 +52,12 @@ def receives_ahead(groups: ProcessGroups) -> dict[str, int]:
 
 
 def in_another_order(groups: ProcessGroups) -> list[Any]:
-    """Two reductions, which the last rank exchanges; returns the log of the calls."""
+    """Issue two reductions, which the last rank exchanges; return the log of the calls."""
     return _logged(groups, lambda issue: [issue(op) for op in _in_order(groups)])
 
 
 def one_on_the_cpu(groups: ProcessGroups) -> list[Any]:
-    """Two reductions, one of them of a tensor that the first rank has on the CPU."""
+    """Issue two reductions; the first rank has one tensor on the CPU. Return the log."""
     first = groups.world.rank == 0
 
     def issue_both(issue: Callable[..., None]) -> None:
@@ -66,7 +68,7 @@ def one_on_the_cpu(groups: ProcessGroups) -> list[Any]:
 
 
 def refused(groups: ProcessGroups) -> list[str]:
-    """What NCCL does not carry; returns what it says."""
+    """Try operations that NCCL does not support; return the error messages."""
     where = current_device(groups)
     on_device, apart = torch.zeros(4, device=where), groups.world.new_gloo_group()
     attempts: list[Callable[[], Any]] = [
@@ -97,7 +99,7 @@ def _in_order(groups: ProcessGroups) -> list[dist.ReduceOp.RedOpType]:
 
 
 def _logged(groups: ProcessGroups, scene: Callable[[Callable[..., None]], Any]) -> list[Any]:
-    """Play a scene, which is given a function that reduces four numbers."""
+    """Play a scene with a function that reduces four numbers; return the log of the calls."""
     played, here = nccl.install(), current_device(groups)
 
     def issue(op: dist.ReduceOp.RedOpType, where: torch.device | None = None) -> None:
@@ -109,7 +111,7 @@ def _logged(groups: ProcessGroups, scene: Callable[[Callable[..., None]], Any]) 
 
 
 def _waits(keeps: Callable[[str], bool]) -> Any:
-    """Make only those waits for NCCL whose line `keeps` accepts, and the lines that call that."""
+    """Keep only those waits for NCCL whose line `keeps` accepts."""
     real = nccl.PlayedWork.wait
 
     def wait(self: nccl.PlayedWork, timeout: Any = None) -> bool:
@@ -122,12 +124,12 @@ def _waits(keeps: Callable[[str], bool]) -> Any:
 
 
 def _findings(scene: Callable[[], Any]) -> dict[str, int]:
-    """Play a scene; returns how many findings of each kind it leaves, but for waits."""
+    """Play a scene; return the number of its findings of each kind, without waits."""
     here = device.install()
     scene()
     here.memory.settle()
     found = Counter(one.kind for one in here.findings.take() if one.kind != "wait")
-    # What this scene left unordered is not the next one's.
+    # Operations that this scene left unordered must not count in the next scene.
     torch.cuda.synchronize()
     here.findings.take()
     return found

@@ -45,7 +45,7 @@ DTYPES = {
 
 Tensors = Sequence[torch.Tensor]
 Start = Callable[[Tensors], Any]
-"""Starts an operation over gloo on CPU tensors; returns its work."""
+"""A function that starts an operation over gloo on CPU tensors and returns its work."""
 
 
 class Nccl:
@@ -60,7 +60,7 @@ class Nccl:
         self._sent: list[tuple[Any, Tensors]] = []
 
     def take(self) -> list[Call]:
-        """Return the calls since the last `take`, once all that was sent is received."""
+        """Return the calls since the last `take`, once every sent message is received."""
         while self._sent:
             self._sent.pop()[0].wait()
         calls, self.calls = self.calls, []
@@ -78,13 +78,15 @@ class Nccl:
         how: str = "",
         peer: int | None = None,
     ) -> PlayedWork | None:
-        """Check, log and order one operation, and run it on the tensors' memory; returns what to
-        wait for with `async_op`."""
+        """Check, log and order one operation, and run it on the tensors' memory.
+
+        Returns the work to wait for with `async_op`.
+        """
         group = group or dist.group.WORLD
         self._check(kind, group, tensors)
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"group {group.group_name} of ranks {list(ranks)}"
-        if peer is not None:  # torch makes a communicator for each two ranks
+        if peer is not None:  # torch makes a communicator for each pair of ranks
             name += ", between {} and {}".format(*sorted([dist.get_rank(), peer]))
         numel = sum(tensor.numel() for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
@@ -105,7 +107,7 @@ class Nccl:
         return PlayedWork(self._device, start(memory), done, tensors, holds_up=kind == "receive")
 
     def _stream(self, name: str) -> PlayedStream:
-        """The communicator's stream, once all that was issued to the current stream is done."""
+        """Return the communicator's stream, after it waits for the current stream."""
         timeline = self._device.timeline
         if name not in self._streams:
             self._streams[name] = PlayedStream(timeline, f"NCCL's stream of {name}")
@@ -131,8 +133,11 @@ class Nccl:
 
 
 class PlayedWork:
-    """The handle of an operation, whose tensors it keeps. `real`: gloo's; `holds_up`: the device
-    does nothing else before the operation is done."""
+    """The handle of an operation, which keeps the tensors alive.
+
+    `real` is gloo's work. With `holds_up`, the device does nothing else before the operation is
+    done.
+    """
 
     def __init__(
         self,
@@ -159,12 +164,12 @@ class PlayedWork:
         return True
 
     def arrive(self) -> None:
-        """Wait until gloo is done, for the numbers to be there; with NCCL the host would go on."""
+        """Wait until gloo has written the numbers; with NCCL the host would go on."""
         if self._real is not None:
             self._real.wait()
 
     def is_completed(self) -> bool:
-        # Peers may be late: that an operation is done is nothing to rely on.
+        # Peers may be late: a program must not rely on completion.
         return self._waited
 
     def _count(self) -> int:
@@ -227,11 +232,11 @@ def _broadcast(nccl: Nccl, real: Any) -> Any:
 
 
 def _between(nccl: Nccl, kind: str, real: Any) -> Any:
-    """Wrap the collectives from one tensor to another, one of which may be a part of the other."""
+    """Return a replacement of a collective from one tensor to another, which may overlap."""
 
     def call(out: Any, mine: Any, *, group: Any = None, async_op: Any = False, **how: Any):
         def start(memory: Tensors) -> Any:
-            # gloo would read from the common part what it has written there.
+            # gloo would read from the overlap what it has written there.
             return real(memory[0], memory[1].clone(), group=group, async_op=True, **how)
 
         if not out.is_cuda and not mine.is_cuda:
@@ -267,7 +272,7 @@ def _message(nccl: Nccl, kind: str, real: Any) -> Any:
 
 
 def _make_groups_of_gloo(nccl: Nccl) -> None:
-    """Where the program asks for both backends, make a group of gloo and say that it has both."""
+    """Make gloo groups that report both backends where the program asks for both."""
     real_init, real_group = dist.init_process_group, dist.new_group
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a rank issued over NCCL, and how the logs of all ranks have to fit. Needs no torch."""
+"""The log of a rank's NCCL calls, and the check that the logs of all ranks fit. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on a communicator. `how`: what is reduced, or from which rank; `peer`: the
-    other rank of a message."""
+    """One operation on a communicator.
+
+    `how`: the reduction, or the source rank. `peer`: the other rank of a message.
+    """
 
     communicator: str
     ranks: tuple[int, ...]
@@ -26,10 +28,11 @@ class Call:
 
 
 def disagreements(logs: Sequence[Sequence[Call]]) -> list[str]:
-    """Compare the logs of all ranks, in rank order: on a communicator all ranks issue the same
-    collectives in one order, and each rank receives what another one sends to it.
+    """Compare the logs of all ranks, given in rank order.
 
-    Returns a line for each pair of ranks and communicator that differ.
+    All ranks of a communicator must issue the same collectives in one order, and each rank must
+    receive what another rank sends to it. Returns a line for each pair of ranks and communicator
+    that differ.
     """
     found = []
     communicators = {(call.communicator, call.ranks) for log in logs for call in log}

@@ -1,8 +1,8 @@
-"""Streams and events that know what is ordered before what, by vector clocks.
+"""Streams and events that track by vector clocks which operations are ordered before which.
 
-Each stream counts its operations. Its clock holds, for every stream s, up to which of s's
-operations everything that follows on the stream is ordered. The host is one more stream: it learns
-a clock by waiting, and whatever it issues afterwards knows what it knew.
+Each stream counts its operations. A stream's clock holds, for every stream s, the last operation of
+s that precedes everything later on the stream. The host is one more stream: it learns a clock by
+waiting, and all operations that it issues later inherit its clock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ Clock = dict[int, int]
 
 
 class StreamTimeline:
-    """All streams of a process. `settle` is called before a clock learns something: memory that was
-    freed is judged by what was known when it was freed."""
+    """All streams of a process.
+
+    `settle` is called before a clock learns something: freed memory is judged by the clock at the
+    time of the free.
+    """
 
     def __init__(self, findings: Findings, settle: Callable[[], None]) -> None:
         self.findings, self.settle = findings, settle
@@ -37,7 +40,7 @@ class StreamTimeline:
 
     @property
     def current(self) -> PlayedStream:
-        """The stream that this thread issues to."""
+        """The stream to which this thread issues operations."""
         return getattr(self._thread, "stream", self.default)
 
     @current.setter
@@ -45,13 +48,13 @@ class StreamTimeline:
         self._thread.stream = stream
 
     def wait(self, what: str, clock: Clock) -> None:
-        """The host stops until the device has done all that `clock` covers."""
+        """Let the host wait until the device has done everything that `clock` covers."""
         self.findings.note("wait", what)
         self.host.learn(clock)
 
 
 class PlayedStream:
-    """A queue of the device; a context manager, as torch's."""
+    """A queue of the device, and a context manager like torch's streams."""
 
     def __init__(self, timeline: StreamTimeline, name: str) -> None:
         self.timeline, self.name = timeline, name
@@ -60,7 +63,7 @@ class PlayedStream:
         self._outer: list[PlayedStream] = []
 
     def advance(self) -> int:
-        """Issue one operation; returns its number."""
+        """Issue one operation and return its number."""
         if self is not self.timeline.host:
             self.learn(self.timeline.host.clock)
         count = self.clock.get(self.number, 0) + 1
@@ -68,7 +71,7 @@ class PlayedStream:
         return count
 
     def follows(self, stream: int, count: int) -> bool:
-        """Return whether what is issued from here on is ordered after that operation."""
+        """Return whether later operations of this stream are ordered after the given operation."""
         return stream == self.number or self.clock.get(stream, 0) >= count
 
     def learn(self, clock: Clock) -> None:
@@ -105,7 +108,7 @@ class PlayedStream:
 
 
 class PlayedEvent:
-    """A place in a stream. One that was never recorded counts as reached, as CUDA has it."""
+    """A place in a stream; an event that was never recorded counts as reached, as in CUDA."""
 
     def __init__(self, timeline: StreamTimeline) -> None:
         self._timeline = timeline
@@ -123,8 +126,8 @@ class PlayedEvent:
         (stream or self._timeline.current).learn(self._clock)
 
     def query(self) -> bool:
-        # The first answer is "not yet", for which a program has to be ready, unless the host has
-        # waited for what was recorded.
+        # The first answer is "not yet", which a program has to expect, unless the host has waited
+        # for the recorded work.
         host = self._timeline.host
         if not self._was_asked and not all(host.follows(*one) for one in self._clock.items()):
             self._was_asked = True

@@ -1,4 +1,4 @@
-"""What tests a GPU passes on the device that the CPU plays, in small sizes."""
+"""Tests that the GPU tests pass in small sizes on the device that the CPU plays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the logs of NCCL's calls have to fit."""
+"""Tests of how the logs of NCCL calls have to fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECEIVE = replace(SEND, kind="receive", peer=0)
 
 
 def test_logs_that_fit() -> None:
-    """Messages may come in between anywhere, as they have a communicator of their own."""
+    """Messages may come anywhere in between, since they have their own communicator."""
     assert disagreements([[SUM, SEND, SEND, SUM], [RECEIVE, SUM, SUM, RECEIVE]]) == []
 
 

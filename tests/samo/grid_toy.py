@@ -1,4 +1,4 @@
-"""A small model on any grid: what each rank holds of it, and what one rank alone would."""
+"""A small model on any grid: the shards of each rank, and the whole tensors of one rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.parallel.tensor_shard import TensorShard
 from tests.ranks import grid_of
 
 PADDING = 3
-"""Rows of the word table that exist in memory only, on each rank."""
+"""Rows of the word table that exist only in memory, on each rank."""
 WORDS = "embedding.words"
 
 
 @dataclass(frozen=True)
 class ToyKind:
-    """A parameter: its whole shape, its stage of two, and how tensor-parallel ranks cut it."""
+    """A parameter: its whole shape, its stages out of two, and how it is sharded."""
 
     shape: tuple[int, ...]
     stages: tuple[int, ...]
@@ -41,11 +41,11 @@ KINDS = {
 }
 PRUNED = [name for name, kind in KINDS.items() if len(kind.shape) > 1]
 GRIDS = [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1)]
-"""tp, dp, pp."""
+"""Values of tp, dp, pp."""
 
 
 def grid(tp: int, dp: int, pp: int, rank: int) -> ProcessGroups:
-    """Groups of a grid, made once for a test file."""
+    """Return the groups of a grid, made once per test file."""
     return grid_of(rank, tp * dp * pp, tp, pp)
 
 
@@ -54,13 +54,16 @@ def alone() -> ProcessGroups:
 
 
 def draw(name: str, seed: int = 0) -> torch.Tensor:
-    """Numbers for a whole parameter."""
+    """Draw the values of a whole parameter."""
     generator = torch.Generator().manual_seed(1000 * seed + list(KINDS).index(name))
     return torch.randn(KINDS[name].shape, generator=generator) * KINDS[name].scale
 
 
 def make_infos(groups: ProcessGroups, dtype: torch.dtype = torch.float32) -> list[ParamInfo]:
-    """This rank's parameters, with their first values; padding holds what no mask may take."""
+    """Return this rank's parameters with initial values; padding holds large values.
+
+    No mask may take an entry of the padding.
+    """
     two = groups.dims.pp == 2
     return [
         _info(name, kind, groups, dtype)
@@ -89,14 +92,14 @@ def _info(name: str, kind: ToyKind, groups: ProcessGroups, dtype: torch.dtype) -
 
 
 def part(info: ParamInfo, whole: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a whole tensor, flat, 0 where there is padding."""
+    """Return this rank's shard of a whole tensor, flattened, with zeros in the padding."""
     mine = whole.view(info.logical_shape)
     mine = (mine if info.tp_shard is None else info.tp_shard.of(mine)).reshape(-1)
     return torch.cat([mine, mine.new_zeros(info.param.numel() - mine.numel())])
 
 
 class ToyWeights:
-    """Master weights of a model that is trained by chance: the same numbers on every grid."""
+    """Master weights that move at random, by the same numbers on every grid."""
 
     def __init__(self, infos: list[ParamInfo], masks: Mapping[str, torch.Tensor]) -> None:
         self.infos = infos
@@ -110,7 +113,7 @@ class ToyWeights:
         self.set({})
 
     def set(self, anew: Mapping[str, torch.Tensor]) -> None:
-        """Pruned entries are 0, and so are those that begin anew."""
+        """Set pruned entries and the positions in `anew` to 0."""
         for name, mask in self.masks.items():
             self.values[name][~mask] = 0.0
         for name, positions in anew.items():
@@ -123,7 +126,7 @@ class ToyWeights:
 
 
 def state_of(mask_updater: MaskUpdater) -> dict[str, torch.Tensor]:
-    """Its state as a checkpoint gives it back: copies."""
+    """Return copies of the updater's state, as a checkpoint restores it."""
     return {
         name: (state if isinstance(state, torch.Tensor) else state.values()).clone()
         for name, state in mask_updater.state_tensors()

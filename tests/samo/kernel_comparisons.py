@@ -1,6 +1,6 @@
-"""Each Triton kernel of SAMO beside plain torch, on a device; `tests/gpu` calls these too.
+"""Comparisons of SAMO's Triton kernels with plain torch on a device; `tests/gpu` uses them too.
 
-Run as a program they run one after the other on the CPU, by Triton's interpreter.
+Run as a program, this module runs all comparisons on the CPU with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from samo import kernels, reference
 from samo.layout import BitmapStore
 
 LENGTH = 5 * BLOCK + 1000
-"""Not a whole number of blocks, as few parameters are."""
+"""Not a multiple of the block size, as for most parameters."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def some_bits(device: torch.device, kept: float) -> Bits:
-    """Return the bits of a mask with an empty block and a full one."""
+    """Return the bits of a random mask with one empty block and one full block."""
     mask = torch.rand(LENGTH, generator=torch.Generator().manual_seed(1)) < kept
     mask[BLOCK : 2 * BLOCK] = False
     mask[2 * BLOCK : 3 * BLOCK] = True
@@ -28,8 +28,10 @@ def some_bits(device: torch.device, kept: float) -> Bits:
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """What two correct casts to a type may differ by: the interpreter cuts bits of bf16 off where a
-    GPU rounds."""
+    """Return the tolerance between two correct casts to a dtype.
+
+    Triton's interpreter truncates to bf16 where a GPU rounds.
+    """
     return 2**-7 if dtype == torch.bfloat16 and device.type == "cpu" else 0.0
 
 

@@ -1,4 +1,4 @@
-"""When an Early-Bird ticket is drawn, what is told of it, and what a checkpoint brings back."""
+"""Tests of when an early-bird ticket is drawn, its messages, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "second": (4, 3, 2),
 }
 ROWS = {"embedding": 5}
-"""Rows of the embedding without its three rows of padding."""
+"""Rows of the embedding without its three padding rows."""
 
 
 def make_infos(dtype: torch.dtype = torch.float32) -> list[ParamInfo]:
@@ -65,7 +65,7 @@ def early_bird(**options: Any) -> EarlyBird:
 
 
 def weights_at(t: int) -> dict[str, torch.Tensor]:
-    """Flat weights, padding included, that move less and less; padding would always win."""
+    """Return flat weights that move less and less, with padding of the largest magnitude."""
     found = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         generator = torch.Generator().manual_seed(number)
@@ -93,11 +93,11 @@ def shuffled(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[ParamInfo, t
 
 def untouchable() -> Iterator[tuple[ParamInfo, torch.Tensor]]:
     raise AssertionError("weights were looked at though nothing is due")
-    yield  # makes it a generator
+    yield  # makes the function a generator
 
 
 def expected_ticket(limit: float, scope: pruning.Scope) -> tuple[int, list[float | None]]:
-    """The update of the ticket, and the largest distance at each draw up to it, by the book."""
+    """Return the update of the ticket, and the largest distance at each draw up to it."""
     masks, found = [], []
     for t in range(INTERVAL, LAST + 1, INTERVAL):
         masks.append(magnitude(logical(weights_at(t)), P, scope=scope))
@@ -239,7 +239,7 @@ def test_a_saved_queue_goes_on(stop: int | str) -> None:
 def steps_of(
     parts: PathParts, dtype: torch.dtype, *, until: int
 ) -> Iterator[tuple[int, list[ParamInfo], BucketOptimizer]]:
-    """Train the parameters on random gradients; what there is after each update."""
+    """Train the parameters on random gradients; yield the state after each update."""
     infos = make_infos(dtype)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     engine = GradientEngine(infos, parts, groups, cap=100, grad_dtype=torch.float32)

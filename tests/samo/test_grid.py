@@ -1,4 +1,4 @@
-"""Masks of a model that is cut over ranks are those that one rank draws, bit by bit."""
+"""Tests that masks of a sharded model are, bit by bit, the masks that one rank draws."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     **extensions: Any,
 ) -> tuple[PathParts, list[Any]]:
-    """What the path builds for a grid, and the parameters it is built for."""
+    """Return the parts that the path builds for a grid, and the parameters."""
     config: Any = SimpleNamespace(
         extensions={"samo": SamoConfig(**options), **extensions},
         training=SimpleNamespace(seed=7, skip_train=False),
@@ -81,7 +81,7 @@ def build(
 
 
 class FakeCheckpoint:
-    """One of the model: weights that are not its first ones, and the masks given."""
+    """A checkpoint of the model with the given masks, and weights other than the initial ones."""
 
     def __init__(self, masks: dict[str, torch.Tensor], *, same_path: bool) -> None:
         self.same_path = same_path
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def on_rank_masks(groups: ProcessGroups, dims: tuple[int, int, int], file: Path) -> list[str]:
-    """Names of cases in which this rank has other masks, or notes, than one rank alone has."""
+    """Return the cases in which this rank has other masks than one rank alone has."""
     mine, wrong = here(groups, dims), []
     for name, (options, saved) in CASES.items():
         given = options | ({"samo_mask_file": str(file)} if name == "file" else {})
@@ -143,10 +143,10 @@ def on_rank_masks(groups: ProcessGroups, dims: tuple[int, int, int], file: Path)
 def test_every_ticket_is_that_of_one_rank(
     ranks: Ranks, tmp_path: Path, dims: tuple[int, int, int]
 ) -> None:
-    """In bf16 there are many equal magnitudes, within tensors and among them."""
+    """The weights in bf16 have many equal magnitudes, within tensors and among them."""
     masks = some_masks("0.4")
     masks.pop("a.down")
-    masks["c.small"][:, :3] = False  # of which a rank then stores nothing
+    masks["c.small"][:, :3] = False  # a rank then stores nothing of it
     masks["b.gated"][:10] = True
     save_masks(tmp_path / "masks.npz", masks)
     for wrong in run(ranks, dims, on_rank_masks, tmp_path / "masks.npz"):
@@ -156,7 +156,7 @@ def test_every_ticket_is_that_of_one_rank(
 def on_rank_refused(groups: ProcessGroups, dims: tuple[int, int, int], file: Path) -> list[str]:
     mine, said = here(groups, dims), []
     spoiled = FakeCheckpoint({}, same_path=False)
-    if mine.tp.rank == mine.tp.size - 1:  # as if one rank alone read something else
+    if mine.tp.rank == mine.tp.size - 1:  # as if one rank alone had read something else
         spoiled.tensors["param/a.down"][3, 20] = torch.nan
     cases: list[tuple[dict[str, Any], CheckpointView | None, type[Exception]]] = [
         ({"samo_scope": "global"}, spoiled, NumericsError),
@@ -207,7 +207,7 @@ def bird_of(groups: ProcessGroups, scope: Scope) -> tuple[EarlyBird, list[Any]]:
 
 
 class GridMaskLayout(DenseLayout):
-    """Masks as a rewirer makes and reads them."""
+    """A layout with masks, as a mask updater makes and reads it."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = dict(masks)
@@ -222,7 +222,7 @@ def masks_of(change: LayoutChange) -> dict[str, torch.Tensor]:
 
 
 def settling(infos: list[Any], t: int) -> list[tuple[Any, torch.Tensor]]:
-    """Weights that move less and less."""
+    """Return weights that move less and less."""
     return [(i, part(i, draw(i.name) + draw(i.name, 5) * 20 / t**1.5)) for i in infos]
 
 
@@ -233,7 +233,7 @@ def on_rank_early_bird(
     bird, infos = bird_of(mine, scope)
     one, whole = bird_of(alone(), scope)
     for t in range(1, LAST):
-        if t == 8:  # another grid takes the queue over, each rank what is its own
+        if t == 8:  # another grid takes over the queue, each rank its own part
             saved = state_of(one)
             bird, infos = bird_of(mine, scope)
             bird.load_state_tensors(
@@ -283,7 +283,7 @@ class Sparse:
         infos = make_infos(groups)
         kept = some_masks(density)
         masks = {i.name: flat_mask(i, kept[i.name]) for i in infos if i.name in kept}
-        masks.pop(WORDS)  # stored whole at first, padding and all
+        masks.pop(WORDS)  # stored whole at first, including padding
         self.weights = ToyWeights(infos, masks)
         settings = RewiringSettings(
             schedule=RewiringSchedule(interval=1, until=1000, widening=False),
@@ -304,7 +304,7 @@ class Sparse:
 
     @property
     def stored(self) -> dict[str, int]:
-        """What is on this rank of what is pruned."""
+        """Number of stored entries of each prunable parameter on this rank."""
         infos = {info.name: info for info in self.weights.infos}
         masks = self.weights.masks
         return {n: int(masks[n].sum()) if n in masks else i.local_entries for n, i in infos.items()}
@@ -313,13 +313,13 @@ class Sparse:
 def on_rank_rewired(
     groups: ProcessGroups, dims: tuple[int, int, int], threshold: float
 ) -> tuple[int, list[float]]:
-    """Rewirings that changed something, and the number of nonzeros after each update."""
+    """Return the number of effective rewirings, and the nonzeros after each update."""
     mine = here(groups, dims)
     net, one = Sparse(mine, threshold, "0.6"), Sparse(alone(), threshold, "0.6")
     parts = ModelParts(net.weights.infos, mine)
     totals: list[float] = []
     for t in range(1, 13):
-        if t == 5:  # all of it is below: the largest stays, wherever it is
+        if t == 5:  # all weights are below the threshold: the largest stays, wherever it is
             for sparse in (net, one):
                 if "c.small" in sparse.weights.values:
                     sparse.weights.values["c.small"] *= 1e-6
@@ -377,7 +377,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Trained:
-    """An engine and an optimizer on one grid, with gradients that are the same on every one."""
+    """An engine and an optimizer on one grid, with the same gradients on every grid."""
 
     def __init__(self, groups: ProcessGroups, options: dict[str, Any]) -> None:
         parts, self.infos = build(groups, options, dtype=torch.float32)
@@ -391,7 +391,7 @@ class Trained:
         losses = []
         for info in self.infos:
             wanted = part(info, draw(info.name, 100 + t)).view(info.param.shape)
-            # The engine adds the two copies of what is tied.
+            # The engine adds the two copies of a tied parameter.
             copies = self.groups.embedding.size if info.tied else 1
             losses.append((info.param * wanted).sum() / copies)
         torch.stack(losses).sum().backward()
@@ -403,7 +403,7 @@ class Trained:
 
 
 def on_rank_trained(groups: ProcessGroups, dims: tuple[int, int, int], name: str) -> list[str]:
-    """What the run tells after each of its steps, in which it is compared to one rank's."""
+    """Compare the run with a run of one rank at each step; return the messages."""
     mine = here(groups, dims)
     net, one = Trained(mine, RUNS[name]), Trained(alone(), RUNS[name])
     told = []

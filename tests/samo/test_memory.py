@@ -1,5 +1,7 @@
-"""Model state counted from real tensors: 18 f + 2 bytes a parameter, never above the paper's
-24 f + 2; and how many dense gradients there are at once."""
+"""Tests of the bytes of a model's tensors, and of the number of dense gradients at a time.
+
+The model state takes 18 f + 2 bytes a parameter, never above the paper's 24 f + 2.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ FLAGS = (
 )
 PADDING = 12 * 64
 SMALL = 1024
-"""Bytes of what else a step leaves: a counter, a seed."""
+"""Bytes of other small tensors of a step: a counter, a seed."""
 
 Build = Callable[[str], Trainer]
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
-    """The trainer of these flags beside `FLAGS`."""
+    """Return a function that builds the trainer for flags in addition to `FLAGS`."""
     built: list[Trainer] = []
 
     def build(flags: str) -> Trainer:
@@ -51,7 +53,7 @@ def _samo(sparsity: str) -> str:
 
 
 def _counted(build: Build, flags: str) -> tuple[ModelState, int]:
-    """After two steps, and the number of parameter tensors."""
+    """Return the model state after two steps, and the number of parameters."""
     before = storages()
     trainer = build(flags)
     for _ in range(2):
@@ -72,8 +74,8 @@ def test_tensors_of_a_run_are_as_many_bytes_as_are_promised(
     )
     assert found["index"] == wanted["index"]
     assert found["parameters"] == wanted["parameters"] + 2 * PADDING
-    # Each tensor's slice of a bucket begins at a multiple of 64; padding is stored with what is
-    # stored whole.
+    # Each tensor's slice of a bucket begins at a multiple of 64; a tensor that is stored whole
+    # includes its padding.
     gaps = ALIGNMENT * tensors + (PADDING if sparsity == "0" else 0)
     for kind, name, each in (
         ("gradients", "gradients", grad_bytes),
@@ -82,7 +84,7 @@ def test_tensors_of_a_run_are_as_many_bytes_as_are_promised(
         assert wanted[name] <= found[kind] <= wanted[name] + each * gaps
     assert found["moments"] == 2 * found["master"]
     assert 0 <= found["other"] < SMALL
-    # In a model this small the optimizer's scratch is as long as a bucket.
+    # In a model this small, the optimizer's scratch is as long as a bucket.
     kept = sum(found.values()) - found["scratch"]
     assert kept < paper_bytes(entries, stored)
     within = SMALL + (grad_bytes + 12) * gaps + 2 * PADDING
@@ -96,7 +98,7 @@ def test_without_masks_as_much_is_kept_as_by_the_dense_path(build: Build) -> Non
 
 
 def _see(trainer: Trainer, called: Callable[[torch.Tensor], None]) -> None:
-    """Have `called` see each dense gradient that the layout is handed, before it is compressed."""
+    """Call `called` with each dense gradient that the layout gets, before its compression."""
     for verb in ("gather", "gather_add"):
         store: Callable[..., None] = getattr(trainer.engine.layout, verb)
 
@@ -111,7 +113,7 @@ def _see(trainer: Trainer, called: Callable[[torch.Tensor], None]) -> None:
 
 @pytest.mark.parametrize("how", ["", "--grad-reduce-in-bf16", "--recompute-granularity full"])
 def test_a_dense_gradient_is_gone_before_the_next_is_handed_over(how: str, build: Build) -> None:
-    """Tied embeddings hand over two for their parameter, and each microbatch makes them anew."""
+    """A tied embedding has two gradients, and each microbatch makes both again."""
     trainer = build(f"{_samo('0.9')} --global-batch-size 4 {how}")
     earlier: list[StorageWeakRef] = []
     left: list[int] = []
@@ -138,7 +140,7 @@ def test_at_most_one_dense_gradient_is_alive_during_backward(build: Build) -> No
 
 
 def test_gradients_that_are_kept_are_seen(build: Build) -> None:
-    """So that the tests above could fail."""
+    """The tests above fail if gradients are kept."""
     trainer = build(_samo("0.9"))
     kept: list[torch.Tensor] = []
     _see(trainer, kept.append)

@@ -1,4 +1,4 @@
-"""Dynamic sparse reparameterization: what is pruned, what grows where, and that nothing is lost."""
+"""Tests of dynamic sparse reparameterization: pruning, growth, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from samo.schedule import RewiringSchedule
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 50), "thin": (8, 5), "embedding": (21, 32)}
 PADDING = {"embedding": 3}
-"""Rows that exist in memory only."""
+"""Number of rows that exist in memory only."""
 EVERY = RewiringSchedule(interval=1, until=1_000_000, widening=False)
 SETTINGS = RewiringSettings(
     schedule=EVERY, target=60, threshold=0.02, reset_moments=True, seed=1234
@@ -27,7 +27,7 @@ SETTINGS = RewiringSettings(
 
 
 class MaskLayout(DenseLayout):
-    """Masks as a rewirer reads and makes them."""
+    """A layout with masks, as a mask updater reads and makes it."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = dict(masks)
@@ -37,7 +37,7 @@ class MaskLayout(DenseLayout):
 
 
 class ToyNetwork:
-    """Dense weights of which only the stored ones are shown, as a compressed optimizer does."""
+    """Dense weights that show only their stored entries, as a compressed optimizer does."""
 
     def __init__(self, *, density: float = 0.2, seed: int = 0) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class ToyNetwork:
             yield info, whole if mask is None else whole[mask]
 
     def train(self) -> None:
-        """An update that moves what is stored."""
+        """Update the stored entries at random."""
         for info in self.infos:
             noise = self._noise(info.param.numel()) * 0.3
             mask = self.layout.mask(info.name)
@@ -94,7 +94,7 @@ def mask_updater(**changes: object) -> DsrMaskUpdater:
 
 
 def run(network: ToyNetwork, dsr: DsrMaskUpdater, updates: range) -> list[dict[str, torch.Tensor]]:
-    """The masks after each update."""
+    """Return the masks after each update."""
     found = []
     for t in updates:
         network.train()
@@ -212,7 +212,7 @@ def test_moments_begin_anew_as_asked(reset: bool) -> None:
 
 
 def test_other_masks_and_tensors_stored_whole_take_part_as_they_should() -> None:
-    """A mask of a parameter that is not rewired goes on; one that is and has none is all there."""
+    """Masks of other parameters stay; a rewired parameter without a mask is stored whole."""
     network = ToyNetwork()
     whole = network.layout.masks.pop("embedding")
     other = torch.arange(50) % 2 == 0
@@ -267,7 +267,7 @@ def test_threshold_finds_the_target_from_far_away() -> None:
 
 def test_a_pruned_network_is_not_wiped_out_by_the_doubling_that_reaches_it() -> None:
     network = ToyNetwork(density=0.5)
-    for name in SHAPES:  # magnitudes as pruning leaves them: none to 0.033, all within 0.066
+    for name in SHAPES:  # magnitudes as pruning leaves them: none up to 0.033, all within 0.066
         weight = network.weights[name]
         weight.copy_(torch.rand(weight.numel(), generator=network.random) * 0.03 + 0.033)
     stored = sum(int(mask.sum()) for mask in network.masks().values())
@@ -284,7 +284,7 @@ def test_a_pruned_network_is_not_wiped_out_by_the_doubling_that_reaches_it() -> 
 def test_zeros_go_whatever_their_number() -> None:
     network = ToyNetwork(density=0.5)
     network.weights["wide"].zero_()
-    zeros = int(network.layout.masks["wide"].sum()) - 1  # a tensor keeps one
+    zeros = int(network.layout.masks["wide"].sum()) - 1  # a tensor keeps at least one
     dsr = mask_updater(target=10, threshold=1e-5)
     assert zeros > 100
     dsr.after_update(1, network.layout, network.stored())
@@ -319,13 +319,13 @@ def test_not_a_number_stays() -> None:
 
 
 def deviation(found: np.ndarray, expected: np.ndarray, degrees: int) -> float:
-    """Pearson's chi-squared, in standard deviations from its mean."""
+    """Return Pearson's chi-squared in standard deviations from its mean."""
     statistic = float(((found - expected) ** 2 / expected).sum())
     return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
 def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
-    """Entries of tensors of all sizes grow, pruned just now or never stored, and no others."""
+    """All zeros of tensors of any size take part, just pruned or never stored, and no others."""
     times = 4000
     network = ToyNetwork()
     hits = {name: np.zeros(math.prod(shape)) for name, shape in SHAPES.items()}
@@ -347,7 +347,7 @@ def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
     zeros = np.concatenate(gone + never)
     expected = times * pruned / zeros.size
     assert expected > 20 and zeros.sum() == times * pruned
-    # Draws without replacement scatter less than independent ones by the part not drawn.
+    # Draws without replacement scatter less than independent draws, by the part not drawn.
     scatter = 1 - pruned / zeros.size
     places = (zeros - expected) / math.sqrt(scatter) + expected
     assert abs(deviation(places, np.full(zeros.size, expected), zeros.size - 1)) < 4

@@ -1,4 +1,4 @@
-"""DSR under a real engine and optimizer: what is kept, what begins anew, and on several ranks."""
+"""Tests of DSR with a real engine and optimizer: kept state, reset state, several ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULE = RewiringSchedule(interval=2, until=12, widening=False)
 
 
 class SavedView(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     applied: int
     masks: dict[str, torch.Tensor]
@@ -77,7 +77,7 @@ class RewiredNet:
             self.engine.load_state_tensors({}, saved.shared)
 
     def step(self) -> None:
-        """All of a step but the rewiring."""
+        """Run a step without its rewiring."""
         t = self.optimizer.applied + 1
         self.engine.begin(StepContext(t=t))
         self.engine.expect_last_backward()
@@ -90,7 +90,7 @@ class RewiredNet:
         self.engine.commit(found)
 
     def whole(self) -> dict[tuple[str, str], torch.Tensor]:
-        """Master weights and moments as flat tensors with zeros."""
+        """Return master weights and moments as flat dense tensors."""
         found = {}
         for kind, name, tensor in self.optimizer.tensors():
             found[kind, name] = torch.zeros(math.prod(SHAPES[name]))

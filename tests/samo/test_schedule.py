@@ -1,4 +1,4 @@
-"""When to rewire and how much: Table 5 of the low-memory report and the network it is for."""
+"""Tests of when and how much to rewire: Table 5 of the low-memory report and its network."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_run_without_a_rewiring_is_told_what_would_help() -> None:
     assert short.endswith("--dsr-interval 12 would do")
     assert RewiringSchedule(interval=12, until=95).any_due(1, 100)
     assert not RewiringSchedule(interval=25, until=95).any_due(1, 100)
-    # With three updates in all the interval has doubled before it is over, whatever it is.
+    # With three updates in all, any interval has doubled before it is over.
     assert why_none(RewiringSchedule(interval=5, until=3), 1, 3).endswith("train for longer")
     over = why_none(RewiringSchedule(interval=10, until=95), 100, 200)
     assert over.startswith("dsr_until 95 is before update 100")

@@ -1,4 +1,4 @@
-"""A Slurm of the tests' own, and jobs on it that are followed to their end."""
+"""A Slurm cluster of the tests' own, and jobs on it that are followed to their end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ OURS = (
 )  # fmt: skip
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 CANARY = "canary-5e0c1b"
-"""A secret in the environment of every job, which must be found in no file of any run."""
+"""A secret in the environment of every job, which no file of any run may contain."""
 
 
 @dataclass
 class SlurmJob:
-    """A submitted job. Once its run has come to step `at`, `then` is called. The rest is Slurm's
-    last word."""
+    """A submitted job.
+
+    `then` is called once the run has reached step `at`. The other fields are Slurm's latest report.
+    """
 
     run_dir: Path
     number: str
@@ -42,12 +44,12 @@ class SlurmJob:
 
     @property
     def log(self) -> str:
-        """The job's own log."""
+        """The job's log."""
         return (self.run_dir / "logs" / f"{self.run_dir.name}-{self.number}.log").read_text()
 
     @property
     def step(self) -> int:
-        """Return where rank 0 is."""
+        """The step that rank 0 has reached."""
         path = self.run_dir / heartbeat.FOLDER / "rank_0"
         if not path.exists() or not path.stat().st_size:
             return 0
@@ -56,14 +58,14 @@ class SlurmJob:
 
 @dataclass
 class Cluster:
-    """Daemons in `folder`; `jobs` are those submitted so far."""
+    """The daemons in `folder`; `jobs` are the jobs submitted so far."""
 
     folder: Path
     jobs: list[SlurmJob] = field(default_factory=list)
     hurried: set[str] = field(default_factory=set)
 
     def start(self) -> None:
-        """Start the daemons; `RuntimeError` with their words if they do not come up."""
+        """Start the daemons; raise `RuntimeError` with their messages if the start fails."""
         port = str(free_ports(5))
         command = [HERE / "cluster.sh", "start", self.folder, port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -71,19 +73,19 @@ class Cluster:
             raise RuntimeError(done.stderr)
 
     def stop(self) -> None:
-        """End jobs and daemons."""
+        """End all jobs and daemons."""
         self.call("scancel", "--user=root", "--signal=KILL", "--full")
         self.call("scancel", "--user=root")
         subprocess.run([HERE / "cluster.sh", "stop", self.folder], timeout=60, check=True)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a user of this Slurm, with `more` in it."""
+        """Return the environment of a user of this Slurm, with `more` added."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
         env |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHON": sys.executable}
         return env | {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": CANARY, **more}
 
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm's."""
+        """Run a Slurm command."""
         return subprocess.run(
             command, env=self.environment(), capture_output=True, text=True, timeout=60
         )
@@ -110,7 +112,7 @@ class Cluster:
         then: Callable[[SlurmJob], None] | None = None,
         **more: str,
     ) -> SlurmJob:
-        """Submit a run; `more` are launch.sh's variables."""
+        """Submit a run; `more` are variables of launch.sh."""
         answer = self.launch(*sbatch, "--", *flags.split(), RUN_DIR=str(run_dir), **more)
         assert answer.returncode == 0, answer.stderr
         job = SlurmJob(run_dir, answer.stdout.strip(), at=at, then=then)
@@ -139,9 +141,9 @@ class Cluster:
 
     def _tend(self, job: SlurmJob) -> None:
         if job.state == "PENDING" and job.restarts:
-            # Slurm lets a job that comes back wait for two minutes. Two seconds will do: what it
-            # takes for a start in the second in which the last one ended to be refused. The next
-            # start may take an hour, so that it is not warned at once.
+            # Slurm delays a requeued job by two minutes. Two seconds are enough: a start in the
+            # second of the last end is refused. The next start gets an hour, so that it is not
+            # warned at once.
             waits = job.reason == "BeginTime" and job.number not in self.hurried
             if waits and not is_ending(job):
                 update = ("update", f"JobId={job.number}", "StartTime=now+2", "TimeLimit=60")
@@ -156,20 +158,22 @@ class Cluster:
 
 
 def is_ending(job: SlurmJob) -> bool:
-    """Whether a step of it is still there, as on a node that was called lost and is not. If the job
-    began anew in the moment in which that ends, Slurm would take the node for busy ever after."""
+    """Return whether a step of the job is still running, as on a node marked as lost.
+
+    If the job were requeued at the moment its step ends, Slurm would keep the node busy forever.
+    """
     title = f"slurmstepd: [{job.number}.".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cmdline").read_bytes().startswith(title):
                 return True
         except OSError:
-            continue  # it is gone
+            continue  # the process has ended
     return False
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that the kernel gives away."""
+    """Return the first of `count` consecutive free ports, below the kernel's ephemeral ports."""
     for first in range(20000 + os.getpid() % 10000, 32000, count):
         try:
             for port in range(first, first + count):

@@ -1,4 +1,4 @@
-"""What LAUNCHER=sbatch writes and refuses; most of it needs no Slurm."""
+"""Tests of the job that LAUNCHER=sbatch writes and refuses; most of them need no Slurm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SITES = {  # launcher's own defaults of each machine that has Slurm
 def dry(
     cwd: Path, *arguments: str, flags: tuple[str, ...] = (), **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """`launch.sh --dry-run` for a toy model, on a machine whose Slurm does not answer."""
+    """Run `launch.sh --dry-run` for a toy model on a machine whose Slurm does not answer."""
     silent = cwd / "bin"
     silent.mkdir(exist_ok=True)
     for name in ("sbatch", "scontrol"):
         (silent / name).write_text("#!/bin/sh\nexit 1\n")
         (silent / name).chmod(0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
-    # With a program of one's own its flags are not tried out, which would take most of the time.
+    # Flags of a custom program are not tried out, which would take most of the time.
     env |= {
         "PYTHON": sys.executable,
         "LAUNCHER": "sbatch",
@@ -64,7 +64,7 @@ def test_a_job_script_is_complete_and_alone_on_stdout(tmp_path: Path) -> None:
     assert shown.stdout.startswith("#!/usr/bin/env bash\n#SBATCH ")
     parsed = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True)
     assert (parsed.returncode, parsed.stderr) == (0, "")
-    # Slurm makes no folder for a log; nothing else comes of a dry run.
+    # Slurm makes no folder for a log; a dry run writes nothing else.
     assert list((tmp_path / "runs").rglob("*")) == [tmp_path / "runs/a", tmp_path / "runs/a/logs"]
     assert f"logs to {tmp_path.resolve()}/runs/a/logs/a-JOB.log" in shown.stderr
 
@@ -79,8 +79,9 @@ def test_a_log_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 def test_a_printed_script_can_be_submitted_from_any_folder(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Submit as `launch.sh --dry-run > job.sh; sbatch job.sh` does; the log is where the script
-    says.
+    """The commands are `launch.sh --dry-run > job.sh; sbatch job.sh`.
+
+    The log is written where the script says.
     """
     run_dir = tmp_path / "runs" / "by-hand"
     flags = ("--", "--plan", "0")
@@ -103,7 +104,7 @@ def test_a_site_brings_its_ranks_and_cores(site: str, tmp_path: Path) -> None:
     shown = dry(tmp_path, SITE=site, NODES="2", LAUNCHER="", TIME="60")
     assert shown.returncode == 0, shown.stderr
     assert set(SITES[site]) <= set(headers(shown.stdout))
-    # Inside the job the same site starts ranks instead of submitting again.
+    # Inside the job, the same site starts ranks instead of submitting again.
     inside = dry(tmp_path, SITE=site, NODES="2", LAUNCHER="", SLURM_JOB_ID="1")
     assert inside.returncode == 0 and "\nexec srun " in inside.stdout, inside.stderr
     assert r"--cpu-bind=verbose\,cores" in inside.stdout
@@ -139,7 +140,7 @@ def test_hostile_names_stay_names(tmp_path: Path) -> None:
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert CANARY not in shown.stdout + shown.stderr
-    # What the script hands to job.sh, told by a job.sh that only prints its arguments.
+    # Arguments of job.sh, printed by a stand-in for job.sh.
     script = shown.stdout.replace(str(REPO / "scripts" / "job.sh"), "printf '%s\\0'")
     script = script.replace("exec printf", "printf")
     told = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Runs of several ranks as Slurm jobs: signalled, requeued, resumed, cancelled, failing."""
+"""Tests of Slurm jobs of several ranks: signalled, requeued, resumed, cancelled, failing."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ PATHS = {
 FLAGS = {name: f"{TINY} --grad-path {name} {more}" for name, more in PATHS.items()}
 SAVING = f"{FLAGS['dense']} --save-interval 2"
 LAST = {name: 8 for name in PATHS} | {"dense": 80}
-FLAGS["dense"] += f" --train-iters {LAST['dense']}"  # the last one counts
+FLAGS["dense"] += f" --train-iters {LAST['dense']}"  # the last --train-iters counts
 PIPELINE = f"{TINY} --pipeline-model-parallel-size 2"
 MESSAGES = f"{PIPELINE} --pipeline-schedule message-driven"
 BY_MPI = {
     "by-srun": ({"STEP_LAUNCHER": "srun"}, "srun ", " --mpi=pmi2 "),
     "by-mpiexec": ({"STEP_LAUNCHER": "mpiexec"}, "mpiexec ", " -n 2 "),
 }
-"""Jobs of a pipeline whose messages travel over MPI: launch.sh's variables, and what must stand in
-the command that starts their ranks."""
+"""Pipeline jobs with MPI messages: launch.sh's variables and words of the start command."""
 NO_PLUGIN = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "absent"}
 NO_MPI = {"STEP_LAUNCHER": "srun", "SLURM_MPI_TYPE": "none"}
 SLOWLY = "slow:0:3+:data"
-"""So that a run is still there when what is to happen to it happens."""
+"""A fault that slows a run down, so that it still runs when a test acts on it."""
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def status_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SlurmJob]:
-    """Every job of this file, all at once, after all have ended."""
+    """Run every job of this file at once, and return the jobs after all have ended."""
     folder = tmp_path_factory.mktemp("runs $(touch canary); `touch canary`")
     common = {"PROGRAM": str(HERE / "program.py"), "RANKS_PER_NODE": "1", "NODES": "2"}
     common |= {"LOST_STARTS": "5", "TIME": "10", "FIRST_FAULT": SLOWLY}
@@ -59,7 +58,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         assert done.returncode == 0, done.stderr
 
     def warn(job: SlurmJob) -> None:
-        # To the job script alone, as Slurm's own warning comes.
+        # To the job script alone, as Slurm's own warning is sent.
         call("scancel", "--batch", "--signal=USR1", job.number)
 
     def submit(name: str, flags: str, **more: Any) -> SlurmJob:
@@ -67,8 +66,8 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return cluster.submit(folder / name.replace("+", "-"), flags, **more)
 
     pair, other = ("--nodelist=node[0-1]",), ("--nodelist=node[2-3]",)
-    # The first is told by its limit, 210 of 240 seconds before it, which gives slow machines time
-    # to obey; the others by us as soon as they have something to lose.
+    # Slurm warns the first job 210 of 240 seconds before its limit, so that slow machines have time
+    # to obey; the test warns the other jobs as soon as they have something to lose.
     limited = {"TIME": "4", "SAVE_SECONDS": "75"}
     found = {"dense": submit("dense", FLAGS["dense"], sbatch=pair, **limited)}
     for name in [name for name in PATHS if name not in found]:
@@ -85,7 +84,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     )
     found["failing"] = submit("failing", SAVING, sbatch=pair, FIRST_FAULT="raise:1:4:forward")
     if find_spec("mpi4py"):
-        # By itself, so that launch.sh sees its flags and brings what the schedule needs.
+        # Without PROGRAM, launch.sh sees the flags and adds what the schedule needs.
         plain = {"PROGRAM": "", "FIRST_FAULT": ""}
         for name, (more, *_) in BY_MPI.items():
             found[name] = submit(name, MESSAGES, sbatch=pair, **plain, **more)
@@ -96,25 +95,25 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def unbroken(ranks: Ranks, flags: str, folder: Path) -> list[float]:
-    """Losses of the same run on two ranks that nobody interrupts."""
+    """Return the losses of the same run on two ranks without interruption."""
     ranks.run(2, train, flags, folder)
     return metrics_of(folder)
 
 
 def train_pipeline(groups: ProcessGroups, flags: str, folder: Path) -> None:
-    """`train` on two stages."""
+    """Call `train` on two stages."""
     train(grid(groups, pp=2), flags, folder)
 
 
 def found_or_skip(name: str, jobs: dict[str, SlurmJob]) -> SlurmJob:
-    """A job that needs MPI, which need not be there."""
+    """Return a job that needs MPI; skip the test without MPI."""
     if name not in jobs:
         pytest.skip("needs the extra mpi")
     return jobs[name]
 
 
 def assert_resumed(job: SlurmJob, wanted: list[float]) -> None:
-    """It came back once, where it had left, and computed what it would have without."""
+    """Assert that the job resumed once where it had left, with the losses of an unbroken run."""
     assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 1), job.log
     assert status_of(job.run_dir)["state"] == "done"
     assert metrics_of(job.run_dir) == wanted

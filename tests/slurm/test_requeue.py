@@ -1,4 +1,4 @@
-"""Which jobs go back to the queue, decided by a real Slurm's jobs that only say how they ended."""
+"""Tests of which jobs are requeued, with stub jobs of a real Slurm that only choose their ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.slurm.harness import HERE, Cluster, SlurmJob
 
 @dataclass(frozen=True, kw_only=True)
 class RequeueCase:
-    """What each start does (see stub.py), and how the job must end: its code, after so many
-    restarts, with these words in its log."""
+    """The plan of a job's starts (see stub.py), and how the job must end.
+
+    The job must end with `code` after `restarts` restarts, and with `words` in its log.
+    """
 
     plan: str
     code: int
@@ -46,7 +48,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SlurmJob]:
-    """A job for each case, after all have ended."""
+    """Run a job for each case; return the jobs after all have ended."""
     folder = tmp_path_factory.mktemp("stubs")
     found = {}
     for name, case in CASES.items():
@@ -67,5 +69,5 @@ def test_a_job_is_requeued_while_it_advances_and_only_then(
     assert case.words in job.log
     starts = (job.run_dir / "logs" / f"starts-{job.number}").read_text().split()
     assert len(starts) == case.restarts + 1
-    # One log for all starts, in which each begins anew.
+    # One log for all starts, with one header for each.
     assert job.log.count("(restarted ") == len(starts)

@@ -1,4 +1,4 @@
-"""What a job and a run in an allocation learn from a queue that may not answer."""
+"""Tests of the time limit of a job or an allocation, with a Slurm that may not answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLURM_JOB_ID=1 {settings}
 def watched(
     folder: Path, answers: list[str], settings: str = "", call: str = "watch_time_limit $$"
 ) -> list[str]:
-    """What is done on the way, with these answers of squeue's one after the other; "" for none."""
+    """Return the output of `call` for successive answers of squeue; "" stands for no answer."""
     (folder / "answers").write_text("".join(f"{answer}\n" for answer in answers))
     squeue = folder / "squeue"
     squeue.write_text(
@@ -72,13 +72,13 @@ def test_what_an_answer_leads_to(
 
 
 def step(folder: Path, job: str = "") -> str:
-    """How the ranks of a step are started, of this job if any."""
+    """Return the command that starts the ranks of a step, inside the job `job` if any."""
     shown = dry(folder, LAUNCHER="srun", RANKS_PER_NODE="2", TIME="24:00:00", SLURM_JOB_ID=job)
     return shown.stdout
 
 
 def test_a_limit_is_for_jobs_and_not_for_steps_of_an_allocation(tmp_path: Path) -> None:
-    """An allocation may be longer or shorter than what the scripts ask for a job."""
+    """An allocation may be longer or shorter than the time that the scripts ask for a job."""
     assert "--time 24:00:00 --signal USR1@300" in step(tmp_path)
     inside = step(tmp_path, "7")
     assert "srun" in inside and "--time" not in inside and "--signal" not in inside

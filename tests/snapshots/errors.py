@@ -1,7 +1,7 @@
-"""What about seventy wrong inputs are answered with: exit code and stderr, in one process.
+"""Answers to about seventy wrong inputs: exit code and stderr, in one process.
 
-Left out are values that argparse itself refuses for a tool by a list of choices: the sentence
-differs between versions of Python.
+Values that argparse itself refuses by a list of choices are left out, because the message differs
+between versions of Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.sweep.worker import run
 
 REPO = Path(__file__).resolve().parents[2]
 DRY = " ".join(BASE)
-"""A good start that trains nothing; a wrong flag follows."""
+"""A valid start that trains nothing; a wrong flag follows."""
 UNTEXTED = " ".join(flag for flag in BASE if not flag.startswith(("--mock-data", "--vocab-size")))
 """The flags of a start without data."""
 
@@ -44,7 +44,7 @@ STARTS = (
     "--load={folder}/run --num-layers=3", "--run-dir=", "--config={folder}/missing.yaml",
     "--config={folder}/list.yaml", "--config={folder}/twice.yaml", "--config={folder}/typo.yaml",
 )  # fmt: skip
-"""Flags behind those of `DRY`."""
+"""Flags after the flags of `DRY`."""
 
 OTHERS = (
     "pretrain_gpt",
@@ -83,7 +83,7 @@ OTHERS = (
 
 
 def errors(folder: Path) -> str:
-    """The answer to each input."""
+    """Return the answer to each input."""
     _prepare(folder)
     lines = [*(f"pretrain_gpt {DRY} {flags}" for flags in STARTS), *OTHERS]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
@@ -102,7 +102,7 @@ def errors(folder: Path) -> str:
 
 
 def _prepare(folder: Path) -> None:
-    """Make the damaged and the good files that the inputs name."""
+    """Write the damaged and the valid files that the inputs name."""
     for name in ("run", "damaged"):
         shutil.copytree(FROZEN / "dense", folder / name)
         for path in (folder / name, *(folder / name).rglob("*")):

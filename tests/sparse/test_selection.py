@@ -1,4 +1,7 @@
-"""Exact selection against a stable sort of magnitudes, whole and cut over ranks; seeded draws."""
+"""Tests of exact selection against a stable sort of magnitudes, and of seeded draws.
+
+Tensors are whole or sharded over ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def largest_by_sorting(values: torch.Tensor, k: int) -> torch.Tensor:
-    # By bits: torch's sort on a CPU may take denormal numbers for zeros.
+    # By bits: torch's sort on a CPU may treat denormal numbers as zeros.
     bits = torch.int32 if values.dtype == torch.float32 else torch.int16
     magnitudes = values.view(bits) & torch.iinfo(bits).max
     return torch.sort(magnitudes, descending=True, stable=True).indices[:k].sort().values
@@ -124,7 +127,7 @@ def test_positions_of_a_range_are_counted_from_its_start() -> None:
 
 @pytest.mark.parametrize("misleading", [False, True])
 def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: bool) -> None:
-    """What a GPU looks at first; also where it tells the opposite of the rest."""
+    """A GPU looks at a sample first; the sample may contradict the rest of the values."""
     monkeypatch.setattr(selection, "SAMPLE", 100)
     passes = []
     monkeypatch.setattr(
@@ -146,7 +149,7 @@ def test_a_sample_changes_nothing(monkeypatch: pytest.MonkeyPatch, misleading: b
 
 
 class Together:
-    """Runs a function on every rank of a group, in threads, with a sum over them."""
+    """Threads that run a function as every rank of a group, with a sum over the group."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=60)
@@ -184,7 +187,7 @@ class Together:
 def test_cut_over_ranks_chooses_the_same(
     shape: tuple[int, int], axis: int, ranks: int, kind: str
 ) -> None:
-    """Select by counts, and a small tensor by sending all of it."""
+    """The selection is by counts, or for a small tensor by sending all of it."""
     whole = torch.randint(-2, 3, shape).float() if kind == "few values" else torch.randn(shape)
     whole = whole.bfloat16() if kind == "bf16" else whole
     for k in (0, 1, whole.numel() * 3 // 8, whole.numel()):
@@ -206,7 +209,7 @@ def test_cut_over_ranks_chooses_the_same(
 
 
 def stored_in_part(ranks: int) -> list[FlatShard]:
-    """A tensor of 6 x 8, cut by columns, of which the ranks store some entries: of one row none."""
+    """Return shards by columns of a 6 x 8 tensor, with some stored entries; one row has none."""
     counts = torch.tensor([[2, 0, 1, 0, 4, 3], [1, 3, 0, 0, 2, 0], [0, 1, 1, 0, 0, 0]])[:ranks]
     return [FlatShard.of_stored(counts, rank) for rank in range(ranks)]
 
@@ -230,9 +233,7 @@ KINDS_OF_CUT = {
 def test_parts_of_a_cut_tensor_are_chosen_from_alike(
     monkeypatch: pytest.MonkeyPatch, kind: str, parts: int, together: int
 ) -> None:
-    """Give each rank a range of the whole tensor, or nothing; a rank with nothing takes part
-    too.
-    """
+    """Each rank has a range of every part, or nothing, and takes part in any case."""
     monkeypatch.setattr(selection, "TOGETHER", together)
     shards = KINDS_OF_CUT[kind]
     total = shards[0].total
@@ -275,7 +276,7 @@ def test_shard_places_are_those_of_the_cut(axis: int) -> None:
 
 
 class LargestOutput(TorchDispatchMode):
-    """Notes the size in bytes of the largest tensor that an operation makes."""
+    """A mode that records the bytes of the largest tensor that an operation returns."""
 
     nbytes = 0
 
@@ -324,7 +325,7 @@ def test_draw_depends_on_seed_step_and_name_alone() -> None:
         return draw_seeded(64 * 1000, 64 * 400, **settings).positions()
 
     first = drawn()
-    torch.rand(7)  # no other generator has a say
+    torch.rand(7)  # other generators have no influence
     assert torch.equal(drawn(), first)
     for change in ({"seed": 4}, {"step": 41}, {"name": "layers.1.weight"}):
         shared = set(drawn(**change).tolist()) & set(first.tolist())
@@ -332,7 +333,7 @@ def test_draw_depends_on_seed_step_and_name_alone() -> None:
 
 
 def test_draw_is_even() -> None:
-    """Each of the blocks is drawn in 40 % of the steps; 5 standard deviations are 11 %."""
+    """Each block is drawn in 40 % of the steps; 5 standard deviations are 11 %."""
     hits = torch.zeros(64 * 40)
     for step in range(500):
         hits[draw_seeded(64 * 40, 64 * 16, seed=0, step=step, name="w").positions().long()] += 1
@@ -360,7 +361,7 @@ def test_draw_cut_over_ranks_is_the_same_draw(axis: int) -> None:
 
 
 def assorted(seed: int) -> list[Candidates]:
-    """Tensors of many lengths, dtypes and kinds, with and without ties at the threshold."""
+    """Return tensors of many lengths, dtypes and kinds, with and without ties at the threshold."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, numel in enumerate((1, 7, 1000, TIE_BLOCK + 5, 3 * TIE_BLOCK, 40_000)):
@@ -391,9 +392,7 @@ def test_tensors_selected_from_together_are_those_selected_from_alone(
 
 
 def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank selects in the same order, ranks without entries too; a sum over the ranks
-    serves all tensors.
-    """
+    """All ranks select in one order, with or without entries; one sum serves all tensors."""
     monkeypatch.setattr(selection, "TOGETHER", 0)
     cuts = [KINDS_OF_CUT["rows"], KINDS_OF_CUT["columns"], KINDS_OF_CUT["stored"]]
     wholes = [torch.randint(-3, 4, (shards[0].total,)).float() for shards in cuts]
@@ -423,14 +422,12 @@ def test_cut_tensors_are_selected_from_together(monkeypatch: pytest.MonkeyPatch)
 def test_operations_hardly_grow_with_the_number_of_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Count a GPU's operations, each of which is a launch: apart from four passes, a sample and
-    a look at ties, the operations of one tensor serve all of them.
-    """
+    """The number of kernel launches alone grows: four passes, a sample, a tie check per tensor."""
     passes: list[str] = []
     kernels = ("add_histogram", "add_tie_counts", "mark_ties")
     silent = {
         name: (lambda *_, name=name: passes.append(name)) for name in kernels
-    }  # launches, which no operation of torch stands for
+    }  # launches that no torch operation shows
     monkeypatch.setattr(selection, "_kernels", lambda values: SimpleNamespace(**silent))
 
     class Count(TorchDispatchMode):
@@ -438,7 +435,7 @@ def test_operations_hardly_grow_with_the_number_of_tensors(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             found = func(*args, **(kwargs or {}))
-            # A view is none.
+            # A view is not an operation of the device.
             self.operations += not func.is_view
             return found
 
@@ -448,7 +445,7 @@ def test_operations_hardly_grow_with_the_number_of_tensors(
         batch = [Candidates(torch.randn(30_000), 10_000, FlatShard(30_000, 30_000))] * count
         mode = Count()
         mode.operations = 0
-        # The device of a GPU has no shortcut for tensors without ties.
+        # A GPU has no shortcut for tensors without ties.
         monkeypatch.setattr(selection._Counter, "_has_ties", lambda self, cut: True)
         with mode:
             list(selection._by_counting(batch, None, sampled=True))

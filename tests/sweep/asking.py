@@ -1,4 +1,4 @@
-"""Cases of the sweep, who runs them, and the law that each answer is held to."""
+"""Cases of the sweep, the worker that runs them, and the law for every answer."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ LAUNCHERS = (
     "SPARSETRON_FAULT", "MPI_",
 )  # fmt: skip
 CPU_SECONDS = 20.0
-"""After which a command hangs; the slowest takes two. Other work on the machine does not count."""
+"""Own CPU seconds after which a command counts as hanging; the slowest command takes two."""
 WALL_SECONDS = 180.0
 LINE_LENGTH = 12_000
-"""Characters of a refusal; a path of 5,000 may be in it twice."""
+"""Maximum characters of a refusal; a path of 5,000 may occur in it twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepCase:
-    """One wrong input. `kind`: its row in the table of counts; `codes`: exit codes that are right,
-    0 among them where the input may turn out to be harmless; `names`: what a refusal mentions.
-    `notes`: lines that may precede the refusal."""
+    """One wrong input.
+
+    `kind`: row in the table of counts. `codes`: correct exit codes, with 0 where the input may be
+    harmless. `names`: text that a refusal contains. `notes`: number of lines that may precede the
+    refusal.
+    """
 
     kind: str
     command: str
@@ -51,7 +54,7 @@ class SweepCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command did. `code` is None where it hung or took its process down."""
+    """The result of a command; `code` is None if the command hung or killed its process."""
 
     code: int | None
     out: str
@@ -60,14 +63,14 @@ class Answer:
 
 
 class Worker:
-    """A process of `tests.sweep.worker`; one that hangs or dies is replaced."""
+    """A process of `tests.sweep.worker`, which is replaced if it hangs or dies."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, case: SweepCase, cwd: Path | None = None) -> Answer:
-        """The answer to a case, asked in `cwd`."""
+        """Return the answer to a case, run in `cwd`."""
         if self._process is None:
             self._start()
         request = {
@@ -112,7 +115,7 @@ class Worker:
         assert self._line().decode().strip() == READY, "the worker does not start"
 
     def _line(self) -> bytes:
-        """A line of the answers; empty if the process ends or lets the time pass."""
+        """Return a line of the answers; it is empty if the process ends or time runs out."""
         line, deadline, most = b"", time.monotonic() + WALL_SECONDS, self._cpu() + CPU_SECONDS
         while not line.endswith(b"\n"):
             if not select.select([self._answers], [], [], 1.0)[0]:
@@ -126,7 +129,7 @@ class Worker:
         return line
 
     def _cpu(self) -> float:
-        """Processor seconds that the process has had."""
+        """Return the CPU seconds that the process has used."""
         assert self._process is not None
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text()
@@ -136,7 +139,7 @@ class Worker:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def _end(self) -> str:
-        """Kill the process; how it ended before that."""
+        """End the process; return how it ended."""
         process = self._process
         assert process is not None
         self._process = None
@@ -153,8 +156,11 @@ class Worker:
 
 
 def wrong(case: SweepCase, answer: Answer) -> str:
-    """How an answer breaks the law, or nothing: the right exit code; of a refusal one line, which
-    is printable, has an end, and names what is wrong; never a traceback, a hang or a death."""
+    """Return how an answer breaks the law, or an empty string.
+
+    The exit code must be correct. A refusal is one complete, printable line that names the error.
+    Tracebacks, hangs and dead processes are never allowed.
+    """
     if answer.code is None:
         return answer.why
     if "Traceback" in answer.err or "panicked" in answer.err:
@@ -166,7 +172,7 @@ def wrong(case: SweepCase, answer: Answer) -> str:
         return ""
     lines = refusal(answer.err)
     if not lines and not case.argv and answer.err.startswith("usage: "):
-        return ""  # Without a word, a command says how it is used.
+        return ""  # Without arguments, a command prints its usage.
     if not 1 <= len(lines) <= 1 + case.notes:
         return f"{len(lines)} lines: {' / '.join(lines)[:300]!r}"
     if not lines[-1].isprintable() or len(lines[-1]) > LINE_LENGTH:
@@ -177,7 +183,7 @@ def wrong(case: SweepCase, answer: Answer) -> str:
 
 
 def refusal(err: str) -> list[str]:
-    """The lines of a refusal; a usage, which argparse puts in front of its line, is no part."""
+    """Return the lines of a refusal, without the usage that argparse prints first."""
     lines = [line for line in err.split("\n") if line]
     if lines and lines[0].startswith("usage: "):
         rest = iter(lines[1:])
@@ -192,7 +198,7 @@ def _last(err: str) -> str:
 
 @dataclass
 class Tally:
-    """Counts of cases by kind, and what went wrong."""
+    """Counts of cases by kind, and the cases that went wrong."""
 
     asked: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
@@ -200,7 +206,7 @@ class Tally:
     seconds: float = 0.0
 
     def ask(self, worker: Worker, case: SweepCase, cwd: Path | None = None) -> Answer:
-        """Ask, hold the answer to the law, and count it."""
+        """Run a case, check the answer against the law, and count the case."""
         start = time.monotonic()
         answer = worker.ask(case, cwd)
         self.seconds += time.monotonic() - start
@@ -210,17 +216,17 @@ class Tally:
         return answer
 
     def fail(self, kind: str, problem: str) -> None:
-        """Count what went wrong."""
+        """Count a failure."""
         self.failed[kind] += 1
         self.problems.append(problem)
 
     @property
     def total(self) -> int:
-        """All cases asked."""
+        """Number of cases that were run."""
         return sum(self.asked.values())
 
     def table(self, what: str) -> str:
-        """The counts: a line for all, and one for each kind."""
+        """Return the counts: a line for all cases, and a line for each kind."""
         width = max(map(len, self.asked))
         rows = [
             f"  {kind.ljust(width)} {count:>5,}"
@@ -231,6 +237,6 @@ class Tally:
         return "\n".join([f"{what}: {self.total:,} in {self.seconds:.0f} s, {bad} wrong", *rows])
 
     def check(self, least: int = 1) -> None:
-        """Fail with every answer that breaks the law, or where too few were asked."""
+        """Fail with every answer that breaks the law, or if too few cases ran."""
         assert self.total >= least
         assert not self.problems, "\n".join([f"{len(self.problems)} wrong", *self.problems])

@@ -1,8 +1,7 @@
-"""Mutations of real files, and who reads them.
+"""Mutations of real files, and the commands that read them.
 
-A file is damaged as disks, editors and strangers do it: bits flip, parts are cut off, doubled,
-swapped, overwritten with zeros or with another file; and JSON or YAML is changed in its structure,
-where it still parses. Everything is drawn from a seed.
+Bits flip, and parts are cut off, doubled, swapped, or overwritten with zeros or another file. JSON
+and YAML also change in structure and still parse. A seed determines all mutations.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.sweep.asking import SweepCase
 from tests.sweep.samples import Samples
 
 OUT = "out"
-"""What commands write."""
+"""Name of the output of commands."""
 EACH = 4
 """Mutations of each target: 100 in all."""
 Argv = Callable[[Samples], tuple[str, ...]]
@@ -28,11 +27,11 @@ Argv = Callable[[Samples], tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A file to be mutated, below the folder of the samples, and the command that reads it.
+    """A file to mutate, below the folder of the samples, and the command that reads it.
 
-    `codes`: right exit codes, without 0 for a file that is hashed, of which no change may be
-    accepted. `structure`: the language whose structure is changed too. `notes`: lines that may
-    precede a refusal.
+    `codes`: correct exit codes, without 0 for a hashed file, of which any change must be refused.
+    `structure`: language of structural mutations. `notes`: number of lines that may precede a
+    refusal.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Target:
     notes: int = 0
 
     def case(self, samples: Samples, *, about: str) -> SweepCase:
-        """What is asked once the file is mutated."""
+        """Return the case to run once the file is mutated."""
         return SweepCase(
             kind=self.name,
             command=self.command,
@@ -99,7 +98,7 @@ TARGETS = (
            argv=_run, codes=(4,)),
     Target(name="tensors, to status", file=f"{STEP}/rank_00000.safetensors", command="status",
            argv=_run, codes=(0,)),
-    # The step before it verifies, and is taken.
+    # The step before it verifies, and is used.
     Target(name="manifest, to generate", file=f"{STEP}/manifest.json", command="generate",
            argv=_generate, codes=(0,)),
     Target(name="latest", file="run/checkpoints/latest", command="generate", argv=_generate,
@@ -155,7 +154,7 @@ def _flip(data: bytes, draw: random.Random) -> bytes:
 
 
 def _flip_ahead(data: bytes, draw: random.Random) -> bytes:
-    """In the first 64 bytes, where headers lie."""
+    """Flip a byte in the first 64 bytes, where headers lie."""
     changed = bytearray(data)
     changed[draw.randrange(min(64, len(changed)))] = draw.randrange(256)
     return bytes(changed)
@@ -209,11 +208,11 @@ VALUES: tuple[str, ...] = (
     "9" * 5000, str(10**30), str(2**63), "-" + "9" * 30, '"\\u001b[31mred"', '"a\\nb"', '"\\ud800"',
     '"' + "n" * 5000 + '"', '"/proc/self/mem"', '"../../x"', '"\\u0000"', "[" * 400 + "]" * 400,
 )  # fmt: skip
-"""JSON of values that stand where others should. Some are legal in some places."""
+"""JSON values that replace others; some are legal in some places."""
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all values in a document, of a long list those of its ends."""
+    """Yield the paths of all values in a document; a long list yields only its ends."""
     yield path
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -227,10 +226,10 @@ _MARK = "\ue000"
 
 
 def _json(text: str, draw: random.Random) -> str:
-    """The document with a value replaced, a key left out, doubled or renamed."""
+    """Return the document with a value replaced, or a key removed, doubled or renamed."""
     document = json.loads(text)
     found = [path for path in _places(document) if path]
-    # Rarely what a long table holds, and rather what stands near the top.
+    # Prefer values near the top over the content of long tables.
     path = draw.choice([p for p in found if len(p) <= draw.choice((1, 2, 3, 9))] or found)
     parent = document
     for step in path[:-1]:
@@ -255,7 +254,7 @@ def _jsonl(text: str, draw: random.Random) -> str:
 
 
 def _yaml(text: str, draw: random.Random) -> str:
-    """A file as runs write it, with a line changed, left out, doubled or moved."""
+    """Return a YAML file with a line changed, removed, doubled or moved."""
     lines = text.splitlines()
     number = draw.choice([n for n, line in enumerate(lines) if ":" in line])
     line = lines[number]
@@ -280,10 +279,10 @@ STRUCTURES = {"json": _json, "jsonl": _jsonl, "yaml": _yaml}
 
 
 def mutations(samples: Samples, *, seed: int) -> Iterator[SweepCase]:
-    """Yield `EACH` mutations of every target; each lies on the disk until the next is asked for.
+    """Yield `EACH` mutations of every target; each stays on disk until the next is requested.
 
-    Half of the mutations are of structure where the target has one. The others take the kinds of
-    `BYTES` in turn, from one target to the next, so that each kind is seen equally often.
+    Half of the mutations are structural where the target has a structure. The others cycle through
+    `BYTES` across targets, so that each kind occurs equally often.
     """
     kinds = cycle(BYTES)
     for target in TARGETS:

@@ -21,18 +21,18 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """Where the files lie. All are good, and all commands take them."""
+    """Paths of the sample files; all are valid, and every command accepts them."""
 
     folder: Path
 
     @property
     def text(self) -> Path:
-        """Lines of JSON with a text each."""
+        """Path of JSON lines with a text each."""
         return self.folder / "corpus.jsonl"
 
     @property
     def task(self) -> Path:
-        """Lines of JSON for tools/evaluate.py."""
+        """Path of JSON lines for tools/evaluate.py."""
         return self.folder / "task.jsonl"
 
     @property
@@ -41,12 +41,12 @@ class Samples:
 
     @property
     def prefix(self) -> Path:
-        """A .bin/.idx pair with its sidecar."""
+        """Prefix of a .bin/.idx pair with its sidecar."""
         return self.folder / "data" / "corpus_text_document"
 
     @property
     def run(self) -> Path:
-        """A run that ended, with two checkpoints."""
+        """Folder of a finished run with two checkpoints."""
         return self.folder / "run"
 
     @property
@@ -55,12 +55,12 @@ class Samples:
 
     @property
     def exported(self) -> Path:
-        """The model in Hugging Face's format."""
+        """Folder of the model in Hugging Face's format."""
         return self.folder / "exported"
 
 
 def make_samples(folder: Path, worker: Worker) -> Samples:
-    """Make all of them."""
+    """Make all sample files."""
     samples = Samples(folder)
     draw = random.Random(7)
     texts = [" ".join(draw.choices(WORDS, k=draw.randrange(12, 40))) for _ in range(120)]
@@ -90,7 +90,7 @@ def _make(worker: Worker, command: str, *argv: object) -> None:
 
 
 def _train(samples: Samples) -> None:
-    """In a process of its own, since training takes hold of signals and threads."""
+    """Train in a separate process, since training installs signal handlers and threads."""
     import os
 
     command = [sys.executable, str(REPO / "pretrain_gpt.py"), *FLAGS.split()]

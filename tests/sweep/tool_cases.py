@@ -1,4 +1,4 @@
-"""Wrong inputs of each tool, by hand: its flags, and paths that are not what they should be."""
+"""Hand-written wrong inputs of each tool: its flags, and paths of the wrong kind."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.sweep.samples import Samples
 CONFIGURATION, DATA, CHECKPOINT = (2,), (3,), (4,)
 HUGE = str(10**30)
 NO_COUNTS = ("0", "-1", "x", "", "1.5", "nan", "1e3", "-9" * 20)
-"""What no flag that counts something takes."""
+"""Values that no flag with a count accepts."""
 
 OUTPUTS = ("through a file", "below a loop", "long name", "long path")
-"""Odd paths that nothing can be written to."""
+"""Odd paths that cannot be written to."""
 
 
 def odd_paths(folder: Path) -> dict[str, str]:
-    """Paths that nobody can read a file or a folder from, by what they are."""
+    """Return paths that cannot be read as a file or a folder, by kind."""
     folder.mkdir(exist_ok=True)
     (folder / "file").write_text("a file\n")
     (folder / "empty folder").mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def odd_paths(folder: Path) -> dict[str, str]:
 def _each(
     kind: str, command: str, base: Sequence[object], codes: tuple[int, ...], *wrong: Sequence[str]
 ) -> Iterator[SweepCase]:
-    """A case for each of the wrong flags, which stand behind the good ones."""
+    """Yield a case for each list of wrong flags, after the valid flags."""
     start = tuple(map(str, base))
     for more in wrong:
         yield SweepCase(kind=kind, command=command, argv=(*start, *more), codes=codes)
@@ -59,7 +59,7 @@ def _each(
 def _values(
     command: str, base: Sequence[object], flag: str, *values: str, codes: tuple[int, ...] = (2,)
 ) -> Iterator[SweepCase]:
-    """A case for each value that a flag does not take."""
+    """Yield a case for each value that a flag does not accept."""
     for value in values:
         argv = (*map(str, base), f"{flag}={value}")
         yield SweepCase(kind=f"{command}: flags", command=command, argv=argv, codes=codes)
@@ -69,7 +69,7 @@ def _paths(
     command: str, before: Sequence[object], after: Sequence[object], paths: dict[str, str],
     codes: tuple[int, ...], *, without: Sequence[str] = (),
 ) -> Iterator[SweepCase]:  # fmt: skip
-    """A case for each odd path at one place of a command line."""
+    """Yield a case for each odd path at one place of a command line."""
     for what, path in paths.items():
         if what not in without:
             argv = (*map(str, before), path, *map(str, after))
@@ -77,7 +77,7 @@ def _paths(
 
 
 def tool_cases(folder: Path, samples: Samples) -> Iterator[SweepCase]:
-    """All of them. What commands write goes below `folder`."""
+    """Yield all cases; commands write below `folder`."""
     paths = odd_paths(folder / "odd")
     for make in (
         _start, _launch, _check_data, _verify, _status, _report, _generate, _evaluate, _export,
@@ -87,7 +87,7 @@ def tool_cases(folder: Path, samples: Samples) -> Iterator[SweepCase]:
 
 
 def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
-    """Dry runs of pretrain_gpt.py."""
+    """Yield dry runs of pretrain_gpt.py."""
     yield SweepCase(kind="pretrain_gpt: flags", command="pretrain_gpt", argv=(), codes=(2,))
     for bare in (
         "configs/gpt_tiny.yaml",
@@ -139,7 +139,7 @@ def _start(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[Sw
 
 
 def _launch(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
-    """Environment variables of launchers."""
+    """Yield cases with environment variables of launchers."""
     odd = ("x", "-1", "1.5", "٣", "²", "nan", " ", "9" * 5000, "0x1", "\x1b[31m")
     good = {"RANK": "0", "WORLD_SIZE": "1"}
     environments: list[dict[str, str]] = [{"RANK": "0"}, {"WORLD_SIZE": "1"}]
@@ -214,7 +214,7 @@ NO_TOKENIZER = (
 def _of_runs(
     command: str, samples: Samples, paths: dict[str, str], after: Sequence[object], step: str
 ) -> Iterator[SweepCase]:
-    """What generate, evaluate and export have in common: the run, its step, its tokenizer."""
+    """Yield the common cases of generate, evaluate and export: run, step, tokenizer."""
     good = [samples.run, *after]
     codes = (2, 4)
     yield from _paths(command, [], after, paths, codes, without=["empty"])
@@ -251,7 +251,7 @@ def _generate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator
     yield from _values("generate", good, "--top-k", "-1", "x", "1.5", "")
     yield from _values("generate", good, "--seed", "-1", "x", "1.5", "", HUGE, str(2**62))
     yield from _each("generate: flags", "generate", good, (2, 3), ["--prompt=\udcff"])
-    # A vocabulary that is not the model's: the run was trained with 300 entries, of its own file.
+    # Not the model's vocabulary: the run was trained with 300 entries of its own file.
     yield from _each(
         "generate: tokenizer", "generate", good, (2, 3), ["--tokenizer-type=ByteTokenizer"]
     )
@@ -305,7 +305,7 @@ def _import(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator[S
         source.mkdir()
         (source / "config.json").write_bytes((samples.exported / "config.json").read_bytes())
         (source / name).write_bytes(content)
-        # An index is JSON like any other.
+        # An index is an ordinary JSON file.
         yield from _each("import_hf: data", "import_hf", [source, out], (3, 4), ())
 
 
@@ -374,7 +374,7 @@ def _preprocess(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterat
     null = [*good[:2], "--tokenizer-type=NullTokenizer", "--workers=1", "--overwrite"]
     yield from _values(command, null, "--vocab-size", *NO_COUNTS, HUGE, str(2**63 - 1))
     yield from _each(kind, command, null, (2,), ())
-    # argparse takes what begins as one of the names for them.
+    # argparse takes words that begin as one of the names for those names.
     yield from _each(kind, command, good, CONFIGURATION, *NO_TOKENIZER)
     yield from _paths(command, ["--input"], good[1:], paths, DATA, without=["empty"])
     for what in OUTPUTS:
@@ -416,7 +416,7 @@ def _simulate(folder: Path, samples: Samples, paths: dict[str, str]) -> Iterator
 
 
 def _planned(command: str, samples: Samples, paths: dict[str, str]) -> Iterator[SweepCase]:
-    """What plan and simulate have in common."""
+    """Yield the common cases of plan and simulate."""
     yield from _each(f"{command}: flags", command, (), (2,), (), ("--hiden-size=3",))
     yield from _each(f"{command}: flags", command, BASE, (2,), ["--lr=nan"], ["--num-layer=2"])
     sizes = (str(2**63 - 1), HUGE, "100001", "9" * 5000)
@@ -478,7 +478,7 @@ PAIRS = (
     "--dtype=bf16",
     "--init_from=x", "--gradient-accumulation-steps=2", "--block_size=3", "--precision=bf16",
 )  # fmt: skip
-"""Flags that exclude each other, lack another, or belong to other programs."""
+"""Flags that exclude each other, lack another flag, or belong to other programs."""
 
 ODD_YAML: tuple[str | bytes, ...] = (
     b"", b"\n\n", b"# nothing\n", b"[1, 2]\n", b"text\n", b"3\n", b"\x00" * 64, b"\xff\xfe\x00",
@@ -498,7 +498,7 @@ ODD_YAML: tuple[str | bytes, ...] = (
     "grad_path: \"den\\0se\"\n", "run_dir: \"a\\nb\"\n", "run_dir: ''\n", "run_dir: 3\n",
     "num_layers: 2 3\n", "seed: \u0663\n", "s\u0435ed: 3\n", "seed: 0x10\n",
 )  # fmt: skip
-"""Files whose text stands behind a good one, and bytes that stand alone."""
+"""Texts that follow a valid file, and bytes that stand alone."""
 
 ODD_TEXTS = (
     b"", b"\n\n\n", b"{", b"[]\n", b'"text"\n', b"3\n", b'{"text": 3}\n', b'{"text": null}\n',
@@ -548,7 +548,7 @@ ODD_HF = (
           b"1" + b"0" * 400,
       )),
 )  # fmt: skip
-"""Configurations of Hugging Face's that nothing can be imported with."""
+"""Hugging Face configurations that cannot be imported."""
 
 XML_BOMB = (
     '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY x0 "x">'

@@ -1,8 +1,8 @@
 """A process that runs the project's commands one after the other, as many users would.
 
-Requests come as lines of JSON on one descriptor and answers leave on another. Output is captured at
-the level of descriptors, so that panics of compiled libraries count as output too, and address
-space is limited, so that a command cannot take the machine's memory.
+Requests are JSON lines on one descriptor, answers are written to another. Output is captured at
+descriptor level, so that panics of compiled libraries are included. Address space is limited, so
+that a command cannot take the machine's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 2 << 30
-"""Address space that the commands may take beyond what the loaded libraries have."""
+"""Address space that commands may use in addition to the loaded libraries."""
 FILE_BYTES = 256 << 20
 """Longest file that a command may write; a longer one is an `OSError`."""
 SHOWN_BYTES = 1 << 20
@@ -31,7 +31,7 @@ MAIN = {"pretrain_gpt": "pretrain_gpt", "load_masks": "tests.sweep.loaders"}
 
 
 def run(command: str, argv: Sequence[str]) -> int:
-    """What the shell would see of one command: its exit code."""
+    """Run one command and return the exit code that a shell would see."""
     name = MAIN.get(command, f"tools.{command}")
     sys.argv = [f"{command}.py", *argv]
     try:
@@ -48,7 +48,7 @@ def run(command: str, argv: Sequence[str]) -> int:
 
 
 def answer(request: dict[str, Any], captured: Sequence[io.BufferedRandom]) -> dict[str, Any]:
-    """Run a request in its folder and with its environment; both are as before afterwards."""
+    """Run a request in its folder and environment; restore both afterwards."""
     environment, folder = dict(os.environ), os.getcwd()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -81,7 +81,7 @@ def main() -> None:
         os.dup2(file.fileno(), number)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Names of files may hold bytes that are no text; a terminal shows them somehow.
+            # File names may hold bytes that are not text; a terminal shows them somehow.
             stream.reconfigure(errors="backslashreplace")
     _limit()
     with os.fdopen(requests) as lines, os.fdopen(answers, "w") as replies:

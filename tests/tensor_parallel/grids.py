@@ -1,4 +1,4 @@
-"""A small model cut over ranks, and whole gradients put together from its parts."""
+"""A small model sharded over ranks, and whole gradients assembled from its shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
 @dataclass(frozen=True, kw_only=True)
 class GridCase:
-    """What to run: `changes` to the small configuration, and how it is cut."""
+    """A model to run: `changes` to the small configuration, and how the model is sharded."""
 
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vocab_size: int = 97
@@ -45,14 +45,14 @@ class GridCase:
 
 @dataclass(frozen=True)
 class GridResult:
-    """The loss of one rank, and each gradient with its shard (None: whole)."""
+    """The loss on one rank, and each gradient with its shard (None: whole)."""
 
     loss: torch.Tensor
     grads: dict[str, tuple[TensorShard | None, torch.Tensor]]
 
 
 def build(case: GridCase, tp: Group = ALONE, **stage: Any) -> GPT:
-    """The model of a case, with values that leave every linear range, whatever the cut."""
+    """Build the model of a case; its values leave every linear range, however it is sharded."""
     torch.set_num_threads(1)
     config = small_config(**{"make_vocab_size_divisible_by": 8, **case.changes})
     common: dict[str, Any] = {"vocab_size": case.vocab_size, "seed": 5, "device": "cpu"}
@@ -71,7 +71,7 @@ def build(case: GridCase, tp: Group = ALONE, **stage: Any) -> GPT:
 
 
 def batch(case: GridCase, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Arguments of `GPT.loss`: packed documents, and a mask."""
+    """Return arguments of `GPT.loss`: packed documents, and a mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.batch, LENGTH)
     tokens, labels = torch.randint(0, case.vocab_size, (2, *shape), generator=generator)
@@ -86,7 +86,10 @@ def batch(case: GridCase, *, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def found(model: GPT, loss: torch.Tensor) -> GridResult:
-    """Gradients as the engine would have them: leaves and, where partial, ranks summed."""
+    """Return the gradients as the engine sees them.
+
+    Leaves are summed, and partial gradients are summed over ranks.
+    """
     grads: dict[str, tuple[TensorShard | None, torch.Tensor]] = {}
     for info in model.parameter_infos():
         total = torch.stack([g for leaf in info.leaves if (g := leaf.grad) is not None]).sum(0)
@@ -100,9 +103,9 @@ def found(model: GPT, loss: torch.Tensor) -> GridResult:
 
 
 def loss_and_gradients(groups: ProcessGroups, case: GridCase) -> GridResult:
-    """On each of the ranks that share the layers."""
+    """Run forward and backward on each of the ranks that share the layers."""
     model = build(case, groups.world)
-    # As in a pipeline, another microbatch's forward runs before this one's backward.
+    # As in a pipeline, another microbatch's forward runs before this backward.
     model.streams.at(3, 1)
     loss = model.loss(**batch(case))
     model.streams.at(3, 2)
@@ -112,8 +115,10 @@ def loss_and_gradients(groups: ProcessGroups, case: GridCase) -> GridResult:
 
 
 def whole_gradients(parts: list[GridResult]) -> dict[str, torch.Tensor]:
-    """Gradients of logical tensors, from those of all ranks; asserts that ranks which hold the
-    same have it bit for bit."""
+    """Return gradients of logical tensors, assembled from the shards of all ranks.
+
+    Asserts that copies on several ranks are equal bit for bit.
+    """
     result: dict[str, torch.Tensor] = {}
     for name, (cut, grad) in parts[0].grads.items():
         if cut is None:
@@ -133,7 +138,7 @@ def whole_gradients(parts: list[GridResult]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def noted(group: Group) -> Iterator[list[str]]:
-    """The collectives that a group issues, as "what of how many entries and type"."""
+    """Record the collectives that a group issues, as "kind of entries and dtype"."""
     calls: list[str] = []
     group.calls.tell = lambda _, what, name: calls.append(what)
     try:

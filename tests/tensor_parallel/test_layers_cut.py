@@ -1,4 +1,4 @@
-"""A model cut over tensor-parallel ranks is the same model."""
+"""Tests that a model sharded over tensor-parallel ranks is the same model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_one_rank(
 
 
 def with_one_dnn(groups: ProcessGroups, case: GridCase) -> Any:
-    """Return `loss_and_gradients` by the products that larger layers take on a CPU."""
+    """Call `loss_and_gradients` with the matrix products that larger layers use on a CPU."""
     usual, products._WORTHWHILE = products._WORTHWHILE, 0
     try:
         return loss_and_gradients(groups, case)
@@ -137,7 +137,7 @@ RECOMPUTE = [
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_draws_and_finds_the_same(ranks: Ranks, name: str, cut: bool) -> None:
     kept = GridCase(changes=MODELS[name] | DROPOUT, sequence_parallel=cut)
-    # This also asserts that ranks agree on what they all hold, dropout or not.
+    # This also asserts that ranks agree on replicated tensors, with and without dropout.
     wanted = whole_gradients(ranks.run(2, loss_and_gradients, kept))
     for recompute in RECOMPUTE:
         case = GridCase(changes=kept.changes, sequence_parallel=cut, recompute=recompute)
@@ -182,7 +182,7 @@ def test_every_rank_refuses_an_id_outside_the_vocabulary(
 
 
 def widths(groups: ProcessGroups, case: GridCase) -> tuple[int, int]:
-    """Columns of the logits here, and the most entries of a tensor kept for backward."""
+    """Return the columns of the logits here, and the size of the largest tensor saved."""
     model, most = build(case, groups.world), 0
     weights = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -207,7 +207,7 @@ def test_no_rank_sees_the_whole_vocabulary(ranks: Ranks, cut: bool) -> None:
 
 
 def traffic(groups: ProcessGroups, case: GridCase) -> tuple[list[str], list[str]]:
-    """Collectives forward and backward."""
+    """Return the collectives of forward and of backward."""
     model, data = build(case, groups.world), batch(case)
     with noted(groups.world) as forward:
         loss = model.loss(**data)
@@ -221,20 +221,21 @@ def test_collectives_of_a_layer(ranks: Ranks) -> None:
     total, statistics = f"sum of {hidden} float32", 2 * LENGTH
     losses = [f"max of {statistics} float32", f"sum of {2 * statistics} float32"]
     for forward, backward in ranks.run(2, traffic, GridCase()):
-        # The embedding's sum, then two for each of three layers; backward the output layer's.
+        # Forward: the embedding's sum, two for each of three layers. Backward: the output layer's
+        # first.
         assert forward == [total] * (1 + 2 * 3) + losses
         assert backward == [total] * (1 + 2 * 3)
 
     gather, scatter = f"gather of {hidden // 2} float32", f"reduce-scatter of {hidden} float32"
     for forward, backward in ranks.run(2, traffic, GridCase(sequence_parallel=True)):
         assert forward == [scatter, *[gather, scatter] * (2 * 3), gather, *losses]
-        # Of each column-parallel layer its input again and its gradient's sum; of each
-        # row-parallel one the gradient, of the embedding too.
+        # Each column-parallel layer gathers its input again and sums its gradient; each row-
+        # parallel layer and the embedding gathers the gradient.
         assert backward == [gather, scatter, *[gather, gather, scatter] * (2 * 3), gather]
 
 
 def order_of_backward(groups: ProcessGroups, case: GridCase) -> list[str]:
-    """What the output layer's backward does, in which order."""
+    """Return the operations of the output layer's backward, in order."""
     model = build(case, groups.world, layers=range(0), has_embedding=False)
     length = LENGTH // 2 if case.sequence_parallel else LENGTH
     hidden = torch.ones(2, length, 48, requires_grad=True)

@@ -1,4 +1,4 @@
-"""`tools/evaluate.py`: figures against ones made by hand, and lines that will not do."""
+"""Tests of `tools/evaluate.py`: figures against hand-made ones, and invalid lines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> GPT:
-    """A model with the weights of the run."""
+    """Return a model with the same weights as the run."""
     return make_model_run(tmp_path / "same", "--tokenizer-type ByteTokenizer", vocab_size=257)
 
 
 def by_hand(model: GPT, context: list[int], ending: str) -> tuple[float, bool]:
-    """Log-likelihood of an ending token by token, each with a pass of its own over its window."""
+    """Return the log-likelihood of an ending, with a separate forward for each token."""
     tokens, total, greedy = list(context), 0.0, True
     room = 16 + 1 - len(ending.encode())
     start = max(0, len(tokens) - room)

@@ -1,4 +1,4 @@
-"""Export to and import from Hugging Face's formats: the same numbers there, the same bytes back."""
+"""Tests of Hugging Face export and import: equal numbers there, equal bytes back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_transformers_compute_the_same_and_the_way_back_changes_no_bit(
 
 
 def make_bpe(folder: Path) -> tuple[Path, Path]:
-    """A byte-level BPE of a few merges: its two files."""
+    """Train a byte-level BPE of a few merges and return its two files."""
     tokenizers = pytest.importorskip("tokenizers", reason="optional package")
     bpe: Any = tokenizers.ByteLevelBPETokenizer()
     text = ["the cat sat on the mat and the dog sat on the log"] * 9
@@ -103,7 +103,7 @@ def test_the_tokenizer_goes_along_both_ways(tmp_path: Path) -> None:
 
 
 def hf_folder(tmp_path: Path, form: str, leave_out: str = "", **changed: Any) -> Path:
-    """A small export without one tensor, whose config.json says something else."""
+    """Export a small model without one tensor and with a changed config.json."""
     there = tmp_path / "there"
     make_model_run(tmp_path / "run", f"--vocab-size {VOCAB} {FORMS[form]}", vocab_size=VOCAB)
     assert export_hf.main([str(tmp_path / "run"), str(there)]) == 0
@@ -184,7 +184,7 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
 def test_the_evaluation_harness_finds_what_our_tool_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From local files alone, as a cluster's nodes must."""
+    """The harness uses local files only, as nodes of a cluster must."""
     pytest.importorskip("lm_eval.models.huggingface", reason="optional package: lm_eval[hf]")
     vocab, merges = make_bpe(tmp_path / "bpe")
     flags = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}"
@@ -214,7 +214,7 @@ def test_the_evaluation_harness_finds_what_our_tool_does(
 
 
 def test_a_tokenizer_that_cuts_otherwise_than_gpt2_is_taken_whole(tmp_path: Path) -> None:
-    """Many models have GPT-2's two files as well, which do not tell how text is cut."""
+    """Many models also have GPT-2's two files, which do not describe how text is split."""
     tokenizers = pytest.importorskip("tokenizers", reason="optional package")
     vocab, merges = make_bpe(tmp_path / "bpe")
     inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
@@ -234,7 +234,7 @@ def test_a_tokenizer_that_cuts_otherwise_than_gpt2_is_taken_whole(tmp_path: Path
 
 
 def train_cut(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
-    """Train with every layer cut over all ranks."""
+    """Train with every layer sharded over all ranks."""
     return train(grid(groups, tp=groups.world.size), flags, run_dir)
 
 

@@ -1,4 +1,4 @@
-"""How long the quickstart trains: bounded, as long as three minutes allow, and kept once chosen."""
+"""Tests of how long the quickstart trains: bounded, within three minutes, and then kept."""
 
 from __future__ import annotations
 

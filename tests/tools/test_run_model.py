@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of its model is checked before a model is built of it."""
+"""Tests that the model in a checkpoint's manifest is checked before it is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_lengt
 
 
 def step_folder(folder: Path, identity: object) -> Path:
-    """A step folder whose manifest is rightly signed, whatever it says."""
+    """Write a step folder whose manifest has a valid signature, with any content."""
     step = folder / "step_00000001"
     step.mkdir()
     manifest = Manifest(step=1, state={"identity": identity}, world={"size": 1})

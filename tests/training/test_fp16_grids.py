@@ -1,4 +1,4 @@
-"""In fp16 the same steps are skipped however many ranks share a batch."""
+"""Tests that fp16 runs skip the same steps, however many ranks share a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RADIUS = (
 def test_ranks_that_share_a_batch_skip_the_steps_that_one_rank_skips(
     ranks: Ranks, tmp_path: Path, path: str
 ) -> None:
-    """A loss scale so large that backward overflows until it has been halved often enough."""
+    """The loss scale is so large that backward overflows until it has been halved a few times."""
     flags = f"{TINY} {NO_DROPOUT} --fp16 --train-iters 12 --hysteresis 1 {path}"
     flags += f" --initial-loss-scale {2**26}"
     found = []

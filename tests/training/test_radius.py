@@ -1,5 +1,8 @@
-"""`--grad-path radius` in whole runs: exact resume through checkpoints, what the log and the
-metrics show, and a start from a dense checkpoint."""
+"""Tests of `--grad-path radius` in whole runs.
+
+They cover exact resume through checkpoints, the log and the metrics, and a start from a dense
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from tests.training.harness import NO_DROPOUT, TINY, make_trainer, metrics_of, t
 from tests.training.test_resume import check_left_and_resumed
 
 LEAVES = (2, 3, 4, 6, 7)
-"""Steps at which a run leaves, with an interval of 3 from step 2 on: before the switch (2),
-right after it (3), at each position of the interval after it (4, 6, 7).
+"""Steps to leave after, with an interval of 3 from step 2 on.
+
+Before the switch (2), right after it (3), and at each position of the next interval (4, 6, 7).
 """
 RADIUS = (
     "--train-iters 9 --grad-path radius --radius-density 0.3 --radius-interval 3 "
@@ -78,7 +82,7 @@ def test_a_dense_checkpoint_starts_it(ranks: Ranks, tmp_path: Path) -> None:
     for name in first["params"]:
         assert torch.equal(first["params"][name], second["params"][name])
     assert "gradient path radius starts here" in (tmp_path / "radius" / "log.txt").read_text()
-    # Step 5 has no index yet, 6 is the first resample.
+    # Step 5 has no index yet, step 6 is the first resample.
     found = metrics_of(tmp_path / "radius", "density")
     assert [density < 1 for density in found] == [False, False, True, True, False]
 
@@ -86,7 +90,7 @@ def test_a_dense_checkpoint_starts_it(ranks: Ranks, tmp_path: Path) -> None:
 def test_moments_left_behind_do_not_leave_the_resamples_behind(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Updates are counted from 1 again, which is before Radius began."""
+    """Updates are counted from 1 again, below the start of Radius."""
     late = flags("--radius-start-iter 6 --train-iters 12")
     ranks.run(1, train, f"{late} --exit-interval 7", tmp_path / "run")
     ranks.run(1, train, f"{late} --load {tmp_path / 'run'} --no-load-optim", tmp_path / "next")
@@ -140,7 +144,7 @@ def test_other_settings_are_refused_and_leaving_takes_a_flag(ranks: Ranks, tmp_p
 
 
 def pending(groups: ProcessGroups, line: str, run_dir: Path) -> dict[str, Any]:
-    """What a run starts with: residual and shared state of this rank."""
+    """Return the residual and the shared state with which a run starts on this rank."""
     trainer = make_trainer(groups, line, run_dir)
     reducer = trainer.engine.reducer
     own, shared = copies(reducer.state_tensors()), copies(reducer.shared_tensors())

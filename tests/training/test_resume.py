@@ -1,4 +1,4 @@
-"""A run that was left and started again is the run that was not: bit by bit, wherever it left."""
+"""Tests that a resumed run equals the uninterrupted run bit by bit, wherever it left."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ EPOCH_STEPS = 3
 """Steps that one epoch lasts: 48 samples."""
 
 LEAVES = (1, 2, 5, 9)
-"""After the first step and inside LR warm-up (1, 2), in the middle of an epoch (5), and where the
-last epoch begins, which is shuffled apart (9)."""
+"""Steps to leave after.
+
+After the first step and inside LR warm-up (1, 2), in the middle of an epoch (5), and at the start
+of the last epoch, which is shuffled separately (9).
+"""
 WARM_UP = "--train-iters 11 --lr-decay-style cosine --lr-warmup-iters 4 --eval-interval 4"
 RAMP_UP = "--train-samples 152 --lr-warmup-samples 40 --rampup-batch-size 8 8 64"
-"""Steps of 8 samples up to sample 64, of 16 from there on: step 4 is inside, step 8 its edge."""
+"""Steps of 8 samples up to sample 64, then of 16: step 4 is inside, step 8 at the edge."""
 RECORDED = ("lm_loss", "lr", "grad_norm", "loss_scale", "skipped", "iteration", "valid_loss")
 
 
 def write_data(prefix: Path, *, seed: int = 0) -> Path:
-    """A data set of exactly `EPOCH_STEPS` global batches an epoch."""
+    """Write a data set of exactly `EPOCH_STEPS` global batches an epoch."""
     generator = torch.Generator().manual_seed(seed)
     writer = IndexedDatasetWriter(prefix, np.uint16)
     left = EPOCH_STEPS * BATCH * LENGTH
@@ -55,13 +58,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_of(text: Path, *more: str) -> str:
-    """The tiny run over that data set for training and validation; later flags win."""
+    """Return flags of the tiny run on that data set; later flags override earlier ones."""
     data = f"--train-data-path {text} --valid-data-path {text}"
     return " ".join([TINY.replace("--mock-data --vocab-size 96", data), *more])
 
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Names of the tensors and values in which two runs ended apart."""
+    """Return the names of the tensors and values that differ at the end of two runs."""
     found = [key for key in first.keys() - {"state", "params"} if first[key] != second[key]]
     for kind in ("state", "params"):
         assert first[kind].keys() == second[kind].keys()
@@ -78,8 +81,10 @@ def check_left_and_resumed(
     folder: Path,
     run: Callable[[ProcessGroups, str, Path], dict[str, Any]] = train,
 ) -> None:
-    """One run goes through, another leaves after each of the steps `leaves` and starts again.
-    `run`: what a rank does."""
+    """Compare an uninterrupted run with a run that leaves after each step of `leaves`.
+
+    `run` is called on each rank.
+    """
     through = ranks.run(world, run, flags, folder / "through")
     for step in leaves:
         left = ranks.run(world, run, f"{flags} --exit-interval {step}", folder / "left")
@@ -118,7 +123,7 @@ def test_left_and_resumed_is_uninterrupted(
 def test_the_loss_scaler_goes_on_where_it_was(
     ranks: Ranks, tmp_path: Path, text: Path, world: int
 ) -> None:
-    """Left between two overflows, with hysteresis half used up, and inside a window of growth."""
+    """The run leaves between two overflows, with hysteresis half used, in a growth window."""
     scaler = "--initial-loss-scale 8388608 --hysteresis 2 --loss-scale-window 2"
     flags = flags_of(text, WARM_UP, "--fp16", scaler)
     check_left_and_resumed(ranks, world, flags, (1, 2, 7), tmp_path)
@@ -135,7 +140,7 @@ def test_what_async_save_left_resumes_as_exactly(ranks: Ranks, tmp_path: Path, t
 
 
 def restored(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, torch.Tensor]:
-    """The state that a run starts with."""
+    """Return the state with which a run starts."""
     trainer = make_trainer(groups, flags, run_dir)
     state = {f"{kind}/{name}": t.clone() for kind, name, t in trainer.optimizer.tensors()}
     trainer.engine.detach()
@@ -153,7 +158,7 @@ def test_another_number_of_ranks_takes_over(
         shutil.copytree(tmp_path / "left", tmp_path / str(other))
         for state in ranks.run(other, restored, flags, tmp_path / str(other)):
             for name, tensor in left["state"].items():
-                # Padding at the end of a bucket may differ; it is no part of any tensor.
+                # Padding at the end of a bucket may differ; it is not part of any tensor.
                 assert torch.equal(state[name], tensor), name
         ranks.run(other, train, flags, tmp_path / str(other))
     ranks.run(world, train, flags, tmp_path / "left")
@@ -181,13 +186,13 @@ def test_another_data_set_is_refused_by_key(ranks: Ranks, tmp_path: Path, text: 
 
 
 def rewrite_with_other_text(prefix: Path) -> str:
-    """Other documents under the old name; one file that must be named."""
+    """Write other documents under the old name; return the file that must be named."""
     write_data(prefix, seed=1)
     return f"{prefix}.idx: other contents"
 
 
 def touch(prefix: Path) -> str:
-    """Change the time of a file alone, which may mean that its bytes changed."""
+    """Change a byte of the data file so that only its modification time shows the change."""
     path = prefix.with_name(f"{prefix.name}.bin")
     tokens = bytearray(path.read_bytes())
     tokens[100] ^= 1
@@ -215,7 +220,7 @@ def test_data_that_changed_is_refused_by_name_unless_accepted(
 
 
 def forget_test_loss(run_dir: Path) -> None:
-    """Remove the test loss, as a crash after the last save leaves a run."""
+    """Remove the test loss from the metrics, as after a crash following the last save."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(x for x in lines if "test_loss" not in x))
 
@@ -243,7 +248,7 @@ def test_a_test_loss_that_a_crash_lost_is_made_up_for(
 def test_a_learning_rate_that_jumps_is_told(
     ranks: Ranks, tmp_path: Path, decay: str, before: str, after: str
 ) -> None:
-    """Only the number of steps changes, and it moves the rate where the decay follows it."""
+    """The change of the number of steps moves the learning rate if the decay depends on it."""
     flags = f"{TINY} --lr-decay-style cosine {decay} --train-iters"
     ranks.run(1, train, f"{flags} 10 --exit-interval 4", tmp_path)
     ranks.run(1, train, f"{flags} 40 --exit-interval 6", tmp_path)

@@ -1,4 +1,4 @@
-"""On a grid too, a run that was left and started again is the run that was not, bit by bit."""
+"""Tests that a resumed run on a grid equals the uninterrupted run bit by bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def last_saved(run_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_left_and_resumed_is_uninterrupted(ranks: Ranks, tmp_path: Path, path: str) -> None:
-    """Dropout is on. What gradient paths keep is in the last checkpoints."""
+    """Dropout is on; the last checkpoints contain the state of gradient paths."""
     flags = f"{TINY} --train-iters {STEPS} --grad-path {path} {PATHS[path]} {SIZES}"
     check_left_and_resumed(ranks, 4, flags, (LEFT_AT,), tmp_path, on_rank)
     through, left = last_saved(tmp_path / "through"), last_saved(tmp_path / "left")
@@ -69,7 +69,7 @@ def on_tensor_rank(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str
 def test_a_tensor_parallel_rank_may_have_nothing_of_a_bucket(
     ranks: Ranks, tmp_path: Path, path: str
 ) -> None:
-    """A matrix has an entry or two, which lie on one of its ranks: the other sends none."""
+    """A matrix has one or two selected entries, all on one of its ranks: the other sends none."""
     flags = f"{TINY} {NO_DROPOUT} --grad-path {path} {NEXT_TO_NOTHING[path]}"
     ranks.run(1, on_tensor_rank, flags, tmp_path / "one")
     ranks.run(4, on_tensor_rank, f"{flags} --tensor-model-parallel-size 2", tmp_path / "four")
@@ -83,7 +83,7 @@ def on_four_tensor_ranks(groups: ProcessGroups, flags: str, run_dir: Path) -> di
 def test_factors_that_do_not_pay_on_the_new_grid_are_left_behind(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A rank's quarter of a projection of 32 x 32 is smaller than its two factors."""
+    """A rank's quarter of a 32 x 32 projection is smaller than its two factors."""
     flags = f"{TINY} --grad-path powersgd --powersgd-rank 8"
     ranks.run(1, on_tensor_rank, flags, tmp_path)
     more = flags.replace("--train-iters 8", "--train-iters 10")

@@ -1,4 +1,4 @@
-"""Laws of whole runs: what must not change a result does not, and what should happen does."""
+"""Tests of laws of whole runs: what must not change a result, and what must happen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_weight_decay_and_evaluation_without_dropout(ranks: Ranks, tmp_path: Pat
     ranks.run(1, train, plain, tmp_path / "a")
     (decayed,) = ranks.run(1, train, f"{plain} --weight-decay 1.0", tmp_path / "b")
     assert metrics_of(tmp_path / "b")[-1] != metrics_of(tmp_path / "a")[-1]
-    # Nothing moves at such a rate, so evaluating twice gives one loss, dropout or not.
+    # The weights do not move at such a rate: evaluating twice gives one loss, dropout or not.
     still = f"{TINY} --lr 1e-30 --eval-at-start --eval-interval 4 --train-iters 4"
     ranks.run(1, train, still, tmp_path / "c")
     ranks.run(1, train, f"{still} {NO_DROPOUT}", tmp_path / "d")
@@ -131,7 +131,7 @@ def test_fp16_overflow_halves_the_scale_and_skips(ranks: Ranks, tmp_path: Path) 
     assert found["scale"] == 16777216 / 2 ** sum(skipped) == scales[-1]
     norms = metrics_of(tmp_path, "grad_norm")
     assert [norm is None for norm in norms] == skipped
-    # The rate waits for applied steps: linear decay has not begun while all are skipped.
+    # The schedule counts applied steps: linear decay does not begin while all are skipped.
     rates = metrics_of(tmp_path, "lr")
     applied = [sum(not skip for skip in skipped[:step]) for step in range(24)]
     assert rates == pytest.approx([3e-3 * (1 - count / 24) for count in applied])
@@ -172,7 +172,7 @@ def test_masked_tokens_weigh_by_the_global_batch(ranks: Ranks, tmp_path: Path) -
 
 
 def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
-    """Counted tokens of batches with masks, where the device cannot bring a number back."""
+    """Return the counted tokens of masked batches, on a device that cannot return numbers."""
     trainer = make_trainer(groups, TINY, run_dir)
     trainer.device = torch.device("meta")
     (batch, *_) = trainer.readers.train.read(0, 16)  # pyright: ignore[reportOptionalMemberAccess]
@@ -183,7 +183,7 @@ def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
 
 
 def test_masked_tokens_are_counted_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
-    """The device is not asked: that would wait for the step before."""
+    """Reading from the device would wait for the previous step."""
     assert ranks.run(2, on_rank_counting, tmp_path) == [2 * (3 + 4)] * 2
 
 
@@ -195,7 +195,7 @@ def test_duration_ends_with_a_save_and_asks_to_be_requeued(ranks: Ranks, tmp_pat
 
 
 def on_rank_told_to_stop(groups: ProcessGroups, run_dir: Path) -> TrainOutcome:
-    """Only the test set is left to evaluate when somebody says stop."""
+    """Stop when only the evaluation of the test set is left."""
     trainer = make_trainer(groups, TINY.replace("--train-iters 8", "--train-iters 1"), run_dir)
     trainer.requests = ExitSignals(run_dir)
     trainer.train_step()
@@ -340,7 +340,7 @@ def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) 
     logged = [value for value in metrics_of(tmp_path, "params_norm") if value is not None]
     assert len(logged) == 2 and logged[-1] == pytest.approx(norm, rel=1e-6)
     zeros = [value for value in metrics_of(tmp_path, "num_zeros") if value is not None]
-    # Padding rows, 32 x 32 exact zeros, do not count, and elsewhere a zero is rare.
+    # Padding rows, 32 x 32 exact zeros, do not count; elsewhere zeros are rare.
     assert len(zeros) == 2 and all(0 <= count < 100 for count in zeros)
     text = (tmp_path / "log.txt").read_text()
     for name in ("forward-compute", "backward-compute", "batch-generator", "optimizer"):
@@ -350,13 +350,13 @@ def test_what_the_logging_flags_ask_for_is_logged(ranks: Ranks, tmp_path: Path) 
 
 
 def on_rank_with_peaks(groups: ProcessGroups, run_dir: Path) -> list[int]:
-    """The peaks of two steps of a GPU that holds 100 bytes, and needs more outside of steps."""
+    """Return the peaks of two steps on a GPU that holds 100 bytes, and more outside of steps."""
     trainer = make_trainer(groups, TINY, run_dir)
     trainer.device = torch.device("cuda", 0)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(2):
-            peak = [10**9]  # of what was done before the step
+            peak = [10**9]  # from before the step
             patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda peak=peak: peak.append(100))
             patch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak: peak[-1])
             record, _ = trainer.train_step()
