@@ -38,21 +38,17 @@ TIED = "embedding.weight"
 OFFLOAD_BUCKET = 384
 """Bucket size in entries; most buckets consist of several pieces of half this size."""
 TOTAL_ITERATIONS = 100
-"""Number of iterations of the run, as configured for the gradient path."""
+"""Length of the run that a path is told."""
 
 
 @dataclass(frozen=True)
 class PathCase:
-    """A gradient path and the settings that it is tested with.
-
-    `lossless`: the reduced gradient is the whole mean; otherwise residuals make up the difference.
-    `linear`: what the path sends is linear in the gradients, as contract 11 needs. `sharded`,
-    `offloaded` (steps arrive bucket by bucket) and `predivided` (the test divides the gradients)
-    set `--use-distributed-optimizer`, `--optimizer-cpu-offload` and `--predivide-loss`.
-
-    Two texts explain weaker promises. `fp32_only`: gradients are never 16-bit or scaled.
-    `keeps_skipped`: what a skipped step adds to the residual stays there, and nothing else.
-    """
+    """A gradient path with the settings it is tested under. `lossless`: it sends everything, so
+    the reduced gradient is the whole mean; else residuals make up for the rest. `linear`: what it
+    sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
+    `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
+    that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
+    makes the gradients."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -81,14 +77,7 @@ PATHS = [
         SHORT | {"radius_schedule": "rolling", "radius_select": "seeded"},
         lossless=False,
     ),
-    PathCase(
-        "radius",
-        SHORT | {"radius_residual": "in-place"},
-        lossless=False,
-        fp32_only="the residual lies in the gradient buffer; refused with 16 bit and with fp16",
-        keeps_skipped="the residual lies in the gradient buffer, to which each step adds",
-    ),
-    # The index is a list of offsets when entries lie far apart or torch has to move them.
+    # Entries that lie far apart, or that torch has to move, are kept as a list of offsets.
     PathCase("radius", SHORT | FEW, lossless=False),
     PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
     PathCase("samo", RANDOM),
@@ -215,7 +204,7 @@ class Toy:
         return found
 
     def exists(self, name: str) -> torch.Tensor:
-        """Return a mask of the stored entries of the flattened parameter."""
+        """Return which entries of the flattened parameter are stored."""
         mask = self.engine.layout.mask(name)
         return torch.ones(math.prod(SHAPES[name]), dtype=torch.bool) if mask is None else mask
 
@@ -292,7 +281,7 @@ def gradients(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
 def gradients_of(
     shapes: Mapping[str, tuple[int, ...]], *seed: int, scale: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """Return random fp32 gradients for parameters of the given shapes."""
+    """Return gradients for parameters of these shapes."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
 

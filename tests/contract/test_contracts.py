@@ -172,9 +172,7 @@ def on_rank_units(groups: ProcessGroups, case: PathCase, scale: float) -> tuple[
 def test_3_the_loss_scale_leaves_norm_and_update_alone(
     ranks: Ranks, case: PathCase, world: int
 ) -> None:
-    """The scale is a power of two, so no bit may change; SGD would show any factor."""
-    if case.fp32_only:
-        pytest.skip(case.fp32_only)
+    """A power of two, so that not a bit may change; SGD, which would show any factor."""
     plain = ranks.run(world, on_rank_units, case, 1.0)
     scaled = ranks.run(world, on_rank_units, case, 1024.0)
     for (norms, params), (scaled_norms, scaled_params) in zip(plain, scaled, strict=True):
@@ -185,7 +183,9 @@ def test_3_the_loss_scale_leaves_norm_and_update_alone(
 
 
 def on_rank_silent(groups: ProcessGroups, case: PathCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of a parameter without gradient in a step, and what left its residual."""
+    """Return the mean of a parameter without gradient in a step, and the part that left its
+    residual.
+    """
     toy = Toy(groups, case)
     toy.step([gradients(0, groups.dp.rank)])
     before = toy.residual()

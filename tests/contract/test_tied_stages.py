@@ -44,16 +44,8 @@ def on_stage(groups: ProcessGroups, case: PathCase) -> list[dict[str, torch.Tens
     return found
 
 
-ON_STAGES = [
-    case
-    for case in PATHS
-    if case.options.get("radius_residual") != "in-place" and "dsr_interval" not in case.options
-]
-"""Cases that run on two stages.
-
-An in-place residual would be added once more in each step, and rewiring compares the weights of all
-stages; both are refused.
-"""
+ON_STAGES = [case for case in PATHS if "dsr_interval" not in case.options]
+"""Dynamic sparse training, which compares the weights of all stages, is refused."""
 
 
 @pytest.mark.parametrize("case", ON_STAGES, ids=case_id)

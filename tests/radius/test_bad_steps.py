@@ -1,4 +1,4 @@
-"""Tests of skipped steps: what they leave unchanged, and what in-place residuals keep of them."""
+"""Steps that are skipped, and the state that they leave alone."""
 
 from __future__ import annotations
 
@@ -48,52 +48,13 @@ def test_a_nan_leaves_them_alone_under_other_settings(ranks: Ranks, case: PathCa
     assert ranks.run(2, on_rank_poisoned, case, "second.weight") == [[[]] * STEPS] * 2
 
 
-def on_rank_dropped(groups: ProcessGroups, position: int, kind: str) -> dict:
-    """Skip the step at a position with an in-place residual, for a NaN or a loss spike."""
-    toy = Toy(groups, radius(residual="in-place"))
-    for t in range(1, position):
-        toy.step([gradients(t, groups.dp.rank)])
-    before, state = toy.residual(), settled(toy)
-    skipped = gradients(99, groups.dp.rank)
-    if kind == "nan" and groups.dp.rank == 0:
-        skipped["first.weight"].view(-1)[:7] = math.nan
-    toy.backward([skipped])
-    step = toy.finish()
-    toy.engine.abort()
-    after = toy.residual()
-    changed, masks = same(state, settled(toy)), masks_of(toy)
-    return {"before": before, "after": after, "ok": step.ok, "changed": changed, "masks": masks}
-
-
-@pytest.mark.parametrize("position", [3, 4, 5, 6, 8, 9, 12])
-@pytest.mark.parametrize("kind", ["nan", "spike"])
-def test_in_place_what_a_skipped_step_added_stays_pending_and_finite(
-    ranks: Ranks, position: int, kind: str
-) -> None:
-    by_rank = ranks.run(2, on_rank_dropped, position, kind)
-    assert all(found["ok"] == (kind == "spike") and not found["changed"] for found in by_rank)
-    for name in MATRICES:
-        after = torch.stack([found["after"][name] for found in by_rank])
-        assert after.isfinite().all()
-        if position <= 4:  # no index yet: the step is dropped as on the dense path
-            assert not after.any()
-            continue
-        added = torch.stack([gradients(99, rank)[name].view(-1) for rank in range(2)])
-        rest = ~by_rank[0]["masks"][name].view(-1)
-        wanted = torch.stack([found["before"][name] for found in by_rank]) + added * rest
-        if kind == "nan" and name == "first.weight":
-            # The pending part of a non-finite entry is lost on that rank alone.
-            wanted[0, :7] = 0.0
-        torch.testing.assert_close(after.mean(0), wanted.mean(0), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("pending", [1e20, 1e30, 3e38])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gradient_too_large_to_square_is_skipped_at_once_and_keeps_no_resample_from_passing(
     ranks: Ranks, world: int, pending: float
 ) -> None:
-    """The gradient is finite, and not among the sent entries."""
-    for found in ranks.run(world, on_rank_with_huge_gradient, residual, pending):
+    """It is finite, and not among the entries that are sent."""
+    for found in ranks.run(world, on_rank_with_huge_gradient, pending):
         assert found["good"] == [True] * 4 + [False] + [True] * 10
         assert found["finite"]
 

@@ -19,13 +19,9 @@ from tests.radius.toys import (
 )
 
 
-@pytest.mark.parametrize("residual", ["separate", "in-place"])
-def test_the_norm_of_the_residual_is_that_of_what_waits(residual: str) -> None:
-    """The norm at a resample is the norm before the resample.
-
-    An in-place residual includes the gradient of the step by then.
-    """
-    toy = Toy(alone(), radius(residual=residual))
+def test_the_norm_of_the_residual_is_that_of_what_waits() -> None:
+    """At a resample the norm is that of before the resample."""
+    toy = Toy(alone(), radius())
     for t in range(1, STEPS + 1):
         waited, masks = toy.residual(), masks_of(toy)
         toy.step([gradients(t)])
