@@ -1,9 +1,9 @@
-"""Compressed storage of a pruned model: what is kept of a parameter beside its dense values.
+"""Compressed storage of the training state of a pruned model.
 
-Gradient, master weight and moments have an entry for each weight that exists and none for those
-that were pruned; the parameter itself stays dense, zeros filled in, for the dense kernels of
-forward and backward (SAMO III-A). Sparse tensors of torch's would each carry int64 positions of
-every dimension; here all states of a parameter share one index over its flattened view (III-B).
+Gradient, master weight and moments have an entry for each weight that exists and none for pruned
+weights; the parameter stays dense, filled with zeros, for the dense kernels of forward and backward
+(SAMO III-A). All states of a parameter share one index over its flattened view (III-B); each torch
+sparse tensor would instead carry int64 positions of every dimension.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ if TYPE_CHECKING:
     from megatron.data_parallel.layout import Masks
 
 MOST_ENTRIES = 2**31 - 1
-"""Of a parameter on a CPU, whose positions are of 32 bits."""
+"""The most entries of a pruned parameter on a CPU, where positions are int32."""
 
 
 class StoredCount(NamedTuple):
-    """Entries of parameters that exist, and all of them: the paper's f is the ratio."""
+    """Counts of stored entries and of all entries; the paper's f is their ratio."""
 
     stored: int
     all: int
 
 
 class CompressedLayout:
-    """A `BucketLayout` of the entries that `masks` marks; a parameter without a mask, or whose mask
-    leaves nothing out, is stored as `DenseLayout` stores it.
+    """A `BucketLayout` of the entries that `masks` marks.
 
-    `masks` are looked up one after another. `cut`: names of parameters that are cut over ranks; the
-    masks given of these count even where all that they leave out is on another rank.
-    `device`: where the parameters are, unless that is where the masks are. On a CPU an index holds
-    4 bytes for each entry that exists, as the paper's; on a GPU, a bit for each entry of the
-    parameter. Casts go through at most `CHUNK` entries at a time, so that the 16-bit copy of all
-    stored weights that the paper's step makes (2 f bytes a parameter, Eq. 1) is never whole.
+    A parameter without a mask, or whose mask prunes nothing, is stored as `DenseLayout` stores it.
+    On a CPU an index takes 4 bytes for each stored entry, as in the paper; on a GPU, one bit for
+    each entry. Casts use chunks of at most `CHUNK` entries instead of the whole 16-bit copy of the
+    stored weights (2 f bytes per parameter, Eq. 1).
+
+    Args:
+        masks: flat bool masks by name, looked up one at a time.
+        device: the device of the parameters; None for the device of the masks.
+        cut: names of sharded parameters; their masks count even if all pruned entries are on other
+            ranks.
     """
 
     def __init__(
@@ -73,19 +76,19 @@ class CompressedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all indices."""
+        """Return the bytes of all indices."""
         return sum(index.nbytes for index in self._indices.values())
 
     def index_nbytes(self, name: str) -> int:
-        """Bytes of the index of one parameter; 0 where it has none."""
+        """Return the bytes of one parameter's index; 0 if it has none."""
         return self._indices[name].nbytes if name in self._indices else 0
 
     def __contains__(self, name: str) -> bool:
-        """Whether this parameter is stored by an index, rather than whole."""
+        """Return whether the parameter is stored by an index rather than whole."""
         return name in self._indices
 
     def count(self, infos: Iterable[ParamInfo]) -> StoredCount:
-        """Of these parameters on this rank; vocabulary padding is no entry."""
+        """Count entries of these parameters on this rank, without vocabulary padding."""
         stored = everything = 0
         for info in infos:
             index, entries = self._indices.get(info.name), info.local_entries
@@ -94,7 +97,7 @@ class CompressedLayout:
         return StoredCount(stored, everything)
 
     def numel(self, name: str, param: torch.Tensor) -> int:
-        """Number of stored entries of this parameter."""
+        """Return the number of stored entries of a parameter."""
         index = self._indices.get(name)
         if index is None:
             return self._dense.numel(name, param)
@@ -118,8 +121,10 @@ class CompressedLayout:
             index.compress(dense.reshape(-1), out, add=True)
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
-        """Put stored entries back into a dense tensor, cast to its dtype: III-C3's "expand", in
-        place. The other entries are 0 already and stay untouched."""
+        """Write stored entries into a dense tensor in place, cast to its dtype (III-C3, "expand").
+
+        Pruned entries are 0 already and are not touched.
+        """
         index = self._indices.get(name)
         if index is None:
             self._dense.scatter(name, flat, param)
@@ -127,9 +132,11 @@ class CompressedLayout:
             index.expand(flat, param.view(-1))
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice from the parameter and set the parameter's other entries to 0,
-        in the one storage of all leaves. fp32 parameters too keep a storage of their own, unless
-        they are stored whole."""
+        """Fill the fp32 master slice from the parameter, and zero pruned entries in place.
+
+        All leaves share one storage of their own, also for fp32, unless the parameter is stored
+        whole.
+        """
         index = self._indices.get(name)
         if index is None:
             self._dense.bind(name, flat, leaves)
@@ -137,7 +144,7 @@ class CompressedLayout:
         param = leaves[0].detach()
         index.compress(param.view(-1), flat, add=False)
         if param.untyped_storage().nbytes() > param.nbytes:
-            # A view, perhaps of master weights that all were stored: not to keep those alive.
+            # A view, perhaps of earlier whole master weights, would keep those alive.
             param = torch.empty_like(param)
             for leaf in leaves:
                 leaf.data = param
@@ -145,12 +152,12 @@ class CompressedLayout:
         index.expand(flat, param.view(-1))
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Which entries of the flattened parameter exist: bool, on the CPU; None where all do."""
+        """Return a flattened parameter's mask: bool, on the CPU; None if all is stored."""
         index = self._indices.get(name)
         return None if index is None else index.mask()
 
     def fingerprint(self) -> str:
-        """Hex digest of which entries exist; that of `DenseLayout` where all do."""
+        """Return a hex digest of all masks; equal to `DenseLayout`'s if every entry is stored."""
         return self._digest
 
     @cached_property
@@ -165,8 +172,7 @@ class CompressedLayout:
 
 
 class PositionStore:
-    """Which `stored` of the `length` entries of a flattened parameter exist, by ascending int32
-    positions: what a CPU gathers by fastest."""
+    """An index of ascending int32 positions: the fastest form for gathering on a CPU."""
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -179,16 +185,16 @@ class PositionStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps."""
+        """Return the bytes of the positions."""
         return self._at.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """Cast the stored entries of `dense` to `out`'s dtype and overwrite it, or add to it."""
+        """Write the stored entries of `dense`, cast to `out`'s dtype, into `out`, or add them."""
         if dense.dtype == out.dtype and not add:
             torch.index_select(dense, 0, self._at, out=out)
             return
-        # Cast after the gathering: torch reads scattered 16-bit numbers in less time than it takes
-        # to read and widen them at once.
+        # Cast after gathering: torch gathers 16-bit numbers and then widens them in less time than
+        # it does both at once.
         scratch = dense.new_empty(min(CHUNK, self.stored))
         for start in range(0, self.stored, CHUNK):
             at, mine = self._at[start : start + CHUNK], out[start : start + CHUNK]
@@ -196,9 +202,9 @@ class PositionStore:
             mine.add_(found) if add else mine.copy_(found)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast `values` to `out`'s dtype and place them at the stored entries; the others stay."""
-        # What places values in the least time wants int64; int32 positions serve `index_add_`,
-        # which takes twice as long and zeros before it.
+        """Write `values`, cast to `out`'s dtype, to the stored entries of `out` in place."""
+        # `index_copy_`, the fastest operation, needs int64. `index_add_` takes int32, but twice the
+        # time and zeros to begin with.
         wide = torch.empty(min(CHUNK, self.stored), dtype=torch.int64)
         scratch = out.new_empty(wide.numel())
         for start in range(0, self.stored, CHUNK):
@@ -207,7 +213,7 @@ class PositionStore:
             out.index_copy_(0, wide[:numel].copy_(at), scratch[:numel].copy_(mine))
 
     def mask(self) -> torch.Tensor:
-        """Which entries are stored: bool [length], on the CPU."""
+        """Return the mask of stored entries: bool `[length]`, on the CPU."""
         found = torch.zeros(self.length, dtype=torch.bool)
         for at in self._at.split(CHUNK):
             found.index_fill_(0, at.long(), True)
@@ -215,7 +221,7 @@ class PositionStore:
 
 
 class BitmapStore:
-    """The same by a bit for each entry, on `device`: what a GPU gathers by fastest."""
+    """An index of one bit per entry, on `device`: the fastest form for gathering on a GPU."""
 
     def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -228,20 +234,20 @@ class BitmapStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps."""
+        """Return the bytes of the bitmap with its counts and offsets."""
         bits = self._bits
         return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """See `PositionStore.compress`."""
+        """Gather stored entries as `PositionStore.compress` does."""
         self._kernels.compress(self._bits, dense, out, add=add)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `PositionStore.expand`."""
+        """Scatter stored entries as `PositionStore.expand` does."""
         self._kernels.expand(self._bits, values, out)
 
     def mask(self) -> torch.Tensor:
-        """See `PositionStore.mask`."""
+        """Return the mask as `PositionStore.mask` does."""
         octets = self._bits.words.view(torch.uint8).view(-1).cpu().numpy()
         return torch.from_numpy(np.unpackbits(octets, count=self.length).view(np.bool_))
 

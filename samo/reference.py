@@ -1,4 +1,4 @@
-"""What `kernels.py` does, in plain torch: its reference, and what a GPU without Triton uses."""
+"""The functions of `kernels.py` in plain torch: the reference, and the fallback without Triton."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from megatron.sparse.reference import count_blocks as count_blocks
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Overwrite `out` by the chosen entries of `dense`, cast to its dtype, or `add` them to it,
-    rounding once."""
+    """Write the chosen entries of `dense`, cast to `out`'s dtype, into `out`, or add them in place.
+
+    Addition rounds once.
+    """
     for piece, at, mine in _pieces(bits, dense, out):
         found = piece.index_select(0, at)
         mine.add_(found) if add else mine.copy_(found)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Place `values` at the chosen entries of `out`, cast to its dtype; the others stay."""
+    """Write `values`, cast to `out`'s dtype, to the chosen entries of `out` in place."""
     for piece, at, mine in _pieces(bits, out, values):
         piece.index_copy_(0, at, mine.to(out.dtype))
 
@@ -27,8 +29,7 @@ def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, dense: torch.Tensor, compressed: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """By chunk: its part of the dense vector, chosen positions in that, and their part of the
-    compressed one."""
+    """Yield for each chunk its dense part, the chosen positions there, and its compressed part."""
     begin = 0
     for number, piece in enumerate(dense.split(CHUNK)):
         block = number * (CHUNK // BLOCK)
