@@ -6,16 +6,16 @@ master weights, moments and the messages between ranks have stored entries only.
 =================================  =================================================================
 `path`, `memory`                   `--grad-path samo`: what it builds, bytes for the planner
 `options`                          its settings, and the settings that they exclude (no torch)
-`mask`, `mask_file`                masks in memory, and their file format `model_parts`
-counts and comparisons over tensors of which ranks hold parts `tickets`, `pruning`               the
-masks at the start: their origin, and one-shot tickets `early_bird`, `dsr`                masks
-during training: Early-Bird tickets, DSR `schedule`                         the updates that change
-masks, and how many entries (no torch) `layout`                           compressed storage of
-training state `kernels`, `reference`             gather and scatter: fused on a GPU, and in plain
-torch
+`mask`, `mask_file`                masks in memory, and their file format
+`model_parts`                      counts and comparisons over tensors of which ranks hold parts
+`tickets`, `pruning`               the masks at the start: their origin, and one-shot tickets
+`early_bird`, `dsr`                masks during training: Early-Bird tickets, DSR
+`schedule`                         the updates that change masks, and how many entries (no torch)
+`layout`                           compressed storage of training state
+`kernels`, `reference`             gather and scatter: fused on a GPU, and in plain torch
 =================================  =================================================================
 
 Imports of `megatron` are limited to its gradient interface, the stock layout, reducer and path, the
-parallel groups and tensor shards, the selection of entries and, for the path, the options. Loading
-the path loads no torch until the path is built.
+parallel groups and tensor shards, the selection of entries, helpers for errors and transfers and,
+for the path, the options. No module loads torch before a path is built.
 """

@@ -1,4 +1,4 @@
-"""How likely a model finds given continuations: many of them in batches, each after its context."""
+"""Batched log-likelihoods of given continuations, each after its context."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megatron.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Tokens to be predicted, at least one, after a context of at least one."""
+    """Tokens to be predicted, at least one, after a context of at least one token."""
 
     context: tuple[int, ...]
     tokens: tuple[int, ...]
 
     def cut(self, length: int) -> Continuation:
-        """The same with the end of the context alone, if all inputs together, which the last token
-        is not, are more than `length`. The tokens must fit."""
+        """Shorten the context from the left so that at most `length` inputs remain.
+
+        The last token is no input. `tokens` must fit.
+        """
         assert len(self.tokens) <= length, "no room for a context"
         room = length + 1 - len(self.tokens)
         return Continuation(context=self.context[-room:], tokens=self.tokens)
@@ -27,8 +29,7 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """Natural logarithm of the probability of all tokens of a continuation, and whether each of
-    them is the likeliest where it stands."""
+    """The natural log-probability of a continuation, and whether greedy decoding yields it."""
 
     log: float
     greedy: bool
@@ -38,10 +39,10 @@ class Likelihood:
 def likelihoods(
     model: GPT, continuations: Sequence[Continuation], *, batch_size: int
 ) -> list[Likelihood]:
-    """One for each continuation, in order; none may be longer than the model's positions.
+    """Return a likelihood for each continuation, in order; none may exceed the model's positions.
 
-    Sequences of like length share a batch. They are filled up on the right, which causal attention
-    does not see; logits are made at predicted positions only, and summed up in fp32.
+    Sequences of similar length share a batch, padded on the right, which causal attention ignores.
+    Logits are computed at predicted positions only, and summed in fp32.
     """
     assert not model.training, "dropout would be drawn"
     order = sorted(range(len(continuations)), key=lambda i: -_inputs(continuations[i]))

@@ -1,1 +1,1 @@
-"""Which entries of a tensor are chosen: bitmaps, selection of the largest, exact over ranks."""
+"""Selection of tensor entries: bitmaps, and exact choice of the largest across ranks."""

@@ -1,4 +1,4 @@
-"""Where the entries that a tensor-parallel rank holds lie in the whole tensor."""
+"""The positions of a tensor-parallel rank's entries in the whole tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """Where this rank's `numel` entries lie among the `total` of a tensor: local entry i is entry
-    j // row * stride + offset + j % row, where j = first + i.
+    """A map from this rank's `numel` entries to the `total` entries of a flattened tensor.
 
-    `runs`, where they lie less evenly, says it in place of these numbers: int64 [runs] on the CPU,
-    which local entry each run begins with and where that lies, both ascending.
+    Local entry i is entry j // row * stride + offset + j % row of the whole, where j = first + i.
+    Irregular shards have `runs` instead: int64 [runs] on the CPU, the first local entry of each run
+    and its position in the whole tensor, both ascending.
     """
 
     numel: int
@@ -37,18 +37,21 @@ class FlatShard:
 
     @classmethod
     def of(cls, shard: TensorShard) -> FlatShard:
-        """Flatten a tensor-parallel rank's part of a tensor."""
+        """Flatten a tensor-parallel rank's shard of a tensor."""
         inner = math.prod(shard.shape[shard.axis + 1 :])
         row, stride = (shard.stop - shard.start) * inner, shard.block * inner
         numel, total, offset = shard.local_entries, math.prod(shard.shape), shard.start * inner
-        if numel == row:  # one run, wherever it begins
+        if numel == row:  # one run
             return cls(numel, total, offset=offset)
         return cls(numel, total, row, stride, offset)
 
     @classmethod
     def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
-        """Of a tensor of which only some entries are stored, among those: `counts` [ranks, rows]
-        (int64) is how many each rank stores of each of its rows, which take turns by row."""
+        """Create the shard of a tensor's stored entries, numbered among the stored entries only.
+
+        `counts`, int64 [ranks, rows], are the entries that each rank stores of each of its rows;
+        the rows of the whole tensor alternate between ranks.
+        """
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
         mine = counts[rank]
         starts = mine.cumsum(0) - mine
@@ -69,7 +72,7 @@ class FlatShard:
         return cls(numel, total, runs=(starts, places))
 
     def _runs_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `runs` on a device; they are copied there once."""
+        """Return `runs` on a device, copied at most once."""
         assert self.runs is not None
         if device not in self._moved:
             starts, places = self.runs
@@ -78,11 +81,11 @@ class FlatShard:
 
     @property
     def is_run(self) -> bool:
-        """Whether the entries lie side by side in the whole tensor."""
+        """Return whether the entries are contiguous in the whole tensor."""
         return self.row == self.stride and self.runs is None
 
     def logical(self, local: torch.Tensor) -> torch.Tensor:
-        """Positions in the whole tensor of local ones (int64)."""
+        """Convert local positions (int64) to positions in the whole tensor."""
         if self.runs is not None:
             starts, places = self._runs_on(local.device)
             run = torch.searchsorted(starts, local, right=True) - 1
@@ -93,8 +96,12 @@ class FlatShard:
         return moved // self.row * (self.stride - self.row) + moved + self.offset
 
     def local(self, logical: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Local positions of entries of the whole tensor (int64), and which of them are on this
-        rank: the positions of others mean nothing."""
+        """Convert positions in the whole tensor (int64) to local positions.
+
+        Returns:
+            The local positions, and a bool tensor that marks entries on this rank; the positions of
+            other entries are undefined.
+        """
         if self.runs is not None:
             starts, places = self._runs_on(logical.device)
             run = torch.searchsorted(places, logical, right=True) - 1
@@ -108,7 +115,7 @@ class FlatShard:
         return found, (within < self.row) & (found >= 0) & (found < self.numel)
 
     def below(self, logical: int) -> int:
-        """How many of this rank's entries come before entry `logical` of the whole tensor."""
+        """Return the number of this rank's entries before entry `logical` of the whole tensor."""
         if self.runs is not None:
             starts, places = self.runs
             run = int(torch.searchsorted(places, logical)) - 1
@@ -121,8 +128,7 @@ class FlatShard:
         return min(max(moved, 0), self.numel)
 
     def part(self, start: int, stop: int) -> FlatShard:
-        """Those of this rank's entries that lie in `[start, stop)` of the whole tensor, which are
-        as many as `below` counts, among all of that range."""
+        """Return the shard of the range `[start, stop)` of the whole tensor."""
         low, high = self.below(start), self.below(stop)
         if low == high:
             return FlatShard(0, stop - start)

@@ -1,1 +1,1 @@
-"""What the tensor-parallel ranks of one model replica share: dropout streams and cross-entropy."""
+"""Tensor parallelism: sharded layers and vocabulary, dropout streams, cross-entropy."""
