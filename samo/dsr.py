@@ -98,7 +98,7 @@ class RegrowthTensor:
         keep = (~(magnitude < threshold)).cpu().numpy()
         if plan.counts.keeps_one:
             found = magnitude.cpu().numpy()
-            # The first of the largest, here; a rank may have none.
+            # The first largest weight on this rank, if the rank has any.
             first = int(found.argmax()) if found.size else -1
             value, place = -1.0, 0
             if found.size:
@@ -260,7 +260,7 @@ class DsrMaskUpdater(MaskUpdater):
         )
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Return why updates `first` to `last` have no rewiring; "" once one has happened."""
+        """Return why no rewiring follows updates `first` to `last`; "" if one does or any did."""
         return "" if self._rewirings else why_none(self._settings.schedule, first, last)
 
     def stats(self) -> Mapping[str, float]:

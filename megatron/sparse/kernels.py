@@ -130,7 +130,7 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
 
 
 # `apart` is always 0, unknown to Triton, which then assumes scattered entries and assigns
-# neighbouring ones to neighboring threads instead of four in a row to each thread. Loads are as
+# neighbouring ones to neighbouring threads instead of four in a row to each thread. Loads are as
 # fast, and the stores need no exchange between threads.
 
 

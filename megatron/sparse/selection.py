@@ -50,7 +50,7 @@ def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
     """Return what `largest` does, without synchronizing with the device."""
-    top, where = magnitude.topk(k)  # in descending order: those above the k-th come first
+    top, where = magnitude.topk(k)  # descending: entries above the k-th come first
     tied = torch.nonzero_static(magnitude == top[-1], size=k).view(-1)  # the first k of them
     place = torch.arange(k, device=magnitude.device) - (top > top[-1]).sum()  # among the tied
     return torch.where(place < 0, where, tied[place.clamp_(min=0)]).sort().values
@@ -251,24 +251,18 @@ def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class _Bins:
-    """Histograms of the magnitudes of m tensors; all int64.
+    """Histograms of the magnitudes of m tensors; all int64."""
 
-    `counts` [m, BINS] are of magnitudes in `bracket` [m, 3] (first, last, shift), `above` [m, 1] of
-    those above the bracket.
-    """
-
-    counts: torch.Tensor
-    above: torch.Tensor
-    bracket: torch.Tensor
+    counts: torch.Tensor  # [m, BINS], of magnitudes in the bracket
+    above: torch.Tensor  # [m, 1], above the bracket
+    bracket: torch.Tensor  # [m, 3]: first, last, shift
 
 
 class _Counter:
-    """The counting passes over m tensors and all ranks that hold shards of them.
-
-    Results stay on the device: numbers are tensors [m, 1], and branches are `torch.where`.
-    """
+    """The counting passes over m tensors and all ranks that hold shards of them."""
 
     def __init__(self, batch: Sequence[Candidates], sum_bins: SumBins | None) -> None:
+        # Results stay on the device: numbers are tensors [m, 1], and branches are `torch.where`.
         self.batch, self.sum_bins = batch, sum_bins
         self.device = batch[0].values.device
         self.wanted = self._column([one.k for one in batch])
@@ -412,7 +406,7 @@ class GivenSelection:
 class DrawnSelection:
     """A selection of runs `[starts, starts + lengths)` of the whole tensor, as far as on this rank.
 
-    Both are ascending int64 on the CPU.
+    `starts` and `lengths` are int64 on the CPU, ordered by start.
     """
 
     starts: torch.Tensor

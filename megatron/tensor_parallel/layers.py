@@ -179,15 +179,7 @@ def multiply_by_columns(
 
 
 class _MultiplyByColumns(torch.autograd.Function):
-    """Product whose backward overlaps collectives, with sequence parallelism (A) or without.
-
-        gather input again (A)   |-----------|
-        gradient of the input    |=========|
-        its sum over ranks                 |--------------|
-        gradient of the weight                |=========|
-
-    Keeping the gathered input from forward would undo the memory saving.
-    """
+    """Product whose backward overlaps collectives with products."""
 
     @staticmethod
     def forward(
@@ -205,6 +197,14 @@ class _MultiplyByColumns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Collectives overlap with products, with sequence parallelism (A) or without:
+        #
+        #     gather input again (A)   |-----------|
+        #     gradient of the input    |=========|
+        #     its sum over ranks                 |--------------|
+        #     gradient of the weight                |=========|
+        #
+        # Keeping the gathered input from forward would undo the memory saving.
         inputs, weight = ctx.saved_tensors
         rows, arriving = ctx.tp.gather(inputs, async_op=True)
         grad = grads[0].flatten(0, -2)  # [rows, n]
