@@ -1,22 +1,21 @@
 """SAMO, sparsity-aware memory optimization (Singh and Bhatele 2023), as a gradient path.
 
-Forward and backward run on dense 16-bit parameters in which pruned weights are 0; gradients, fp32
-master weights and moments exist for the others alone, and so do the messages between ranks.
+Forward and backward use dense 16-bit parameters in which pruned weights are 0; gradients, fp32
+master weights, moments and the messages between ranks have stored entries only.
 
 =================================  =================================================================
 `path`, `memory`                   `--grad-path samo`: what it builds, bytes for the planner
-`options`, `refused_pairs`         its flags, and what they exclude (no torch)
-`mask`                             masks on disk, and between logical shape and a rank's memory
-`parts`                            what is counted and compared where ranks hold parts of a model
-`pruning`, `shares`, `ticket`      which weights exist from the start, and how many
-`early_bird`                       which from a ticket on, drawn while the dense run goes on
-`rewiring`, `regrowth`,            dynamic sparse reparameterization: what it decides, does to a
-`schedule`, `storage`              tensor, when, and in how many bits
-`layout`                           compressed storage: a gradient in, a weight out, by one index
-`kernels`, `reference`             the same moves on a GPU in one pass each, and in plain torch
+`options`                          its settings, and the settings that they exclude (no torch)
+`mask`, `mask_file`                masks in memory, and their file format
+`model_parts`                      counts and comparisons over tensors of which ranks hold parts
+`tickets`, `pruning`               the masks at the start: their origin, and one-shot tickets
+`early_bird`, `dsr`                masks during training: Early-Bird tickets, DSR
+`schedule`                         the updates that change masks, and how many entries (no torch)
+`layout`                           compressed storage of training state
+`kernels`, `reference`             gather and scatter: fused on a GPU, and in plain torch
 =================================  =================================================================
 
 Imports of `megatron` are limited to its gradient interface, the stock layout, reducer and path, the
-selection of entries and, for the path, the options; nothing here is loaded with torch until a path
-is built.
+parallel groups and tensor shards, the selection of entries, helpers for errors and transfers and,
+for the path, the options. No module loads torch before a path is built.
 """

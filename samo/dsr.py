@@ -1,4 +1,4 @@
-"""Dynamic sparse reparameterization: a global threshold prunes, survivors decide the growth."""
+"""Dynamic sparse reparameterization (DSR): prune by a global threshold, then regrow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ from samo.pruning import WHOLE
 from samo.schedule import RewiringSchedule, why_none
 
 RUNG_SHIFT, RUNGS = 16, 1 << 15
-"""A ladder of thresholds: the positive fp32 numbers whose last 16 bits are zero."""
+"""Positive fp32 numbers whose low 16 bits are zero: the bins of a histogram of magnitudes."""
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class TensorCounts:
-    """The entries of a whole tensor.
-
-    All, the stored ones, and the stored ones below the threshold.
-    """
+    """Entry counts of a whole tensor: all, stored, and stored below the threshold."""
 
     entries: int
     stored: int
@@ -38,7 +35,7 @@ class TensorCounts:
 
     @property
     def keeps_one(self) -> bool:
-        """Return whether all of it is below, so that the largest stays all the same."""
+        """Return whether every stored entry is below the threshold; the largest is then kept."""
         return self.below == self.stored
 
     @property
@@ -47,29 +44,26 @@ class TensorCounts:
 
     @property
     def zeros(self) -> int:
-        """Places where it can grow, once it is pruned."""
+        """Return the number of entries that are zero after pruning, where the tensor can grow."""
         return self.entries - self.stored + self.pruned
 
 
 @dataclass(frozen=True)
 class RegrowthPlan:
-    """The plan of a whole tensor: its pruning, and the number of entries that it then grows."""
+    """The counts by which a whole tensor is pruned, and the number of entries to grow."""
 
     counts: TensorCounts
     share: int
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of it is stored in the end."""
+        """Return whether every entry is stored after the growth."""
         return self.share == self.counts.zeros
 
 
 @dataclass(frozen=True)
 class RegrowthTensor:
-    """The part of a parameter on this rank before a rewiring.
-
-    The fp32 weights of its stored entries.
-    """
+    """This rank's part of a parameter before a rewiring: the fp32 weights of its stored entries."""
 
     info: ParamInfo
     weight: torch.Tensor
@@ -77,24 +71,24 @@ class RegrowthTensor:
 
     @classmethod
     def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> RegrowthTensor:
-        """Return the weights of the stored entries.
-
-        Padding of a parameter without a mask is left out.
-        """
+        """Create the tensor without padding, which a parameter without a mask stores too."""
         return cls(info, weight[: info.local_entries], layout)
 
     def count_below(self, threshold: float) -> int:
-        """Return how many weights are of smaller magnitude; NaN is not."""
+        """Return the number of weights of magnitude below `threshold`; NaN does not count."""
         return int((self.weight.abs() < threshold).sum())
 
     def count_rungs(self, threshold: float) -> torch.Tensor:
-        """Return how many of these lie on each rung of the ladder; int64 on the CPU."""
+        """Return a histogram of the magnitudes below `threshold`: int64 `[RUNGS]` on the CPU."""
         magnitude = self.weight.abs()
         bits = magnitude[magnitude < threshold].view(torch.int32) >> RUNG_SHIFT
         return torch.bincount(bits, minlength=RUNGS).cpu()
 
     def pruned(self, threshold: float, plan: RegrowthPlan, parts: ModelParts) -> RewiredTensor:
-        """Return the part without entries below the threshold; the largest entry always stays."""
+        """Prune weights below `threshold`, but for the largest where all are.
+
+        Collective over the stage.
+        """
         info, magnitude = self.info, self.weight.abs()
         mask = self.layout.mask(info.name)
         if mask is None:
@@ -104,7 +98,7 @@ class RegrowthTensor:
         keep = (~(magnitude < threshold)).cpu().numpy()
         if plan.counts.keeps_one:
             found = magnitude.cpu().numpy()
-            # The first of the largest, here; a rank may have none.
+            # The first largest weight on this rank, if the rank has any.
             first = int(found.argmax()) if found.size else -1
             value, place = -1.0, 0
             if found.size:
@@ -118,17 +112,17 @@ class RegrowthTensor:
 
 @dataclass(frozen=True)
 class RewiredTensor:
-    """The part of a parameter on this rank after the pruning.
-
-    The mask, which grows in place, and the positions that are gone.
-    """
+    """This rank's part of a parameter after pruning: the mask, and the pruned positions."""
 
     info: ParamInfo
     mask: Bools
     gone: npt.NDArray[np.int64]
 
     def grow(self, count: int, generator: np.random.Generator, parts: ModelParts) -> None:
-        """Draw so many of all places of the whole tensor that are zero."""
+        """Add `count` entries, drawn from the zeros of the whole tensor, to `mask` in place.
+
+        Collective over the stage.
+        """
         if count == 0:
             return
         name, mine = self.info.name, self.mask[: self.info.local_entries]
@@ -139,21 +133,16 @@ class RewiredTensor:
         mine[:] = parts.part(name, whole).numpy()
 
     def regrown(self) -> npt.NDArray[np.int64]:
-        """Positions that are gone and were drawn again."""
+        """Return the positions that were pruned and drawn again."""
         return self.gone[self.mask[self.gone]]
 
 
 def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) -> list[int]:
-    """Return how many of `count` uniformly drawn entries fall in tensors of these sizes.
-
-    The draw is without replacement (multivariate hypergeometric).
-
-    numpy's own draws from at most 10^9 entries. Here each entry is first taken with a probability
-    by which slightly too many are, as a binomial number a tensor tells, and of these, of which any
-    set of their number is as likely as another, `count` are drawn.
-    """
+    """Distribute `count` entries, drawn uniformly without replacement, over tensors of `sizes`."""
     total = sum(sizes)
     assert 0 <= count <= total
+    # The result is multivariate hypergeometric; numpy draws that from at most 10^9 entries. So
+    # binomial numbers first thin the tensors to slightly too many entries.
     wanted = count + 4 * math.sqrt(count) + 8
     taken = np.zeros(len(sizes), dtype=np.int64)
     while taken.sum() < count:
@@ -162,13 +151,11 @@ def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) 
 
 
 def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
-    """`count` of n entries, every set of so many as likely as another.
-
-    Takes n bytes; numpy's `choice` takes eight times as many.
-    """
+    """Choose `count` of `n` entries uniformly without replacement, as a bool mask `[n]`."""
     assert 0 <= count <= n
     if 2 * count > n:
         return ~choose(n, n - count, generator)
+    # numpy's `choice` takes eight times as much memory.
     chosen = np.zeros(n, dtype=np.bool_)
     missing = count
     while missing:
@@ -180,15 +167,16 @@ def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
 TOLERANCE = 0.1
 GAIN = 2.0
 LIMIT = 2
-"""Times the target that a rewiring prunes at most."""
+"""The most weights that a rewiring prunes, as a multiple of the target."""
 LEAST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewiringSettings:
-    """`target`: weights to prune at a time (`schedule.target_of`); `threshold`: H at first.
+    """Settings of the rewirings.
 
-    `reset_moments`: whether all moments begin anew or those of new weights alone.
+    `target`: weights to prune per rewiring (`schedule.target_of`); `threshold`: the first H;
+    `reset_moments`: whether a rewiring resets all moments or only the moments of new weights.
     """
 
     schedule: RewiringSchedule
@@ -199,10 +187,12 @@ class RewiringSettings:
 
 
 class DsrMaskUpdater(MaskUpdater):
-    """A `MaskUpdater` of the parameters `names`, those of this rank, of which it holds `parts`.
+    """A `MaskUpdater` that keeps the total number of stored entries exactly constant.
 
-    As many entries of them are stored in the end as in the beginning, to the last one.
-    `make_layout` makes a layout of masks.
+    Args:
+        names: the prunable parameters of this rank.
+        make_layout: a function that makes a layout of masks.
+        parts: the parts of the model's tensors that this rank holds.
     """
 
     def __init__(
@@ -223,13 +213,13 @@ class DsrMaskUpdater(MaskUpdater):
 
     @property
     def layout_is_final(self) -> bool:
-        """Return whether no rewiring comes any more."""
+        """Return whether no rewiring is left."""
         return self._seen >= self._settings.schedule.last
 
     def after_update(
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> LayoutChange | None:
-        """Rewire where the schedule says so: the other coordinates, or None."""
+        """Rewire the network if the schedule says so, and return the new layout; None otherwise."""
         self._seen = t
         if not self._settings.schedule.due(t):
             return None
@@ -252,7 +242,7 @@ class DsrMaskUpdater(MaskUpdater):
         anew: dict[str, torch.Tensor] = {}
 
         def rewired() -> Iterator[tuple[str, torch.Tensor]]:
-            """One after another, so that the rest of the masks can be packed."""
+            """Yield one mask at a time, while the other masks are packed."""
             for tensor in tensors:
                 plan, name = plans[tensor.info.name], tensor.info.name
                 one = tensor.pruned(threshold, plan, self._parts)
@@ -270,26 +260,26 @@ class DsrMaskUpdater(MaskUpdater):
         )
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Why the network is not rewired after any of these updates, and never was."""
+        """Return why no rewiring follows updates `first` to `last`; "" if one does or any did."""
         return "" if self._rewirings else why_none(self._settings.schedule, first, last)
 
     def stats(self) -> Mapping[str, float]:
-        """Weights pruned, and the threshold by which: of the last update, if it had a rewiring."""
+        """Return the pruned weights and the threshold of a rewiring since the last call."""
         stats, self._stats = self._stats, {}
         return stats
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the log since the last call."""
+        """Return sentences for the log since the last call."""
         notes, self._notes = tuple(self._notes), []
         return notes
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The threshold, the update it is of and the rewirings so far; masks are the layout's."""
+        """Yield threshold, last update and number of rewirings; the layout has the masks."""
         yield "dsr/threshold", torch.tensor([self._threshold], dtype=torch.float64)
         yield "dsr/counts", torch.tensor([self._seen, self._rewirings], dtype=torch.int64)
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_tensors` gave."""
+        """Restore the state that `state_tensors` yielded."""
         self._threshold = float(shared["dsr/threshold"])
         self._seen, self._rewirings = shared["dsr/counts"].tolist()
 
@@ -298,10 +288,7 @@ class DsrMaskUpdater(MaskUpdater):
     def _plan(
         self, t: int, tensors: Sequence[RegrowthTensor]
     ) -> tuple[float, dict[str, RegrowthPlan]]:
-        """Return the pruning threshold and each tensor's regrowth plan, empty if nothing is pruned.
-
-        Adapts the threshold for the next rewiring. Collective over a copy of the model.
-        """
+        """Return the threshold, adapted afterwards, and plans for the tensors of the model."""
         threshold = self._threshold
         counts = self._count(tensors, threshold)
         stored = sum(one.stored for one in counts.values())
@@ -326,7 +313,7 @@ class DsrMaskUpdater(MaskUpdater):
     def _count(
         self, tensors: Sequence[RegrowthTensor], threshold: float
     ) -> dict[str, TensorCounts]:
-        """Return the counts of all tensors of the model, in the order of their names."""
+        """Return the counts of all tensors of the model, ordered by name."""
         rows = {
             one.info.name: (one.info.local_entries, one.weight.numel(), one.count_below(threshold))
             for one in tensors
@@ -334,27 +321,25 @@ class DsrMaskUpdater(MaskUpdater):
         return {name: TensorCounts(*numbers) for name, numbers in self._parts.table(rows).items()}
 
     def _adapt(self, threshold: float, pruned: int) -> None:
-        """H for the next rewiring, by how far this one was from the target."""
+        """Set the threshold for the next rewiring by the distance of `pruned` from the target."""
         target = self._settings.target
         if pruned < (1 - TOLERANCE) * target:
             threshold *= GAIN
         elif pruned > (1 + TOLERANCE) * target:
             threshold /= GAIN
-        # Zero or infinity would stay what they are.
+        # A threshold of zero or infinity could not adapt any more.
         self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
 
     def _lowered(self, t: int, tensors: Sequence[RegrowthTensor], below: int) -> float:
-        """Return the threshold to use in place of H if too many entries are below H.
-
-        Too many are more than `LIMIT` times the target; the threshold is the greatest number of the
-        ladder with fewer. Weights as good as zero go whatever their number.
-        """
+        """Return the greatest rung that has at most `LIMIT` times the target below it."""
         counts = torch.zeros(RUNGS, dtype=torch.int64)
         for tensor in tensors:
             if self._parts.counted(tensor.info.name):
                 counts += tensor.count_rungs(self._threshold)
         self._parts.sum_over_model(counts)
-        # What lies on the rungs before one is below that one's number.
+        # The weights on the rungs before a rung are below the rung's number. The least threshold is
+        # the least normal number: weights that are practically zero are pruned whatever their
+        # count.
         most = LIMIT * self._settings.target
         rung = int(torch.searchsorted(counts.cumsum(0), most, right=True))
         number = torch.tensor(rung << RUNG_SHIFT, dtype=torch.int32).view(torch.float32)
@@ -369,7 +354,7 @@ class DsrMaskUpdater(MaskUpdater):
         return lowered
 
     def _generator(self, t: int, name: str = "") -> np.random.Generator:
-        """Numbers that are the same on every rank."""
+        """Return a generator that draws the same numbers on every rank."""
         text = f"dsr/{self._settings.seed}/{t}/{name}"
         digest = hashlib.sha256(text.encode()).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))

@@ -1,8 +1,8 @@
-"""Early-Bird tickets (You et al. 2020): prune when what pruning would keep holds still.
+"""Early-Bird tickets (You et al. 2020): prune once the magnitude mask stops changing.
 
-A run begins dense. Every few updates a magnitude mask is drawn and compared with the last ones;
-once they are nearly alike, the newest is the ticket and the run goes on with compressed states.
-Masks are drawn, and distances taken, over the whole model, so that all ranks go over at one step.
+A run begins dense. A magnitude mask is drawn every few updates and compared with the previous ones;
+once they are nearly equal, the newest is the ticket and states are compressed. Masks and distances
+are of the whole model, so that all ranks switch at the same step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ _COUNTS = f"{_STATE}counts"
 
 
 class EarlyBird(MaskUpdater):
-    """A `MaskUpdater` that prunes once, when masks have stopped changing.
+    """A `MaskUpdater` that prunes once `DRAWS` consecutive masks are similar.
 
-    After `DRAWS` draws, the largest distance between the newest mask and another is below `limit`.
+    The newest mask is the ticket if its distance to each other one is below `limit`. Distances are
+    |A xor B| / (|A| + |B|): over all entries, as in the paper, unrelated masks at p = 0.95 would be
+    0.095 apart and meet the paper's limit of 0.1 at once.
 
-    `infos`: the parameters to prune, those of this rank, of which it holds `parts`. A draw falls on
-    each update that `interval` divides; `last` is the run's last update; `drawn`: the ticket is an
-    earlier run's. `make_layout` makes a layout of masks. `why_no_more`: why nothing is left, in
-    updates `first` to `last`, for what waits for the ticket; "" where something is.
-    Distances are |A xor B| / (|A| + |B|): over all entries, as in the paper, unrelated masks at
-    p = 0.95 are 0.095 apart, so its limit of 0.1 would be met at once.
+    Args:
+        infos: the parameters of this rank to prune.
+        interval: updates between draws.
+        last: the last update of the run.
+        drawn: whether an earlier run drew the ticket.
+        parts: the parts of the model's tensors that this rank holds.
+        make_layout: a function that makes a layout of masks.
+        why_no_more: a function of (first, last) updates that says why nothing that waits for the
+            ticket happens in them; "" if something does.
     """
 
     def __init__(
@@ -60,8 +65,8 @@ class EarlyBird(MaskUpdater):
         self.scope: Scope = scope
         self.interval, self.limit, self.last = interval, limit, last
         self._draws = 0
-        self._ticket = int(drawn)  # the update after which it was drawn; 0 = not yet
-        self._masks: list[PackedMasks] = []  # the last ones drawn, oldest first
+        self._ticket = int(drawn)  # the update of the draw; 0 = none yet
+        self._masks: list[PackedMasks] = []  # the latest masks, oldest first
         self._stats: dict[str, float] = {}
         self._notes: list[str] = []
 
@@ -73,7 +78,7 @@ class EarlyBird(MaskUpdater):
     def after_update(
         self, t: int, layout: BucketLayout, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> LayoutChange | None:
-        """Draw a mask where one is due; the compressed layout where it is the ticket."""
+        """Draw a mask if one is due, and return the compressed layout if the mask is the ticket."""
         if self.layout_is_final or t % self.interval:
             return None
         masks = self.parts.raise_on_all_ranks(partial(self._draw, self._logical(weights)))
@@ -89,7 +94,7 @@ class EarlyBird(MaskUpdater):
         return LayoutChange(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Why no ticket can be drawn in these updates, or only too late for what waits for it."""
+        """Return why no ticket is drawn in these updates, or one too late to be of use."""
         drawn = (first - 1) // self.interval
         draws = last // self.interval - drawn
         missing = DRAWS - len(self._masks)
@@ -103,20 +108,19 @@ class EarlyBird(MaskUpdater):
         )
 
     def stats(self) -> Mapping[str, float]:
-        """`mask_distance`, the largest of a draw, if one was since the last call."""
+        """Return `mask_distance`, the largest of a draw, if a draw happened since the last call."""
         stats, self._stats = self._stats, {}
         return stats
 
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each draw, and one where no draw is left."""
+        """Return a sentence for each draw, and one if no draw is left."""
         notes, self._notes = tuple(self._notes), []
         return notes
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """Return the number of draws, the ticket's update, and the masks for the next comparison.
+        """Yield the draw count, the ticket's update and this rank's parts of the kept masks.
 
-        Masks go by the numbers of their draws and the names of their parameters: bool, this rank's
-        part of the whole masks. Each is unpacked as it is asked for.
+        Masks are bool, named by draw and parameter, and unpacked when they are read.
         """
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):
@@ -127,7 +131,7 @@ class EarlyBird(MaskUpdater):
                 )
 
     def load_state_tensors(self, shared: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_tensors` gave."""
+        """Restore the state that `state_tensors` yielded."""
         self._draws, self._ticket = shared[_COUNTS].tolist()
         numbers = {
             int(name.split("/")[1])
@@ -148,10 +152,7 @@ class EarlyBird(MaskUpdater):
     def _logical(
         self, weights: Iterable[tuple[ParamInfo, torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Views of the weights to prune, without padding, in an order that no bucketing changes.
-
-        Ranks that hold parts of them draw together.
-        """
+        """Return views of the weights without padding, in an order independent of buckets."""
         wanted = {info.name for info in self.infos}
         found = {info.name: flat for info, flat in weights if info.name in wanted}
         return {

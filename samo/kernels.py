@@ -1,8 +1,8 @@
-"""Triton kernels between a dense tensor and the compressed vector of the entries that exist.
+"""Triton kernels between a dense tensor and the compressed vector of its stored entries.
 
-`reference.py` has the same functions in plain torch. Casts are part of them: gradients are widened
-and master weights rounded on the way, so that no copy in between is written and read again. How a
-program finds its values is told in `megatron.sparse.kernels`. Imported on CUDA alone.
+`reference.py` has the same functions in plain torch. Casts are fused, so that gradients are widened
+and master weights rounded without an intermediate copy. `megatron.sparse.kernels` explains how a
+program finds its values. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from megatron.sparse.kernels import chosen_entries, launch_over
 from megatron.sparse.kernels import count_blocks as count_blocks
 from megatron.sparse.reference import GROUP, Bits
 
-# Blocks of a program: as many as its registers allow several programs to share a multiprocessor.
+# Blocks per program, limited by registers so that several programs share a multiprocessor.
 _TO_COMPRESS, _TO_EXPAND = 2, GROUP
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Compress as `reference.compress` does."""
+    """Gather stored entries as `reference.compress` does."""
     launch_over(_compress, _TO_COMPRESS, bits, bits.blocks, dense, out, 0, ADD=add)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Expand as `reference.expand` does."""
+    """Scatter stored entries as `reference.expand` does."""
     launch_over(_expand, _TO_EXPAND, bits, bits.blocks, values, out, 0)
 
 
-# `new_gloo_group`: see `megatron.sparse.kernels`. No entry past a tensor's end is chosen.
+# `apart`: see `megatron.sparse.kernels`. No entry past a tensor's end is chosen.
 
 
 @triton.jit(do_not_specialize=["apart"])

@@ -1,9 +1,9 @@
-"""Compressed storage of a pruned model: what is kept of a parameter beside its dense values.
+"""Compressed storage of the training state of a pruned model.
 
-Gradient, master weight and moments have an entry for each weight that exists and none for those
-that were pruned; the parameter itself stays dense, zeros filled in, for the dense kernels of
-forward and backward (SAMO III-A). Sparse tensors of torch's would each carry int64 positions of
-every dimension; here all states of a parameter share one index over its flattened view (III-B).
+Gradient, master weight and moments have an entry for each weight that exists and none for pruned
+weights; the parameter stays dense, filled with zeros, for the dense kernels of forward and backward
+(SAMO III-A). All states of a parameter share one index over its flattened view (III-B); each torch
+sparse tensor would instead carry int64 positions of every dimension.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from megatron.data_parallel.layout import Masks
 
 MOST_ENTRIES = 2**31 - 1
-"""Most entries of a parameter on a CPU, where positions are int32."""
+"""The most entries of a pruned parameter on a CPU, where positions are int32."""
 
 
 class StoredCount(NamedTuple):
-    """Entries of parameters that exist, and all of them: the paper's f is the ratio."""
+    """Counts of stored entries and of all entries; the paper's f is their ratio."""
 
     stored: int
     all: int
@@ -42,15 +42,16 @@ class StoredCount(NamedTuple):
 class CompressedLayout:
     """A `BucketLayout` of the entries that `masks` marks.
 
-    A parameter without a mask, or whose mask leaves nothing out, is stored as `DenseLayout` stores
-    it.
+    A parameter without a mask, or whose mask prunes nothing, is stored as `DenseLayout` stores it.
+    On a CPU an index takes 4 bytes for each stored entry, as in the paper; on a GPU, one bit for
+    each entry. Casts use chunks of at most `CHUNK` entries instead of the whole 16-bit copy of the
+    stored weights (2 f bytes per parameter, Eq. 1).
 
-    `masks` are looked up one after another. `cut`: names of parameters that are cut over ranks; the
-    masks given of these count even where all that they leave out is on another rank.
-    `device`: where the parameters are, unless that is where the masks are. On a CPU an index holds
-    4 bytes for each entry that exists, as the paper's; on a GPU, a bit for each entry of the
-    parameter. Casts go through at most `CHUNK` entries at a time, so that the 16-bit copy of all
-    stored weights that the paper's step makes (2 f bytes a parameter, Eq. 1) is never whole.
+    Args:
+        masks: flat bool masks by name, looked up one at a time.
+        device: the device of the parameters; None for the device of the masks.
+        cut: names of sharded parameters; their masks count even if all pruned entries are on other
+            ranks.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class CompressedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all indices."""
+        """Return the bytes of all indices."""
         return sum(index.nbytes for index in self._indices.values())
 
     def index_nbytes(self, name: str) -> int:
-        """Bytes of the index of one parameter; 0 where it has none."""
+        """Return the bytes of one parameter's index; 0 if it has none."""
         return self._indices[name].nbytes if name in self._indices else 0
 
     def __contains__(self, name: str) -> bool:
-        """Return whether this parameter is stored by an index, rather than whole."""
+        """Return whether the parameter is stored by an index rather than whole."""
         return name in self._indices
 
     def count(self, infos: Iterable[ParamInfo]) -> StoredCount:
-        """Count the entries of these parameters on this rank, without vocabulary padding."""
+        """Count entries of these parameters on this rank, without vocabulary padding."""
         stored = everything = 0
         for info in infos:
             index, entries = self._indices.get(info.name), info.local_entries
@@ -96,7 +97,7 @@ class CompressedLayout:
         return StoredCount(stored, everything)
 
     def numel(self, name: str, param: torch.Tensor) -> int:
-        """Number of stored entries of this parameter."""
+        """Return the number of stored entries of a parameter."""
         index = self._indices.get(name)
         if index is None:
             return self._dense.numel(name, param)
@@ -120,9 +121,9 @@ class CompressedLayout:
             index.compress(dense.reshape(-1), out, add=True)
 
     def scatter(self, name: str, flat: torch.Tensor, param: torch.Tensor) -> None:
-        """Put stored entries back into a dense tensor, cast to its dtype.
+        """Write stored entries into a dense tensor in place, cast to its dtype (III-C3, "expand").
 
-        III-C3's "expand", in place. The other entries are 0 already and stay untouched.
+        Pruned entries are 0 already and are not touched.
         """
         index = self._indices.get(name)
         if index is None:
@@ -131,10 +132,10 @@ class CompressedLayout:
             index.expand(flat, param.view(-1))
 
     def bind(self, name: str, flat: torch.Tensor, leaves: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the fp32 master slice from the parameter; set the parameter's other entries to 0.
+        """Fill the fp32 master slice from the parameter, and zero pruned entries in place.
 
-        All leaves share the one storage. fp32 parameters too keep a storage of their own, unless
-        they are stored whole.
+        All leaves share one storage of their own, also for fp32, unless the parameter is stored
+        whole.
         """
         index = self._indices.get(name)
         if index is None:
@@ -143,7 +144,7 @@ class CompressedLayout:
         param = leaves[0].detach()
         index.compress(param.view(-1), flat, add=False)
         if param.untyped_storage().nbytes() > param.nbytes:
-            # A view, perhaps of master weights that all were stored: not to keep those alive.
+            # A view, perhaps of earlier whole master weights, would keep those alive.
             param = torch.empty_like(param)
             for leaf in leaves:
                 leaf.data = param
@@ -151,12 +152,12 @@ class CompressedLayout:
         index.expand(flat, param.view(-1))
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Return the mask of the flattened parameter: bool, on the CPU; None where all exist."""
+        """Return a flattened parameter's mask: bool, on the CPU; None if all is stored."""
         index = self._indices.get(name)
         return None if index is None else index.mask()
 
     def fingerprint(self) -> str:
-        """Hex digest of which entries exist; that of `DenseLayout` where all do."""
+        """Return a hex digest of all masks; equal to `DenseLayout`'s if every entry is stored."""
         return self._digest
 
     @cached_property
@@ -171,10 +172,7 @@ class CompressedLayout:
 
 
 class PositionStore:
-    """The stored entries of a flattened parameter as ascending int32 positions.
-
-    `stored` of `length` entries exist; a CPU gathers by positions fastest.
-    """
+    """An index of ascending int32 positions: the fastest form for gathering on a CPU."""
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -187,16 +185,16 @@ class PositionStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps."""
+        """Return the bytes of the positions."""
         return self._at.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """Cast the stored entries of `dense` to `out`'s dtype and overwrite it, or add to it."""
+        """Write the stored entries of `dense`, cast to `out`'s dtype, into `out`, or add them."""
         if dense.dtype == out.dtype and not add:
             torch.index_select(dense, 0, self._at, out=out)
             return
-        # Cast after the gathering: torch reads scattered 16-bit numbers in less time than it takes
-        # to read and widen them at once.
+        # Cast after gathering: torch gathers 16-bit numbers and then widens them in less time than
+        # it does both at once.
         scratch = dense.new_empty(min(CHUNK, self.stored))
         for start in range(0, self.stored, CHUNK):
             at, mine = self._at[start : start + CHUNK], out[start : start + CHUNK]
@@ -204,9 +202,9 @@ class PositionStore:
             mine.add_(found) if add else mine.copy_(found)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast `values` to `out`'s dtype and place them at the stored entries; the others stay."""
-        # What places values in the least time wants int64; int32 positions serve `index_add_`,
-        # which takes twice as long and zeros before it.
+        """Write `values`, cast to `out`'s dtype, to the stored entries of `out` in place."""
+        # `index_copy_`, the fastest operation, needs int64. `index_add_` takes int32, but twice the
+        # time and zeros to begin with.
         wide = torch.empty(min(CHUNK, self.stored), dtype=torch.int64)
         scratch = out.new_empty(wide.numel())
         for start in range(0, self.stored, CHUNK):
@@ -215,7 +213,7 @@ class PositionStore:
             out.index_copy_(0, wide[:numel].copy_(at), scratch[:numel].copy_(mine))
 
     def mask(self) -> torch.Tensor:
-        """Return which entries are stored: bool [length], on the CPU."""
+        """Return the mask of stored entries: bool `[length]`, on the CPU."""
         found = torch.zeros(self.length, dtype=torch.bool)
         for at in self._at.split(CHUNK):
             found.index_fill_(0, at.long(), True)
@@ -223,10 +221,7 @@ class PositionStore:
 
 
 class BitmapStore:
-    """The stored entries of a parameter as one bit for each entry, on `device`.
-
-    The fastest form to gather by on a GPU.
-    """
+    """An index of one bit per entry, on `device`: the fastest form for gathering on a GPU."""
 
     def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
         self.length, self.stored = mask.numel(), int(mask.count_nonzero())
@@ -239,16 +234,16 @@ class BitmapStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps."""
+        """Return the bytes of the bitmap with its counts and offsets."""
         bits = self._bits
         return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        """Compress as `PositionStore.compress` does."""
+        """Gather stored entries as `PositionStore.compress` does."""
         self._kernels.compress(self._bits, dense, out, add=add)
 
     def expand(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Expand as `PositionStore.expand` does."""
+        """Scatter stored entries as `PositionStore.expand` does."""
         self._kernels.expand(self._bits, values, out)
 
     def mask(self) -> torch.Tensor:

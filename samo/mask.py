@@ -1,6 +1,6 @@
-"""Masks, in memory and in a file: which entries of each pruned tensor exist.
+"""Masks in memory and in files: which entries of each pruned tensor exist.
 
-In a file (`samo.mask_file`), and where several masks are kept, they take a bit an entry.
+Files (`samo.mask_file`) and collections of masks take one bit per entry.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from samo.model_parts import ModelParts
 
 
 class PackedMasks(Mapping[str, torch.Tensor]):
-    """Masks kept at a bit an entry; each is unpacked anew, on the CPU, when it is asked for.
+    """A mapping of masks packed to one bit per entry; each lookup unpacks a mask on the CPU.
 
-    `bits`: uint8 [ceil(entries / 8)] by name, the first entry in the highest bit. `shapes`: what a
-    mask is unpacked to.
+    `bits`: uint8 `[ceil(entries / 8)]` by name, the first entry in the highest bit. `shapes`: the
+    shapes of the unpacked masks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PackedMasks(Mapping[str, torch.Tensor]):
 
     @classmethod
     def of(cls, masks: Iterable[tuple[str, torch.Tensor]]) -> PackedMasks:
-        """Pack masks, each as it comes."""
+        """Pack masks one at a time."""
         bits: dict[str, torch.Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, mask in masks:
@@ -75,9 +75,9 @@ class PackedMasks(Mapping[str, torch.Tensor]):
 
 
 def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
-    """The mask of what is on this rank as the parameter lies in its memory.
+    """Pad this rank's mask with False to the parameter's size in memory: bool `[param.numel()]`.
 
-    Bool [param.numel()], False for rows that exist in memory only.
+    The padding stands for rows that exist in memory only.
     """
     assert part.numel() == info.local_entries, f"{info.name}: a mask of another shape"
     missing = info.param.numel() - part.numel()
@@ -86,16 +86,16 @@ def padded(info: ParamInfo, part: torch.Tensor) -> torch.Tensor:
 
 
 def flat_mask(info: ParamInfo, logical: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a mask of the logical shape, `padded`."""
+    """Return this rank's part of a mask of the logical shape, flattened and padded by `padded`."""
     assert tuple(logical.shape) == tuple(info.logical_shape)
     return padded(info, logical if info.tp_shard is None else info.tp_shard.of(logical))
 
 
 def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) -> PackedMasks:
-    """Return this rank's parts of masks of logical shapes, as parameters lie in memory.
+    """Return this rank's parts of masks of logical shapes, flattened and padded.
 
-    Masks that leave nothing out are dropped: such a parameter is stored whole, padding included.
-    Masks are looked up one after another.
+    Masks that prune nothing are left out, so that their parameters are stored whole with padding.
+    Masks are looked up one at a time.
     """
     return PackedMasks.of(
         (info.name, flat_mask(info, mask))
@@ -107,9 +107,9 @@ def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) 
 def flat_parts(
     infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> PackedMasks:
-    """Return the flat masks of this rank from masks of which each rank has its part already.
+    """Flatten and pad masks of which each rank has its part already. Collective over the stage.
 
-    Collective over the stage.
+    Masks that prune nothing anywhere are left out.
     """
     counts = parts.summed({name: [int(mask.count_nonzero())] for name, mask in masks.items()})
     return PackedMasks.of(
@@ -120,12 +120,12 @@ def flat_parts(
 
 
 def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
-    """Write masks (bool, of logical shapes) to one file, whole or not at all.
+    """Write bool masks of logical shapes to one file atomically, replacing an existing file.
 
-    The bytes go beside it first, and a file that is there is replaced. Equal masks make equal
-    bytes.
+    Equal masks make equal bytes.
 
-    Raises `ConfigError` where the file cannot be written.
+    Raises:
+        ConfigError: the file cannot be written.
     """
     draft = path.parent / f"{path.name}.tmp-{secrets.token_hex(4)}"
     packed = masks if isinstance(masks, PackedMasks) else PackedMasks.of(masks.items())
@@ -145,12 +145,14 @@ def save_masks(path: Path, masks: Mapping[str, torch.Tensor]) -> None:
 def load_masks(
     path: Path, shapes: Mapping[str, Sequence[int]] | None = None, *, source: str | None = None
 ) -> PackedMasks:
-    """The masks of a file, bool of logical shapes, on the CPU.
+    """Load the masks of a file, bool of logical shapes, on the CPU.
 
-    With `shapes`, those of the model's tensors, a mask of another tensor or shape is refused before
-    it is unpacked, so that a small file cannot claim much memory. Raises `DataError` naming the
-    file (`source`), and the tensor where it is one's fault: for a missing file, one of another kind
-    or version, and a damaged one.
+    With `shapes`, the shapes of the model's tensors, masks that do not fit are refused before they
+    are unpacked, so that a small file cannot claim much memory. `source` names the file in errors.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another kind or version. The error names the
+            file and, if one is at fault, the tensor.
     """
     with opened_masks(path) as archive:
         found = mask_shapes(path, archive)
@@ -173,12 +175,13 @@ def masks_for(
     source: str,
     elsewhere: Collection[str] = (),
 ) -> PackedMasks:
-    """Return masks of logical shapes from `source` as this model's parameters lie in memory.
+    """Convert masks of logical shapes, from `source`, to this rank's flat layout and check them.
 
-    Masks of `elsewhere` belong to other ranks.
+    Names in `elsewhere` are checked by other ranks.
 
-    Raises `DataError` for a mask of a tensor that the model does not have, or has in another
-    shape, or never prunes, and for a mask without a stored entry.
+    Raises:
+        DataError: a mask stores no entry, or is for a tensor that the model does not have, has in
+            another shape, or never prunes.
     """
     shapes = {info.name: info.logical_shape for info in infos}
     for name in masks:
@@ -201,7 +204,7 @@ def _write(path: Path, packed: PackedMasks) -> None:
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
-                # Without a time of its own, so that equal masks make equal files.
+                # Zip members carry no time, so that equal masks make equal files.
                 with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
         file.flush()
@@ -209,7 +212,7 @@ def _write(path: Path, packed: PackedMasks) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the disk has the names in a folder, where it can be asked to."""
+    """Flush a folder's names to disk where the file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -1,10 +1,9 @@
-"""The file of masks: its layout, and the checks made before any mask is unpacked. Loads no torch.
+"""The mask file format, and the checks made before a mask is unpacked. Loads no torch.
 
-A file is an archive of arrays that `numpy.load` reads: `masks` holds the version of the form and
-the number of masks, `shape/NAME` and `bits/NAME` the logical shape of a tensor and its bits, packed
-as `numpy.packbits` does. The archive keeps a CRC-32 of each array, so a damaged file is found out
-when it is read. Archives can be compressed a thousandfold, so the header of each array is compared
-with the size that the array must have before the array itself is read.
+A file is an archive of arrays for `numpy.load`: `masks` holds the format version and the number of
+masks, `shape/NAME` and `bits/NAME` a tensor's logical shape and its bits in the order of
+`numpy.packbits`. A CRC-32 of each array reveals damage. As archives can be compressed a
+thousandfold, each array's header is compared with the expected size before the array is read.
 """
 
 from __future__ import annotations
@@ -42,19 +41,18 @@ _DAMAGE = (
     OverflowError,
     MemoryError,
 )
-"""What the readers of archives and arrays raise for bytes that make no sense."""
+"""Exceptions that the readers of archives and arrays raise for invalid bytes."""
 
 
 def packed_bytes(shape: Sequence[int]) -> int:
-    """Bytes of the packed mask of a tensor of this shape."""
+    """Return the bytes of the packed mask of a tensor of this shape."""
     return -(-math.prod(shape) // 8)
 
 
 def check_mask_file(path: Path, shapes: Mapping[str, Sequence[int]] | None) -> None:
-    """Raise `DataError` unless the path is a sound mask file whose masks fit `shapes`.
+    """Check the headers of a mask file, and with `shapes` that its masks fit the model's tensors.
 
-    With None, for a caller that cannot know them, the headers are compared with one another alone.
-    No mask is unpacked.
+    No mask is unpacked. Raises `DataError` for any misfit.
     """
     with opened_masks(path) as archive:
         found = mask_shapes(path, archive)
@@ -65,14 +63,14 @@ def check_mask_file(path: Path, shapes: Mapping[str, Sequence[int]] | None) -> N
 def refuse_misfits(
     found: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], *, source: str
 ) -> None:
-    """Raise `DataError` for a mask whose shape is that of none of the model's tensors."""
+    """Raise `DataError` for a mask that fits no tensor of the model."""
     for name, shape in found.items():
         if wrong := misfit(name, shape, shapes):
             raise DataError(f"{source}: masks {name}, {wrong}")
 
 
 def misfit(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Why a mask of this shape is of none of the model's tensors, as an error ends."""
+    """Return why a mask fits no tensor of the model, as an error message ends; None if it fits."""
     if name not in shapes:
         return "of which the model has none; the mask is of another model"
     if tuple(shape) != tuple(shapes[name]):
@@ -84,7 +82,7 @@ def misfit(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]])
 
 @contextmanager
 def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The archive of a mask file; errors of the disk and of its bytes become `DataError`."""
+    """Open the archive of a mask file, and raise `DataError` for errors of disk and bytes."""
     try:
         if not path.is_file():
             there = path.exists()
@@ -102,7 +100,7 @@ def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ...]]:
-    """Return the logical shape of each mask, in the file's order, after checking its size."""
+    """Return the logical shape of each mask in file order, checked against the size of its bits."""
     version, count = _vector(archive, MARK, np.int64, most=2).tolist()
     if version != VERSION:
         raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_AGAIN}")
@@ -126,7 +124,7 @@ def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ..
 
 
 def read_bits(path: Path, archive: zipfile.ZipFile, name: str, shape: Sequence[int]) -> np.ndarray:
-    """The packed bits of one mask, of which `mask_shapes` has compared the size."""
+    """Read the packed bits of one mask, uint8, after `mask_shapes` has checked their size."""
     with _damaged_as(path, name):
         return _vector(archive, f"{BITS}{name}", np.uint8, most=packed_bytes(shape))
 
@@ -147,11 +145,8 @@ def _check_size(member: IO[bytes], wanted: int, shape: Sequence[int]) -> None:
 
 
 def _header(member: IO[bytes]) -> tuple[tuple[int], np.dtype]:
-    """Length and type of the vector that follows.
-
-    The header of version 1 is at most 64 KB long; those of later versions may be 4 GB, and no mask
-    file has them.
-    """
+    """Read the length and dtype of the vector that follows."""
+    # A header of version 1 has at most 64 KB, later ones up to 4 GB; mask files use version 1.
     version = np.lib.format.read_magic(member)
     if version != (1, 0):
         raise ValueError(f"array format {version}, wanted (1, 0)")
@@ -164,7 +159,7 @@ def _header(member: IO[bytes]) -> tuple[tuple[int], np.dtype]:
 def _vector(
     archive: zipfile.ZipFile, name: str, dtype: type[np.generic], *, most: int
 ) -> np.ndarray:
-    """Read a vector of at most so many entries from the archive, which checks its CRC."""
+    """Read a vector of at most `most` entries; the archive checks its CRC at the last byte."""
     with archive.open(f"{name}.npy") as member:
         (length,), found = _header(member)
         if found != dtype or not 0 <= length <= most:

@@ -1,8 +1,8 @@
-"""Tensors of which each rank holds parts: counts that all ranks of one model agree on.
+"""Counts and comparisons over whole tensors of which each rank holds parts.
 
-A mask belongs to a whole tensor. Tensor-parallel ranks hold a part of it each, other stages hold
-other tensors, and a tied table lies on two of them; what is decided by comparing or counting is
-decided by numbers of the whole, so that every grid draws the masks that one rank would.
+Masks belong to whole tensors. Tensor-parallel ranks hold parts of them, stages hold different
+tensors, and two stages hold a tied table. Every decision uses numbers of whole tensors, so that all
+grids draw the masks that a single rank would.
 """
 
 from __future__ import annotations
@@ -29,75 +29,71 @@ Rows = Mapping[str, Sequence[int]]
 class ModelParts(ModelShard):
     """This rank's part of a model, with sums and comparisons over whole tensors.
 
-    Without groups, or for names it does not know, tensors are whole. Methods that say so are
-    collective: over the tensor-parallel ranks of a stage, which have the same tensors, or over all
-    ranks of a copy of the model.
+    Without groups, or for unknown names, tensors are whole. Collective methods say over which
+    ranks: the tensor-parallel ranks of a stage, or all ranks of a copy of the model.
     """
 
     @property
     def cut_names(self) -> frozenset[str]:
-        """The parameters of which this rank holds a part."""
+        """Return the names of the sharded parameters."""
         return frozenset(name for name, info in self._by_name.items() if info.tp_sharded)
 
     def shard(self, name: str) -> FlatShard | None:
-        """The part of a tensor that is here, by places of the flattened tensor."""
+        """Return this rank's shard of a tensor in flattened positions; None for a whole tensor."""
         part = self.tp_shard(name)
         return None if part is None else FlatShard.of(part)
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank of the world and fail together, if at all."""
+        """Run `work` on every rank of the world, and raise on all ranks if one fails."""
         return work() if self._groups is None else self._groups.world.raise_on_all_ranks(work)
 
     def raise_on_holders(self, name: str, work: Callable[[], T]) -> T:
-        """Run `work` on the ranks that hold parts of a tensor.
-
-        Raise on all of them if one rank raises.
-        """
+        """Run `work` on the ranks that hold parts of a tensor, and raise on all if one fails."""
         tp = self.holders(name)
         return work() if tp is None else tp.raise_on_all_ranks(work)
 
     def summed(self, rows: Rows) -> dict[str, list[int]]:
-        """Numbers of tensors' parts, as many of each, as those of the whole tensors.
-
-        Collective over the stage.
-        """
+        """Sum each tensor's numbers over its parts. Collective over the stage."""
         return self._reduced(rows, dist.ReduceOp.SUM)
 
     def greatest(self, rows: Rows) -> dict[str, list[int]]:
-        """The largest of each number over a tensor's parts. Collective over the stage."""
+        """Return the largest of each number over a tensor's parts. Collective over the stage."""
         return self._reduced(rows, dist.ReduceOp.MAX)
 
     def table(self, rows: Rows) -> dict[str, list[int]]:
-        """Return numbers of this rank's parts as numbers of every tensor, in the order of names.
+        """Return summed numbers of every tensor of the model, ordered by name.
 
         Collective over a copy of the model.
         """
         return self.everywhere(self.summed(rows))
 
     def everywhere(self, rows: Rows) -> dict[str, list[int]]:
-        """Sum rows that describe whole tensors already. Collective over the pipeline."""
+        """Gather numbers of whole tensors from all stages, ordered by name.
+
+        Collective over the pipeline.
+        """
         found = {name: list(numbers) for name, numbers in rows.items()}
         if self._groups is not None:
-            # Both copies of a tied tensor say the same.
+            # A tied tensor has the same numbers on both stages.
             for text in self._groups.pp.all_gather_str(json.dumps(found)):
                 found |= json.loads(text)
         return dict(sorted(found.items()))
 
     def counted(self, name: str) -> bool:
-        """Return whether this rank owns its part of a tensor, see `owns`."""
+        """Return whether this rank owns its part of a tensor; see `owns`."""
         return self._groups is None or self.owns(self._by_name[name])
 
     def speaks(self, name: str) -> bool:
-        """Return whether this rank adds what is said of a tensor once to a sum over its parts."""
+        """Return whether this rank adds a tensor's per-tensor terms to a sum over its parts."""
         tp = self.holders(name)
         return tp is None or tp.rank == 0
 
     def counted_once(self, name: str) -> bool:
-        """Return whether it is the one rank of the model that counts the tensor as a whole."""
+        """Return whether this is the one rank of the model that counts the whole tensor."""
         return self.counted(name) and self.speaks(name)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A whole mask, flattened, of its flattened parts. Collective over the stage."""
+        """Assemble a whole flattened mask from flattened parts. Collective over the stage."""
         shard, tp = self.tp_shard(name), self.holders(name)
         if shard is None or tp is None:
             return part
@@ -109,15 +105,18 @@ class ModelParts(ModelShard):
         return out.view(torch.bool).view(-1)
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor, flattened both."""
+        """Return this rank's flattened part of a whole flattened tensor."""
         shard = self.tp_shard(name)
         return whole if shard is None else shard.of(whole.view(shard.shape)).view(-1)
 
     def first_of_largest(self, name: str, value: float, place: int) -> bool:
-        """Return whether this rank's largest value of a tensor is the whole tensor's first largest.
+        """Return whether this rank holds the first occurrence of a tensor's largest value.
 
-        `place` is its place in this rank's part. `value` < 0: it has none. Collective over the
-        stage.
+        Collective over the stage.
+
+        Args:
+            value: the largest value of this rank's part; negative if the rank has none.
+            place: the position of `value` in the part.
         """
         tp, shard = self.holders(name), self.shard(name)
         if tp is None or shard is None:
@@ -140,7 +139,7 @@ class ModelParts(ModelShard):
 
 
 def read_part(saved: CheckpointView, name: str, shard: TensorShard | None) -> torch.Tensor:
-    """Read this rank's part of a tensor of a checkpoint, and nothing else of it."""
+    """Read only this rank's part of a checkpoint's tensor."""
     if shard is None:
         return saved.read(name)
     shares = [saved.read(name, *there) for there, _ in shard.boxes()]

@@ -81,7 +81,7 @@ class SamoConfig:
 
     @property
     def sparsity(self) -> Fraction:
-        """Exactly as it was written."""
+        """Return `samo_sparsity` as the exact decimal fraction."""
         return Fraction(str(self.samo_sparsity))
 
 
@@ -89,7 +89,7 @@ def _pair(
     name: str, holds: Callable[[SamoConfig, Config], object], reason: str, instead: str
 ) -> RefusedPair:
     def both(config: Config) -> object:
-        # Any: its class is declared beside these pairs.
+        # Any: the class is declared above these pairs.
         options: SamoConfig = config.extensions["samo"]  # type: ignore[assignment]
         return holds(options, config)
 

@@ -1,4 +1,4 @@
-"""`--grad-path samo`, as the composition root sees it. Imports torch only to build."""
+"""The gradient path `--grad-path samo`. The module imports torch only in `build`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 
 class SamoPath(GradientPath):
-    """The gradient path of a pruned network.
-
-    Only stored entries have gradients, master weights and moments.
-    """
+    """The path whose gradients, master weights and moments exist for stored entries only."""
 
     name = "samo"
     sections = {"samo": SamoConfig}
@@ -62,7 +59,7 @@ class SamoPath(GradientPath):
             _check_length(config, config.total_iterations())
 
     def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
-        """Check the header of the mask file against the model."""
+        """Check the header of the mask file against the model's shapes."""
         from samo.mask_file import check_mask_file
 
         if (file := _options(config).samo_mask_file) is not None:
@@ -84,7 +81,7 @@ class SamoPath(GradientPath):
         options, total = _options(config), config.total_iterations()
         seed = config.training.seed
         if not config.training.skip_train:
-            # Only the number of ranks tells how many steps so many samples are.
+            # The number of steps of a number of samples is only known once ranks are.
             _check_length(config, total)
         parts = ModelParts(infos, groups)
         make_layout = partial(CompressedLayout, device=infos[0].param.device, cut=parts.cut_names)
@@ -101,7 +98,7 @@ class SamoPath(GradientPath):
         )
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
-        """Return where each tensor has its share; none until a ticket is drawn."""
+        """Return stored entries by tensor; none before an early-bird ticket is drawn."""
         options = _options(config)
         if options.samo_pruning == "early-bird" or options.sparsity == 0:
             return {}
@@ -113,12 +110,12 @@ class SamoPath(GradientPath):
         }
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """The index that gradients, master weights and moments share."""
+        """Return the bytes of the index that gradients, master weights and moments share."""
         sizes = {name: param.numel for name, param in rank.params.items() if name in rank.stored}
         slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
         stored = {name: slices[name].numel for name in sizes}
         index = {"index": index_bytes(sizes, stored, device=rank.device)}
-        # A checkpoint has the mask, a bit for each entry.
+        # A checkpoint holds one mask bit per entry.
         masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
         return PathBytes(index, shared=masks)
 
@@ -137,7 +134,7 @@ def _schedule(options: SamoConfig, total: int) -> RewiringSchedule:
 
 
 def _check_length(config: Config, total: int) -> None:
-    """Refuse a run of `total` steps that ends before what it is to wait for."""
+    """Refuse a run of `total` steps that ends before its first ticket or rewiring."""
     options = _options(config)
     interval = options.samo_early_bird_interval
     waits = options.samo_pruning == "early-bird" and options.sparsity > 0
@@ -155,11 +152,8 @@ def _check_length(config: Config, total: int) -> None:
 
 
 def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
-    """Return a function that says why Radius never resamples after a ticket.
-
-    The text is empty where Radius does not wait for a ticket.
-    """
-    # Any: its class is declared where its path is.
+    """Return a function of updates (first, last): why Radius never begins, or "" if it does."""
+    # Any: the class is declared with its path.
     radius: Any = config.extensions.get("radius")
     if radius is None or radius.density == 1:
         return lambda first, last: ""
@@ -225,7 +219,7 @@ def _dsr(
 def _notes(
     config: Config, infos: Sequence[ParamInfo], layout: CompressedLayout, parts: ModelParts
 ) -> Iterator[str]:
-    """Return the notes on the whole model. Collective over a copy of the model."""
+    """Yield log lines on the whole model. Collective over a copy of the model."""
     options = _options(config)
     rows = {
         info.name: (*layout.count([info]), info.name in layout, layout.index_nbytes(info.name))
@@ -252,7 +246,7 @@ def _notes(
         moments=moments,
     )
     if width == 4:
-        # fp32 parameters that are stored whole are views of their master weights.
+        # fp32 parameters stored whole are views of their master weights.
         kinds["parameters"] = width * entries
     yield memory_note(kinds, all_, stored, beside_paper=width == 2)
     if options.dsr_interval is not None:

@@ -1,8 +1,8 @@
-"""Tickets that are drawn at once: which entries of each weight matrix and embedding to store.
+"""One-shot tickets: which entries of each weight matrix and embedding are stored.
 
-By magnitude, within each tensor or over all of them, or at random; always an exact number, so that
-ranks, machines and grids that see the same numbers draw the same masks. All masks that are made
-here are on the CPU and of the shape of what they are drawn from.
+A ticket is drawn by magnitude, within each tensor or over all tensors, or at random. The number of
+stored entries is always exact, so that ranks, machines and grids that see the same numbers draw the
+same masks. Masks are on the CPU and have the shape of the tensor that they are drawn from.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from samo.schedule import is_prunable, stored_count
 Scope = Literal["tensor", "global"]
 Read = Callable[[str], torch.Tensor]
 WHOLE = ModelParts()
-"""Every tensor is here, whole."""
+"""Parts of a model whose every tensor is whole on this rank."""
 _SHIFT = 15
-"""Bits of a magnitude that the first count of a global draw leaves out: 31 - 15 number its bins."""
+"""Low bits of a magnitude that the first histogram of a global draw ignores."""
 
 
 class NamedWeights(Mapping[str, torch.Tensor]):
-    """Tensors by logical name, each read when it is looked up."""
+    """A mapping from logical names to tensors, each of which is read when it is looked up."""
 
     def __init__(self, names: Sequence[str], read: Read) -> None:
         self._names, self._read = names, read
@@ -52,7 +52,7 @@ class NamedWeights(Mapping[str, torch.Tensor]):
 
 
 def prunable(infos: Sequence[ParamInfo], *, keep_embeddings: bool) -> list[ParamInfo]:
-    """The parameters to prune, in the order given."""
+    """Return the parameters to prune, in the given order."""
     return [
         info
         for info in infos
@@ -67,18 +67,22 @@ def magnitude(
     scope: Scope = "tensor",
     parts: ModelParts = WHOLE,
 ) -> dict[str, torch.Tensor]:
-    """Masks of the entries of largest magnitude, of fp32, bf16 or fp16 tensors.
+    """Return masks of the entries of largest magnitude.
 
-    "tensor": `stored_count` entries of each; of equal ones those that come first. "global":
-    `stored_count` entries of all together, but of each tensor at least its largest, even if a
-    larger one of another has to go; of equal ones those of the tensor whose name comes first, then
-    those that come first. A tensor is looked up once for "tensor", four times for "global", and
-    held for that long only, so that a mapping may read it from a file.
+    Ties go to the tensor whose name comes first, then to the first position. With `parts`, tensors
+    and masks are this rank's parts, and the call is collective over a copy of the model.
 
-    With `parts`, tensors and masks are what this rank holds of them, and the masks are those of the
-    whole ones; "global" is over all of the model. Collective then over a copy of the model. Raises
-    `NumericsError` for entries that are not finite, on all ranks of the stage;
-    `ModelParts.raise_on_all_ranks` makes it all of the world.
+    Args:
+        tensors: fp32, bf16 or fp16 tensors. Each is looked up once with scope "tensor" and four
+            times with "global", and is released after each use, so that a mapping may read it from
+            a file.
+        sparsity: the share of the entries that are pruned.
+        scope: "tensor" keeps `stored_count` entries of each tensor. "global" keeps `stored_count`
+            entries of all tensors, but at least the largest entry of each.
+
+    Raises:
+        NumericsError: an entry is not finite. All ranks of the stage raise;
+            `ModelParts.raise_on_all_ranks` extends that to the world.
     """
     if scope == "global":
         counts = _counts_of_all(tensors, sparsity, parts)
@@ -93,10 +97,10 @@ def refuse_zeros(
     what: str,
     parts: ModelParts = WHOLE,
 ) -> None:
-    """Raise `ConfigError` where a mask keeps entries that its network does not have.
+    """Raise `ConfigError` if masks `drawn` keep entries that the checkpoint's masks `stored` prune.
 
-    `what` names the setting; `stored` are the masks of the network from which the mask was drawn,
-    whose other zeros mean nothing. With `parts` collective over the stage.
+    Which zeros are kept would be arbitrary. `what` names the setting in the error. Collective over
+    the stage with `parts`.
     """
     rows = {name: [_extra(drawn[name], stored[name])] for name in drawn if name in stored}
     for name, (extra,) in parts.summed(rows).items():
@@ -110,9 +114,9 @@ def refuse_zeros(
 def random(
     shapes: Mapping[str, Sequence[int]], sparsity: Fraction, *, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Masks of `stored_count` entries of each tensor, every choice equally likely.
+    """Return masks of `stored_count` uniformly chosen entries of each tensor.
 
-    From the seed and the tensor's name alone.
+    A mask depends on the seed and on the tensor's name only.
     """
     return {
         name: _as_mask(
@@ -129,10 +133,10 @@ def random(
 def distance(
     a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, parts: ModelParts = WHOLE
 ) -> float:
-    """|A xor B| / (|A| + |B|) over all tensors, for masks of the same ones.
+    """Return |A xor B| / (|A| + |B|) over all tensors: 0 for equal masks, 1 for disjoint masks.
 
-    0 for equal masks, 1 for those that have no entry in common, p for unrelated ones. With `parts`
-    of the model, of which these masks are what this rank holds; collective then over a copy of it.
+    Unrelated masks of sparsity p have distance p. With `parts` of the model, `a` and `b` are this
+    rank's parts of the masks, and the call is collective over a copy of the model.
     """
     assert a.keys() == b.keys()
     rows: dict[str, tuple[int, int]] = {}
@@ -151,7 +155,7 @@ def _extra(drawn: torch.Tensor, stored: torch.Tensor) -> int:
 def _draw(
     name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts, kept: Fraction | int
 ) -> torch.Tensor:
-    """The mask of a sparsity, or of so many entries of the whole tensor."""
+    """Return the mask of a sparsity, or of a number of entries of the whole tensor."""
     tensor = _read(name, tensors, parts)
     shard = parts.shard(name)
     total = tensor.numel() if shard is None else shard.total
@@ -161,7 +165,7 @@ def _draw(
 
 
 def _read(name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts) -> torch.Tensor:
-    """A tensor, contiguous. Where its parts lie on several ranks none of them goes on alone."""
+    """Return a contiguous tensor; ranks that hold parts of the tensor succeed or fail together."""
     return parts.raise_on_holders(name, partial(_finite, name, tensors))
 
 
@@ -185,9 +189,9 @@ def _as_mask(chosen: LargestSelection, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _random_numbers(count: int, key: str) -> torch.Tensor:
-    """Independent fp32 numbers from 0 up to 2, whose bits are equally likely below 2^30."""
+    """Return independent fp32 numbers from 0 up to 2, whose bits are uniform below 2^30."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
-    # The raw words of a bit generator, which numpy promises to be the same in every version.
+    # numpy promises the same raw words of a bit generator in every version.
     words = np.random.PCG64(seed).random_raw(-(-count // 2))
     return torch.from_numpy((words.view(np.uint32)[:count] >> 2).view(np.float32))
 
@@ -195,14 +199,11 @@ def _random_numbers(count: int, key: str) -> torch.Tensor:
 def _counts_of_all(
     tensors: Mapping[str, torch.Tensor], sparsity: Fraction, parts: ModelParts
 ) -> dict[str, int]:
-    """Return how many entries of each tensor a draw over all of them keeps.
-
-    Its largest, and its share of the largest of all others, which are as many of its largest.
-
-    The magnitude at which these end is found by counting, as within one tensor (see
-    `megatron.sparse.selection`), so that no vector of all tensors is made. No rank begins to sum
-    before all have read what is theirs.
-    """
+    """Return how many entries of each tensor a global draw keeps."""
+    # The threshold is found by two histograms, as within one tensor (`megatron.sparse.selection`),
+    # without a vector of all tensors. No rank begins to sum before all ranks have read their
+    # tensors. Each tensor keeps its largest entry; the other kept entries are the largest of the
+    # rest.
     tops, sizes, highest = parts.raise_on_all_ranks(partial(_look, tensors, parts))
     numbers = parts.table(sizes).values()
     wanted = stored_count(sum(n for (n,) in numbers), sparsity) - len(numbers)
@@ -224,11 +225,7 @@ def _counts_of_all(
 def _look(
     tensors: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> tuple[dict[str, int], dict[str, list[int]], torch.Tensor]:
-    """The bits of the largest magnitude of each tensor; the entries of each that are here.
-
-    And this rank's counts of those that are no tensor's first of its largest, by their highest
-    bits.
-    """
+    """Return the bits of each tensor's largest magnitude, local sizes, and counts by high bits."""
     counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the last: above the bracket
     largest: dict[str, list[int]] = {}
     sizes: dict[str, list[int]] = {}
@@ -246,7 +243,7 @@ def _look(
 def _look_closer(
     tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, first: int
 ) -> torch.Tensor:
-    """Counts of those with the highest bits of `first`, by their other bits."""
+    """Return counts, by low bits, of the magnitudes that share the high bits of `first`."""
     last = first + (1 << _SHIFT) - 1
     counts = torch.zeros(BINS + 1, dtype=torch.int64)  # the last: above the bracket
     for name in tensors:
@@ -262,10 +259,7 @@ def _look_closer(
 def _compare(
     tensors: Mapping[str, torch.Tensor], tops: Mapping[str, int], parts: ModelParts, threshold: int
 ) -> dict[str, list[int]]:
-    """Return how many of each tensor's entries here are above and at the threshold.
-
-    Ranks that hold parts of a tensor count its first largest entry once.
-    """
+    """Count each tensor's local entries above and at the threshold, without its first largest."""
     rows: dict[str, list[int]] = {}
     for name in tensors:
         bits = magnitudes(_read(name, tensors, parts).view(-1)).cpu().numpy()
@@ -278,7 +272,7 @@ def _compare(
 
 
 def _reaching(counts: np.ndarray, wanted: int) -> tuple[int, int]:
-    """The bin in which the `wanted`-th from the top lies, and how many are wanted of that bin."""
+    """Return the bin of the `wanted`-th largest, and how many entries of that bin are wanted."""
     from_top = counts[::-1].cumsum()
     above = int(np.searchsorted(from_top, wanted))
     return counts.size - 1 - above, wanted - (int(from_top[above - 1]) if above else 0)

@@ -1,4 +1,4 @@
-"""The reference of `kernels.py` in plain torch, used by GPUs without Triton."""
+"""The functions of `kernels.py` in plain torch: the reference, and the fallback without Triton."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from megatron.sparse.reference import count_blocks as count_blocks
 
 
 def compress(bits: Bits, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Overwrite `out` by the chosen entries of `dense`, cast, or `add` them, rounding once."""
+    """Write the chosen entries of `dense`, cast to `out`'s dtype, into `out`, or add them in place.
+
+    Addition rounds once.
+    """
     for piece, at, mine in _pieces(bits, dense, out):
         found = piece.index_select(0, at)
         mine.add_(found) if add else mine.copy_(found)
 
 
 def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Place `values` at the chosen entries of `out`, cast to its dtype; the others stay."""
+    """Write `values`, cast to `out`'s dtype, to the chosen entries of `out` in place."""
     for piece, at, mine in _pieces(bits, out, values):
         piece.index_copy_(0, at, mine.to(out.dtype))
 
@@ -26,7 +29,7 @@ def expand(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, dense: torch.Tensor, compressed: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield each chunk's dense part, chosen positions in it, and part of the compressed vector."""
+    """Yield for each chunk its dense part, the chosen positions there, and its compressed part."""
     begin = 0
     for number, piece in enumerate(dense.split(CHUNK)):
         block = number * (CHUNK // BLOCK)

@@ -1,7 +1,4 @@
-"""The schedule of mask changes during training, and of pruned entries.
-
-Loads no torch. Loads no torch.
-"""
+"""The schedule of mask changes and the numbers of pruned entries. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,27 +9,25 @@ from fractions import Fraction
 from functools import cached_property
 
 FRACTION = 0.01377866
-"""Share of the entries, stored or not, of pruned tensors that a rewiring moves (A.3.1).
+"""Share of all entries of the prunable tensors that a rewiring replaces (A.3.1).
 
-At 10 % of nonzeros the share is 13.8 % of the nonzeros. For the Transformer the best found was 11
-to 18 % of the nonzeros at 5 to 50 % of nonzeros, with longer intervals at more nonzeros (Table 9).
+It equals 13.8 % of the nonzeros at 10 % nonzeros. For the Transformer 11 to 18 % of the nonzeros
+were best from 5 to 50 % nonzeros, with longer intervals for more nonzeros (Table 9).
 """
 THRESHOLD = 0.001
-"""Magnitude below which weights are pruned, until it adapts."""
+"""Magnitude below which the first rewiring prunes; it adapts afterwards."""
 UNTIL = Fraction(19, 20)
-"""Share of the run in which masks change, 190 of 200 epochs; the remainder settles weights that
-grew last.
-"""
+"""Share of the run with rewirings, 190 of 200 epochs; the rest trains the last grown weights."""
 EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
 """Epochs with rewirings, and the epochs after which the interval doubles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewiringSchedule:
-    """Rewirings come after the updates that the interval divides, up to `until`.
+    """The updates that are followed by a rewiring: multiples of the interval up to `until`.
 
-    `widening`: the interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run where
-    `until` is 0.95.
+    With `widening` the interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run if
+    `until` is 0.95 of the run.
     """
 
     interval: int
@@ -40,16 +35,16 @@ class RewiringSchedule:
     widening: bool = True
 
     def due(self, t: int) -> bool:
-        """Return whether there is a rewiring after update `t`."""
+        """Return whether a rewiring follows update `t`."""
         return 0 < t <= self.until and t % self._interval_at(t) == 0
 
     def any_due(self, first: int, last: int) -> bool:
-        """Return whether there is one after any of the updates `first` to `last`."""
+        """Return whether a rewiring follows any of the updates `first` to `last`."""
         return any(map(self.due, range(first, min(last, self.until) + 1)))
 
     @cached_property
     def last(self) -> int:
-        """The update after the last of them; 0 where there is none."""
+        """Return the update that the last rewiring follows; 0 if there is none."""
         return next(filter(self.due, range(self.until, 0, -1)), 0)
 
     def _interval_at(self, t: int) -> int:
@@ -58,23 +53,20 @@ class RewiringSchedule:
 
 
 def until_of(total: int) -> int:
-    """The last update after which a run of `total` may be rewired, where nothing else is said."""
+    """Return the default last update that a rewiring may follow, for `total` updates."""
     return int(UNTIL * total)
 
 
 def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
-    """Return the rounded number of weights, one at least, that a rewiring should prune.
-
-    At least one.
-    """
+    """Return the weights to prune per rewiring, from the entries of each tensor; at least one."""
     return max(1, round(fraction * sum(entries)))
 
 
 def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str:
-    """Return why so large a fraction cannot be pruned at a time, and what would do; "" if it can.
+    """Return why a rewiring cannot prune this fraction, and a fraction that works; "" if it can.
 
-    `stored` entries of the tensors exist. A rewiring may prune twice the target, and the threshold
-    would double for ever on its way to a target that is out of reach.
+    A rewiring may prune twice the target, and an unreachable target would double the threshold
+    forever. `stored` of all `entries` exist.
     """
     target, total = target_of(fraction, entries), sum(entries)
     if 2 * target <= stored:
@@ -86,10 +78,7 @@ def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str
 
 
 def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
-    """Why none of the updates `first` to `last` is followed by a rewiring, and what would help.
-
-    "" where one is.
-    """
+    """Return why no rewiring follows updates `first` to `last`, and a remedy; "" if one does."""
     if schedule.any_due(first, last):
         return ""
     end = min(last, schedule.until)
@@ -108,10 +97,10 @@ def why_none(schedule: RewiringSchedule, first: int, last: int) -> str:
 
 
 def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
-    """Return why Radius does not begin in the updates `first` to `last`, "" where it does.
+    """Return why Radius begins in none of the updates `first` to `last`; "" if it does.
 
-    Radius begins in an update that `interval` divides, from `start` on and once there is a ticket;
-    `first` is the earliest update after a ticket.
+    Radius begins in a multiple of `interval` from `start` on, once there is a ticket; `first` is
+    the earliest update after a ticket.
     """
     if last // interval * interval >= max(first, start):
         return ""
@@ -123,23 +112,24 @@ def why_no_resample(first: int, last: int, *, start: int, interval: int) -> str:
 
 
 DRAWS = 5
-"""Early-bird masks that must be alike, the newest among them: the length of the paper's queue."""
+"""Consecutive early-bird masks that must be similar: the length of the paper's queue."""
 
 
 def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
-    """Return whether a tensor is a weight matrix, or an embedding and these are not kept.
+    """Return whether a tensor is a weight matrix, or an embedding unless `keep_embeddings`.
 
-    Biases and norms, which have one axis, never are. An embedding is what has the word in its name.
+    Biases and norms, which have one axis, are never pruned. Embeddings have "embedding" in their
+    name.
     """
     return len(shape) > 1 and not (keep_embeddings and "embedding" in name)
 
 
 def stored_count(entries: int, sparsity: Fraction) -> int:
-    """Entries to store out of so many: all but floor(p n), and at least one."""
+    """Return the entries to store: all but floor(p n), and at least one."""
     assert entries > 0 and 0 <= sparsity < 1
     return max(entries - math.floor(sparsity * entries), 1)
 
 
 def first_ticket(interval: int) -> int:
-    """The earliest update after which an early-bird ticket can be drawn."""
+    """Return the earliest update after which an early-bird ticket can be drawn."""
     return DRAWS * interval

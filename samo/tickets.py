@@ -1,4 +1,4 @@
-"""The masks that a run begins with, wherever they come from: this rank's parts of them."""
+"""The masks with which a run begins: this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from samo.options import SamoConfig
 
 MASK, PARAM = "mask/", "param/"
-"""What a checkpoint calls masks and master weights, with the parameter's name behind it."""
+"""Prefixes of masks and master weights in a checkpoint; the parameter's name follows."""
 
 
 def first_masks(
@@ -31,9 +31,9 @@ def first_masks(
     *,
     seed: int,
 ) -> Masks:
-    """Return the checkpoint's masks if it has the same path and settings, else the ticket's.
+    """Return the masks of a checkpoint of the same path and settings, or else the ticket's masks.
 
-    Collective over the world; where it raises, it does so on all ranks of a stage at least.
+    Collective over the world; an error is raised on all ranks of a stage at least.
     """
     if saved is not None and saved.same_path:
         masks = _masks_of(saved, infos)
@@ -72,7 +72,7 @@ def _by_magnitude(
     by_name = {info.name: info for info in pruned}
 
     def read(name: str) -> torch.Tensor:
-        """The weights that a parameter begins with, as far as they are here."""
+        """Return this rank's part of a parameter's initial weights."""
         info = by_name[name]
         if saved is not None:
             return read_part(saved, f"{PARAM}{name}", info.tp_shard)
@@ -93,7 +93,7 @@ def _by_magnitude(
 
 
 def _masks_of(saved: CheckpointView, infos: Sequence[ParamInfo]) -> NamedWeights:
-    """The masks there are in a checkpoint, as far as they are here, each read when looked up."""
+    """Return this rank's parts of a checkpoint's masks, each read when it is looked up."""
     there = set(saved.names(MASK))
     cuts = {info.name: info.tp_shard for info in infos if f"{MASK}{info.name}" in there}
     return NamedWeights(list(cuts), lambda name: read_part(saved, f"{MASK}{name}", cuts[name]))

@@ -1,1 +1,1 @@
-"""Techniques that trade arithmetic for memory."""
+"""Techniques that save memory by computing more."""

@@ -1,12 +1,9 @@
-"""Activation checkpointing: keep the input of a run of layers, recompute the rest in backward.
+"""Activation checkpointing: keep the input of a run of layers, and recompute the rest in backward.
 
-"full" recomputes whole layers, in spans (`recompute_spans`), with the collectives in them: ranks
-that share a layer recompute in one order. "selective" recomputes, in each layer, the part of
-attention whose activations grow with the square of the sequence (`recomputes_attention`;
+"full" recomputes whole layers in spans (`recompute_spans`), including their collectives; ranks that
+share a layer recompute in the same order. "selective" recomputes, in each layer, the part of
+attention whose activations grow quadratically with the sequence (`recomputes_attention`;
 Korthikanti et al. 2022, 4.1).
-
-Dropout needs no stash of generator states: each layer seeds its own stream
-(`tensor_parallel.rng`), also when it runs again, so the stock function's state keeping is off.
 """
 
 from __future__ import annotations
@@ -18,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)`, keeping only `args`; backward calls it again.
+    """Call `function(*args)`, keep only `args`, and call it again in backward.
 
-    The function must set its own random state and give the same result both times.
+    `function` must set its own random state and give the same result both times.
     """
+    # Layers seed their own dropout streams (`tensor_parallel.rng`), so no generator state is
+    # stashed.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Which layers are recomputed together, and how many. Loads no torch: the planner uses it too."""
+"""The spans of layers that are recomputed together. Loads no torch, for the planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Span:
-    """Layers [start, stop) of a stage that run as one; recomputed as one in backward or not."""
+    """Layers [start, stop) of a stage that run as one, and are or are not recomputed as one."""
 
     start: int
     stop: int
@@ -20,13 +20,11 @@ class Span:
 
 
 def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[Span]:
-    """Cut the layers of a stage into spans, as Megatron's full recomputation does.
+    """Split the layers of a stage into spans as Megatron's full recomputation does.
 
-    This is CHECKPOINT-RESIDUAL-m in section 3.4 of "Low-Memory Neural Network Training".
-
-    "uniform": every run of `recompute_num_layers` layers is one recomputed span. "block": the
-    first `recompute_num_layers` layers are recomputed one by one, the others not at all. Without
-    a method: uniform by one.
+    "uniform" makes every run of `recompute_num_layers` layers one recomputed span
+    (CHECKPOINT-RESIDUAL-m, section 3.4 of "Low-Memory Neural Network Training"). "block" recomputes
+    the first `recompute_num_layers` layers one by one. The default is uniform by one.
     """
     if recompute is None or recompute.recompute_granularity != "full":
         return [Span(i, i + 1, False) for i in range(num_layers)]
@@ -38,46 +36,43 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
 
 
 def recomputes_attention(recompute: RecomputeConfig | None) -> bool:
-    """Return whether each layer recomputes its attention, without the projections around it."""
+    """Return whether each layer recomputes its attention, without the surrounding projections."""
     return recompute is not None and recompute.recompute_granularity == "selective"
 
 
 def activations_kept(num_layers: int, interval: int) -> float:
-    """Eq. 1 of AxoNN, N / ac + 1 + ac: what the fullest stage keeps, in outputs of one layer.
+    """Return N / ac + 1 + ac (AxoNN, Eq. 1), the layer outputs that the fullest stage keeps.
 
-    As many microbatches as stages are in flight, each with one output kept for every `interval` =
-    ac of the stage's N / G_inter layers, N / ac in all; and backward holds one run of ac layers,
-    made again, with its input. The derivative 1 - N / ac^2 is 0 at ac = sqrt(N) and the second one
-    positive: no interval keeps less than that one, 2 sqrt(N) + 1.
+    As many microbatches as stages are in flight, each with an output for every `interval` = ac of
+    the stage's N / G_inter layers: N / ac in all. Backward holds one recomputed run of ac layers
+    and its input. The minimum, 2 sqrt(N) + 1, is at ac = sqrt(N).
 
-    Eq. 1 takes what a layer that is made again holds for one output. In 16 bit it is 17 of them,
-    34 sbh bytes to 2 sbh (Korthikanti et al. 2022, without attention scores), so with little memory
-    shorter intervals than the root are worth a try.
+    Eq. 1 counts one output per recomputed layer. In 16 bit it is 17, 34 sbh bytes to 2 sbh
+    (Korthikanti et al. 2022, without attention scores), so shorter intervals may suit little memory
+    better.
     """
     return num_layers / interval + 1 + interval
 
 
 def factors(count: int) -> list[int]:
-    """What divides `count`, rising."""
+    """Return the divisors of `count` in ascending order."""
     return [factor for factor in range(1, count + 1) if count % factor == 0]
 
 
 def checkpoint_interval(num_layers: int, held: int) -> int:
-    """Layers in a run that is recomputed as one.
+    """Return the factor of `held` nearest to sqrt(num_layers), of two the smaller, as AxoNN does.
 
-    The factor of `held` nearest to the root of `num_layers`, of two the smaller.
-
-    `held`: layers of a stage (interleaved: of a chunk; uneven stages: of the fullest), at most
-    `num_layers`. Where sqrt(num_layers) lies between the geometric and the arithmetic mean of the
-    two factors around it, the smaller is nearest and the larger the one that Eq. 1 wants: 14 layers
-    on 2 stages get 1 (Eq. 1: 16) and not 7 (Eq. 1: 10); the rule is kept as the paper states it.
+    `held` is the number of layers of a stage (interleaved: of a chunk; uneven: of the fullest
+    stage), at most `num_layers`. The rule misses the minimum of Eq. 1 if the root lies between the
+    geometric and the arithmetic mean of the factors around it: 14 layers on 2 stages get 1 (Eq. 1:
+    16), not 7 (Eq. 1: 10).
     """
     root = math.sqrt(num_layers)
     return min(factors(held), key=lambda factor: (abs(factor - root), factor))
 
 
 def describe_interval(num_layers: int, held: int, interval: int) -> str:
-    """For the log: the interval, what Eq. 1 says of it, and of the factors of `held` beside it."""
+    """Return a log line of the interval and of Eq. 1 for it and for the neighbouring factors."""
     around = [factor for factor in factors(held) if factor != interval]
     below, above = [f for f in around if f < interval][-1:], [f for f in around if f > interval][:1]
     others = [f"{f}: {activations_kept(num_layers, f):.4g}" for f in below + above]

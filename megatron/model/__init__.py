@@ -1,9 +1,8 @@
 """The GPT model as plain modules.
 
-They know a tensor-parallel group at most, nothing of data or pipeline parallelism.
-
-gpt.py composes embedding.py, layer.py (norm.py, attention.py with rotary.py, mlp.py) and the
-output layer; init.py gives every parameter its first value; flops.py counts (without torch);
-huggingface.py converts GPT-2 weights; generation.py samples text. linear.py,
-blocked_attention.py and gelu.py are what torch does too slowly on a CPU.
+The modules know a tensor-parallel group, but no data or pipeline parallelism. gpt.py composes
+embedding.py, layer.py (norm.py, attention.py with rotary.py, mlp.py) and the output layer; init.py
+initializes parameters; flops.py counts operations (without torch); huggingface.py and
+huggingface_config.py convert GPT-2 and Llama; generation.py samples text; likelihood.py scores it.
+blocked_attention.py and gelu.py replace slow CPU code of torch.
 """

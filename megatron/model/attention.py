@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class KeyValueCache:
-    """Keys and values of one layer for the positions generated so far, [b, g, capacity, d]."""
+    """Keys and values of one layer at the positions generated so far, [b, g, capacity, d]."""
 
     def __init__(self, shape: tuple[int, int, int, int], *, like: torch.Tensor) -> None:
         self.keys = like.new_empty(shape)
@@ -32,7 +32,7 @@ class KeyValueCache:
         self.length = 0
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [b, g, new, d]; return all so far."""
+        """Append keys and values [b, g, new, d] in place, and return views of all so far."""
         stop = self.length + keys.shape[2]
         self.keys[:, :, self.length : stop] = keys
         self.values[:, :, self.length : stop] = values
@@ -41,12 +41,11 @@ class KeyValueCache:
 
 
 class SelfAttention(nn.Module):
-    """Attention of each position to itself and those before it: [b, s, h] -> [b, s, h].
+    """Causal self-attention: [b, s, h] -> [b, s, h].
 
-    The rows of `query_key_value` are grouped as Megatron's: for each query group its query heads,
-    then its key, then its value, so that cutting rows over ranks keeps groups whole. `num_heads`
-    and `num_groups` are those of this rank. `recomputes`: backward finds again all that lies
-    between the two projections, instead of keeping it.
+    The rows of `query_key_value` are grouped as in Megatron: for each query group its query heads,
+    its key, its value, so that tensor shards hold whole groups. `num_heads` and `num_groups` count
+    this rank's. `recomputes`: recompute everything between the two projections in backward.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class SelfAttention(nn.Module):
         self.query_key_value = ColumnParallelLinear(
             config.hidden_size, inner + keys_and_values, **common
         )
-        # Each rank normalizes its own heads by weights that are whole on every rank.
+        # Each rank normalizes its own heads with norm weights that are replicated.
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm:
             norm = NORMALIZATIONS[config.normalization]
@@ -92,12 +91,13 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
         stream: LayerStream | None = None,
     ) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h].
+        """Apply attention: [b, s, h] -> [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
-        [b, s/tp, h] both where the sequence is cut, `rotary` and `mask` whole all the same. `mask`:
-        bool [b, 1, s, s], True where attention is allowed, in place of the causal one. `cache`:
-        generation only; a pass of several positions must start with an empty one. `stream`: where
-        dropout draws from when it is recomputed.
+        Args:
+            rotary: cosines and sines of the whole sequence.
+            mask: bool [b, 1, s, s], True where attention is allowed; None for causal.
+            cache: for generation; must be empty for a pass of several positions.
+            stream: the dropout stream that recomputation enters again.
         """
         mixed = self.tp.by_position(self.query_key_value(hidden))
         if self.recomputes and torch.is_grad_enabled():
@@ -113,10 +113,7 @@ class SelfAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Compute attention between the projections.
-
-        [b, s, rows] -> contexts side by side [b, s, heads * d], of the heads that are here.
-        """
+        """Map projected [b, s, rows] to this rank's concatenated contexts [b, s, heads * d]."""
         batch, length, _ = mixed.shape
         per_group = self.num_heads // self.num_groups
         mixed = mixed.view(batch, length, self.num_groups, per_group + 2, self.head_dim)
@@ -137,7 +134,7 @@ class SelfAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """Heads [b, s, *, d] to their contexts side by side, [b, s, heads * d]."""
+        """Return concatenated contexts [b, s, heads * d] of heads [b, s, *, d]."""
         dropout = self.dropout if self.training else 0.0
         if cache is None and dropout == 0 and blocked_attention_serves(query):
             return blocked_attention(query, key, value, mask).flatten(2)
@@ -156,7 +153,7 @@ class SelfAttention(nn.Module):
         return context.transpose(1, 2).flatten(2)
 
 
-# Compiled, the seeding inside would break the graph: the core then runs as it is written.
+# Seeding would break a compiled graph, so the core runs uncompiled.
 @uncompiled
 def _recomputed_core(
     attention: SelfAttention,
@@ -174,10 +171,9 @@ def _recomputed_core(
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """Block-causal mask from [b, s] ids.
+    """Return a block-causal mask, bool [b, 1, s, s], from document ids [b, s].
 
-    Bool [b, 1, s, s], True where position i may see j, that is j <= i and both lie in the same
-    document.
+    It is True where position i may attend to j: j <= i in the same document.
     """
     length = document_ids.shape[1]
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]

@@ -1,14 +1,14 @@
-"""Causal attention on the CPU out of batched matrix products, a block of queries at a time.
+"""Causal attention on the CPU by batched matrix products over blocks of queries.
 
 torch's fused CPU kernel reaches about a sixth of the rate of its own bf16 matrix products where the
 CPU multiplies bf16, and its backward takes eight times as long as in fp32 where the CPU does not.
-Here matrix products do the work: each block of queries meets the keys up to its end, so most of the
-masked half is skipped, and scores live for one block of a few heads, in cache. Backward computes
-the scores again, so memory grows with the length and not with its square.
+Here each block of queries is multiplied with the keys up to its end, which skips most of the masked
+half, and scores exist for one block of a few heads, in cache. Backward recomputes the scores, so
+memory grows linearly with the sequence.
 
-On a CPU that multiplies the dtype of the input, scores are rounded to that dtype before the
-softmax, as in Megatron's unfused attention; the softmax and the sums inside products are fp32. On
-other CPUs each block is widened to fp32 in cache, and only contexts and gradients are rounded.
+On a CPU that multiplies the input dtype, scores are rounded to that dtype before the softmax, as in
+Megatron's unfused attention; the softmax and the sums in products are fp32. Other CPUs widen each
+block to fp32, and round only contexts and gradients.
 
 Shapes: b batch, s sequence, g query groups, p query heads of a group, d head size; n = b * g.
 """
@@ -30,10 +30,9 @@ _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Return whether `blocked_attention` is the faster way.
+    """Return whether `blocked_attention` is the faster way: for 16 bit on a CPU, uncompiled.
 
-    16 bit on a CPU, not under torch.compile, which cannot trace it. In fp32 torch's fused kernel is
-    faster, with AVX2 and with AVX512.
+    torch.compile cannot trace it, and torch's fused kernel is faster in fp32, with AVX2 and AVX512.
     """
     return (
         not torch.compiler.is_compiling()
@@ -48,26 +47,29 @@ def blocked_attention(
     value: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v.
+    """Compute causal softmax(q k^T / sqrt(d)) v.
 
-    Query [b, s, g * p, d], key and value [b, s, g, d] -> contiguous [b, s, g * p, d]. The first p
-    query heads belong to the first group, and so on.
+    Args:
+        query: [b, s, g * p, d]; the first p heads belong to the first group, and so on.
+        key: [b, s, g, d].
+        value: [b, s, g, d].
+        mask: bool [b, 1, s, s], True where attention is allowed; False above the diagonal, since
+            later keys are skipped.
 
-    `mask`: bool [b, 1, s, s], True where attention is allowed; each True must lie on or below the
-    diagonal, since later keys are skipped.
+    Returns:
+        The contiguous context, [b, s, g * p, d].
     """
     return _BlockedAttention.apply(query, key, value, mask)
 
 
 class _Block(NamedTuple):
-    """Groups [n], query positions and the key positions these may see."""
+    """A block of groups [n] and query positions, with the key positions that these may see."""
 
     groups: slice
     queries: slice
     keys: slice
     mask: torch.Tensor
-    """0 where a query may see a key, else -inf: [p * queries, keys], or with a leading dimension of
-    groups. Its dtype is that of the products."""
+    """Additive mask in the products' dtype, 0 or -inf: [p * queries, keys], or one per group."""
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -95,7 +97,7 @@ class _BlockedAttention(torch.autograd.Function):
         kv_shape = (batch, length, keys.shape[0] // batch, size)
         grad_context = _by_group(grads[0], kv_shape[2])
         grad_queries = torch.empty_like(queries)
-        # Sums over blocks of queries, in fp32.
+        # Accumulated over blocks of queries, in fp32.
         grad_keys = torch.zeros_like(keys, dtype=torch.float32)
         grad_values = torch.zeros_like(values, dtype=torch.float32)
         scale = 1 / math.sqrt(size)
@@ -118,7 +120,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block]:
-    """Cut queries [n, p, s, d] so that the scores of a block stay in cache."""
+    """Split queries [n, p, s, d] into blocks whose scores stay in cache."""
     num_groups, per_group, length, _ = queries.shape
     dtype = queries.dtype if multiplies_natively(queries.dtype) else torch.float32
     rows = min(_BLOCK_QUERIES, length)
@@ -138,7 +140,7 @@ def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block
 
 
 def _documents(mask: torch.Tensor, block: _Block, num_groups: int) -> torch.Tensor:
-    """The mask of a block, [groups, p * queries, keys], of one given for each sample."""
+    """Return a block's additive mask [groups, p * queries, keys] from the mask of each sample."""
     groups = torch.arange(block.groups.start, block.groups.stop)
     samples = groups // (num_groups // mask.shape[0])
     allowed = mask[:, 0, block.queries, block.keys][samples]
@@ -148,34 +150,34 @@ def _documents(mask: torch.Tensor, block: _Block, num_groups: int) -> torch.Tens
 
 
 def _weights(queries: torch.Tensor, keys: torch.Tensor, block: _Block) -> torch.Tensor:
-    """Attention weights of a block, [groups, p * queries, keys]."""
+    """Return the attention weights of a block, [groups, p * queries, keys]."""
     query, key = _take(queries, block), _seen(keys, block)
     scale = 1 / math.sqrt(query.shape[-1])
     return torch.baddbmm(block.mask, query, key.transpose(1, 2), alpha=scale).softmax(-1)
 
 
 def _take(heads: torch.Tensor, block: _Block) -> torch.Tensor:
-    """Query rows of a block: [n, p, s, d] -> [groups, p * queries, d]."""
+    """Return the query rows of a block: [n, p, s, d] -> [groups, p * queries, d]."""
     return heads[block.groups, :, block.queries].flatten(1, 2).to(block.mask.dtype)
 
 
 def _seen(heads: torch.Tensor, block: _Block) -> torch.Tensor:
-    """Key or value rows of a block: [n, 1, s, d] -> [groups, keys, d]."""
+    """Return the key or value rows of a block: [n, 1, s, d] -> [groups, keys, d]."""
     return heads[block.groups, 0, block.keys].to(block.mask.dtype)
 
 
 def _put(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
-    """The reverse of `_take`."""
+    """Write the query rows of a block, reversing `_take`."""
     target = heads[block.groups, :, block.queries]
     target.copy_(rows.view(target.shape))
 
 
 def _by_group(heads: torch.Tensor, groups: int) -> torch.Tensor:
-    """[b, s, g * p, d] -> contiguous [b * g, p, s, d]."""
+    """Reorder [b, s, g * p, d] to contiguous [b * g, p, s, d]."""
     return heads.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
 
 
 def _by_position(heads: torch.Tensor, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
-    """[b * g, p, s, d] -> contiguous [b, s, g * p, d] of this shape."""
+    """Reorder [b * g, p, s, d] to contiguous [b, s, g * p, d] of this shape."""
     batch = shape[0]
     return heads.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).reshape(shape)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingTable(nn.Module):
-    """A matrix of rows to look up; values are left for `init` to fill."""
+    """A lookup table whose values are filled by `init`."""
 
     def __init__(
         self, num_rows: int, size: int, *, dtype: torch.dtype, device: torch.device
@@ -28,10 +28,7 @@ class EmbeddingTable(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token plus, if learned, position embedding, with dropout.
-
-    Tokens [b, s] -> [b, s, h], or this rank's positions [b, s/tp, h] where the sequence is cut.
-    """
+    """Token embedding plus, if learned, position embedding, with dropout."""
 
     def __init__(
         self,
@@ -62,9 +59,9 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[b, s] int64 -> [b, s, h] or [b, s/tp, h].
+        """Embed int64 tokens [b, s] as [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
-        `position_ids` [b, s]: None stands for 0..s-1.
+        `position_ids` [b, s]: None for 0..s-1.
         """
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
@@ -78,12 +75,10 @@ class Embedding(nn.Module):
 
 
 class OutputLayer(ShardedModule):
-    """Hidden states to this rank's share of the logits, without bias.
+    """Projection of hidden states [..., h] to this rank's padded logits, without bias.
 
-    [..., h] -> [..., columns], padding included.
-
-    `tied_to` is the token table to share: the weight is then a second leaf over the same storage,
-    so that each use accumulates a gradient of its own and no dense sum is formed by autograd.
+    With a token table `tied_to` the weight is a second leaf over the same storage, so that each use
+    accumulates its own gradient and autograd forms no dense sum.
     """
 
     def __init__(
@@ -108,10 +103,7 @@ class OutputLayer(ShardedModule):
             self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [b, s, columns], or from [b, s/tp, h] by rank where the sequence is cut.
-
-        Padding columns are 0.
-        """
+        """Project to logits [b, s, columns], or by rank from [b, s/tp, h]; padding becomes 0."""
         if self.is_sharded:
             return multiply_by_columns(hidden, self.weight, None, self.tp)
         return multiply(hidden, self.weight)

@@ -1,4 +1,4 @@
-"""Counting arithmetic and parameters of a model. Imports no torch: the planner uses it too."""
+"""Operation and parameter counts of a model. Imports no torch, for the planner."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ FORMULA = (
     "no recomputation: 12*L*h^2*[(1 + groups/heads + s/h)*(d*heads/h) + (ffn/h)*(1.5 if swiglu) "
     "+ V/(2*L*h)] per token"
 )
-"""What `flops_per_token` counts: L layers, h hidden, s sequence, d head size, V padded
-vocabulary. Print it beside every number that comes from it."""
+"""The terms of `flops_per_token`, to be printed with every number computed from it.
+
+L layers, h hidden, s sequence, d head size, V padded vocabulary.
+"""
 
 
 TOKENS_OF_A_TRAINING = 3e11
-"""GPT-3's, in whose time AxoNN's Eq. 2 measures (misprinted there as 3e10^11)."""
+"""Training tokens of GPT-3, assumed by AxoNN's Eq. 2 (misprinted there as 3e10^11)."""
 SECONDS_IN_A_DAY = 86400
 
 
 def flops_per_token(config: ModelConfig, vocab_size: int) -> float:
-    """Floating-point operations of one token's forward and backward pass by `FORMULA`."""
+    """Return floating-point operations per token, forward and backward, by `FORMULA`."""
     return _layer_flops(config) + _output_flops(config, vocab_size)
 
 
 def recomputing_flops_per_token(config: ModelConfig, vocab_size: int) -> float:
-    """Return the FLOPs of a token with full recomputation, which runs each layer's forward twice.
+    """Return `flops_per_token` with a second forward of each layer, as in full recomputation.
 
-    These are 4 passes of a layer's operations instead of 3. For GPT's shapes this is Eq. 3 of AxoNN
-    (Narayanan et al. 2021), 96 l h^2 (1 + s / 6h + V / 16lh), of which V is padded.
+    That is 4 passes of a layer's operations instead of 3. For GPT's shapes it is AxoNN's Eq. 3
+    (Narayanan et al. 2021), 96 l h^2 (1 + s / 6h + V / 16lh), where V is padded.
     """
     return 4 / 3 * _layer_flops(config) + _output_flops(config, vocab_size)
 
 
 def _layer_flops(config: ModelConfig) -> float:
-    """Forward and backward of all layers, for one token."""
+    """Return operations of all layers per token, forward and backward."""
     hidden, layers = config.hidden_size, config.num_layers
     groups_per_head = config.query_groups / config.num_attention_heads
     attention = 1 + groups_per_head + config.seq_length / hidden
@@ -46,26 +48,26 @@ def _layer_flops(config: ModelConfig) -> float:
 
 
 def _output_flops(config: ModelConfig, vocab_size: int) -> float:
-    """Forward and backward of the output layer, for one token."""
+    """Return operations of the output layer per token, forward and backward."""
     return 6.0 * config.hidden_size * config.padded_vocab_size(vocab_size)
 
 
 def training_days(*, step_seconds: float, tokens_per_step: float) -> float:
-    """Eq. 2 of AxoNN, 3e11 t / (b s): days that 300 billion tokens take at this pace."""
+    """Return 3e11 t / (b s), the days for 300 billion tokens at this pace (AxoNN, Eq. 2)."""
     return TOKENS_OF_A_TRAINING * step_seconds / tokens_per_step / SECONDS_IN_A_DAY
 
 
 def is_of_heads(name: str) -> bool:
-    """Return whether the parameter with a logical name normalizes queries or keys.
+    """Return whether a parameter normalizes queries or keys.
 
-    Each tensor-parallel rank holds the whole parameter, and finds its gradient by the heads of that
-    rank alone.
+    Such a parameter is whole on each tensor-parallel rank, but its gradient covers local heads
+    only.
     """
     return name.rpartition(".")[0].endswith(("attention.q_layernorm", "attention.k_layernorm"))
 
 
 def parameter_count(config: ModelConfig, vocab_size: int, *, include_padding: bool = False) -> int:
-    """Number of logical parameters; a tied table counts once.
+    """Return the number of logical parameters; a tied table counts once.
 
     `include_padding` adds the rows of vocabulary padding that exist in memory.
     """

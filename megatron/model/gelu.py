@@ -1,8 +1,8 @@
 """GELU for 16 bit on the CPU, where torch's own spends most of its time in tanh.
 
-tanh form of Hendrycks and Gimpel 2016: x * sigmoid(u) with u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-Forward also finds the derivative while everything is in cache in fp32, and keeps it in place of
-the input, so backward is one product. Values and derivative are rounded to 16 bit once each.
+The tanh form (Hendrycks and Gimpel 2016) is x * sigmoid(u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+Forward also computes the derivative while data is in cache in fp32, and saves it instead of the
+input, so that backward is one product. Values and derivative are rounded to 16 bit once each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CHUNK_ELEMENTS = 1 << 19
 
 
 def gelu_tanh(inputs: torch.Tensor) -> torch.Tensor:
-    """GELU in GPT-2's tanh form: any shape, dtype and device."""
+    """Apply GELU in GPT-2's tanh form to a tensor of any shape, dtype and device."""
     chunked = inputs.device.type == "cpu" and inputs.dtype in (torch.bfloat16, torch.float16)
     if torch.compiler.is_compiling():
-        chunked = False  # the compiler makes one loop of it by itself
+        chunked = False  # the compiler fuses the loop itself
     if chunked and inputs.requires_grad and torch.is_grad_enabled():
         return _ChunkedGelu.apply(inputs)
     return F.gelu(inputs, approximate="tanh")

@@ -1,4 +1,4 @@
-"""Sampling text from a model, one token at a time."""
+"""Text generation by sampling one token at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings by which the next token is drawn.
+    """Sampling parameters of the next token.
 
-    `temperature`: divides the logits, more than 0. `top_k`: the draw is among that many likeliest
-    tokens, 0 = all. `greedy`: the likeliest token, no draw.
+    `temperature`: divides the logits, more than 0. `top_k`: sample among the k likeliest tokens, 0
+    for all. `greedy`: take the likeliest token.
     """
 
     temperature: float = 1.0
@@ -35,14 +35,14 @@ def generate(
     vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` ids that follow a prompt of at least one token.
+    """Yield up to `max_new_tokens` ids that follow a non-empty prompt; stop before `end_token`.
 
-    Stops before `end_token`.
+    The model must be whole and in evaluation mode. It sees the last `positions` tokens; longer
+    texts shift positions, which invalidates cached keys, so that every token costs a full pass.
 
-    The model must be whole and in evaluation mode. It sees the last `positions` tokens; once the
-    text is longer, keys can no longer be kept (their positions shift) and every token costs a
-    full pass. `generator`: of the CPU, for draws. `vocab_size`: only smaller ids are drawn, for a
-    model that has more ids than its tokenizer.
+    Args:
+        generator: CPU generator for sampling.
+        vocab_size: sample smaller ids only, if the model has more ids than its tokenizer.
     """
     assert len(prompt) > 0, "an empty prompt has no next token"
     assert not model.training, "dropout would be drawn"
@@ -62,7 +62,7 @@ def generate(
 
 
 def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Draw a token id from fp32 logits [vocabulary] on the CPU."""
+    """Sample a token id from fp32 logits [vocabulary] on the CPU."""
     if sampling.greedy:
         return int(logits.argmax())
     scaled = logits / sampling.temperature
@@ -77,7 +77,7 @@ def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | 
 def _next_logits(
     model: GPT, tokens: Sequence[int], *, start: int, caches: list[KeyValueCache] | None
 ) -> torch.Tensor:
-    """Logits [vocabulary] after `tokens`, whose first `start` the caches already hold."""
+    """Return logits [vocabulary] after `tokens`, the first `start` of which the caches hold."""
     new = torch.tensor([tokens[start:]], device=model.device)
     position_ids = torch.arange(start, len(tokens), device=model.device)[None]
     hidden = model.embed(new, position_ids)

@@ -1,6 +1,6 @@
-"""GPT: embedding, layers, final norm, output layer.
+"""The GPT model: embedding, layers, final norm, output layer.
 
-Each part can be called by itself (`embed`, `transform`, `project`), and each can be absent, so
+The parts have methods of their own (`embed`, `transform`, `project`), and each part is optional, so
 that a pipeline stage is the same class with a range of layers.
 """
 
@@ -36,14 +36,17 @@ _WORD_TABLE = "embedding.word_embeddings.weight"
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer, or the part of one that a pipeline stage holds.
+    """A decoder-only transformer, or a pipeline stage of one.
 
-    Parameters are allocated on `device` in `dtype` and filled once, by `init`. `layers` selects
-    global layer numbers (None: all); names and first values are those of the whole model.
-    `has_embedding` and `has_head` say whether the token table, and the final norm with the output
-    layer, are here. `tp`: the ranks that share each layer, all of which make the same calls with
-    the same tokens. With `sequence_parallel` a rank has of hidden states between layers, also
-    those given to `transform` and `loss_from_hidden`, its positions only: [b, s/tp, h].
+    Args:
+        dtype: dtype of the parameters, which are allocated on `device` and initialized once.
+        layers: global numbers of the layers of this stage (None: all). Names and initial values are
+            independent of the stage.
+        has_embedding: whether the token table is on this stage.
+        has_head: whether the final norm and the output layer are on this stage.
+        tp: the tensor-parallel group; its ranks make the same calls with the same tokens.
+        sequence_parallel: shard hidden states between layers along the sequence: [b, s/tp, h], also
+            those passed to `transform` and `loss_from_hidden`.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class GPT(nn.Module):
         vocabulary: dict[str, Any] = {"vocab_size": vocab_size, "tp": self.tp, **placed}
         self.embedding = Embedding(config, **vocabulary) if has_embedding else None
         again = recomputes_attention(recompute)
-        # A layer that neither recomputes nor draws otherwise for heads is seeded from outside.
+        # Other layers are seeded from outside.
         self._layers_seed = again or self.streams.heads_rank != self.streams.hidden_rank
         self.layers = nn.ModuleList(
             TransformerLayer(config, recomputes_attention=again, tp=self.tp, **placed)
@@ -100,11 +103,16 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [b, s, padded vocabulary] of tokens [b, s] int64; needs embedding and head.
+        """Return logits [b, s, padded vocabulary] of int64 tokens [b, s]; needs embedding and head.
 
-        `position_ids` [b, s]: None stands for 0..s-1. `document_ids` [b, s]: attention stays
-        inside runs of equal ids; None for one document. Columns from `vocab_size` on are padding
-        and mean nothing. With several `tp` ranks: this rank's share of the vocabulary, padded.
+        Args:
+            tokens: int64 [b, s].
+            position_ids: [b, s]; None for 0..s-1.
+            document_ids: [b, s]; attention stays inside runs of equal ids. None for one document.
+
+        Returns:
+            The logits of this rank's share of the vocabulary, padded. Padding columns are
+            undefined.
         """
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
@@ -118,10 +126,10 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum over tokens of loss_mask * cross-entropy, an fp32 scalar.
+        """Return the sum over tokens of loss_mask * cross-entropy, an fp32 scalar.
 
-        Not a mean: the caller divides by the tokens of the global batch. Labels [b, s] int64,
-        loss_mask [b, s] or None for all ones. Every `tp` rank finds the same sum.
+        The caller divides by the tokens of the global batch. Labels are int64 [b, s], `loss_mask`
+        is [b, s] or None for ones. The result is equal on every `tp` rank.
         """
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
@@ -129,22 +137,22 @@ class GPT(nn.Module):
 
     @property
     def begins(self) -> bool:
-        """Return whether the embedding is here, so that `run` takes tokens."""
+        """Return whether the embedding is on this stage, so that `run` takes tokens."""
         return self.embedding is not None
 
     def run(
         self, iteration: int, batch: DeviceMicrobatch, hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the part of the model that is here on a microbatch.
+        """Run this stage on a microbatch.
 
         Args:
-            iteration: The step, which with the number of the microbatch seeds dropout.
-            batch: Tokens and labels [b, s].
-            hidden: Output of the layer before the first one here [b, s, h]; None where `begins`.
+            iteration: the step; with the number of the microbatch it seeds dropout.
+            batch: tokens and labels [b, s].
+            hidden: input of the first layer [b, s, h]; None if `begins`.
 
         Returns:
-            The output of the last layer here [b, s, h], or where the output layer is here the sum
-            of the token losses, an fp32 scalar.
+            The output of the last layer [b, s, h], or with the output layer the sum of the token
+            losses, an fp32 scalar.
         """
         self.streams.at(iteration, batch.index)
         if hidden is None:
@@ -155,10 +163,7 @@ class GPT(nn.Module):
         return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask)
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the input of the first layer [b, s, h] for tokens [b, s].
-
-        With sequence parallelism a rank returns its positions.
-        """
+        """Embed tokens [b, s] for the first layer, as [b, s, h] or this rank's [b, s/tp, h]."""
         assert self.embedding is not None, "this stage holds no embedding"
         if self._draws_dropout:
             self.streams.enter(EMBEDDING_STREAM, sharded_rank=self.streams.hidden_rank)
@@ -171,10 +176,10 @@ class GPT(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
-        """Run the layers held here: [b, s, h] -> [b, s, h].
+        """Run the layers of this stage: [b, s, h] -> [b, s, h].
 
-        `position_ids` and `document_ids` are of whole sequences on every rank. `caches`, one for
-        each layer: generation only, on one rank, without recomputation or dropout.
+        `position_ids` and `document_ids` cover whole sequences on every rank. `caches`, one per
+        layer, are for generation on one rank, without recomputation or dropout.
         """
         rotary = self._rotary_at(position_ids, self.tp.whole_length(hidden.shape[1]))
         mask = None if document_ids is None else document_mask(document_ids)
@@ -192,18 +197,15 @@ class GPT(nn.Module):
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [b, s, padded vocabulary] of the last layer's output [b, s, h].
-
-        A tensor-parallel rank returns its share of the vocabulary.
-        """
+        """Project the last layer's output to this rank's logits [b, s, padded vocabulary]."""
         return self.tp.by_position(self._project(hidden))
 
     def loss_from_hidden(
         self, hidden: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`loss` from the output of the last layer [b, s, h].
+        """Return `loss` from the output of the last layer [b, s, h].
 
-        Labels and mask are of whole sequences on every rank.
+        Labels and mask cover whole sequences on every rank.
         """
         logits = self._project(hidden).flatten(0, 1)
         labels = self.tp.by_rank(labels).flatten()
@@ -213,31 +215,28 @@ class GPT(nn.Module):
         return losses.sum()
 
     def parameter_infos(self) -> list[ParamInfo]:
-        """Every logical parameter held here, once, in the order of the forward pass.
+        """Return each logical parameter of this stage once, in forward order.
 
-        The tied table comes first where its embedding is here, else last; both leaves where both
-        uses are.
+        A tied table comes first if its embedding is here, else last, with one leaf for each use.
         """
         return list(self._infos)
 
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set every parameter from tensors of its logical shape by logical name.
+        """Set every parameter from a tensor of its logical shape, cast to the parameter's dtype.
 
-        `KeyError` where one is missing, `ValueError` where a shape differs. Cast to the parameter's
-        dtype.
+        Raises:
+            KeyError: a tensor is missing.
+            ValueError: a shape differs.
         """
         for info in self._infos:
             set_parameter(info, values[info.name])
 
     def logical_values(self) -> dict[str, torch.Tensor]:
-        """Views of every parameter without padding, as far as it is here, by logical name.
-
-        Detached.
-        """
+        """Return detached views of this rank's parameters without padding, by logical name."""
         return {info.name: info.param.detach()[: info.local_shape[0]] for info in self._infos}
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile each layer with `torch.compile(**options)`; seeding of dropout stays outside."""
+        """Compile each layer with `torch.compile(**options)`, except for the seeding of dropout."""
         keep_uncompiled()
         for layer in self.layers:
             layer.compile(**options)
@@ -248,7 +247,7 @@ class GPT(nn.Module):
         )
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`project` with rows as they come from the product: by rank where the sequence is cut."""
+        """Return logits in the row order of the product: by rank with sequence parallelism."""
         assert self.final_norm is not None and self.output_layer is not None, "no head here"
         return self.output_layer(self.final_norm(hidden))
 
@@ -257,10 +256,8 @@ class GPT(nn.Module):
         return self.training and self._has_dropout
 
     def _span_runner(self, span: Span):
-        """The layers of a span as a function.
-
-        It may run again after the streams have moved on, so it keeps the position of now.
-        """
+        """Return a function that runs a span's layers."""
+        # Recomputation runs after the streams have moved on, so the current position is kept.
         position = self.streams.position if self._draws_dropout else None
 
         def run(
@@ -322,7 +319,8 @@ class GPT(nn.Module):
                     leaves=leaves,
                     logical_shape=shape,
                     tp_shard=shard,
-                    # What every rank holds, none sees the whole sequence or all heads with.
+                    # Ranks see parts of the sequence or of the heads, so gradients of whole
+                    # parameters are partial.
                     partial=shard is None
                     and (self.tp.cuts_sequence or (self.tp.size > 1 and is_of_heads(name))),
                     tied=tied,

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's GPT-2 and Llama under the logical names of this model, and back."""
+"""Conversion between weights of Hugging Face's GPT-2 and Llama and this model's logical names."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LLAMA_INNER = {
     "mlp.dense_h_to_4h": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.dense_4h_to_h": ("mlp.down_proj",),
 }
-# Wavelengths that old releases of the library saved with the weights.
+# Frequency buffers saved by old releases of transformers.
 _LLAMA_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def llama_names(name: str) -> tuple[str, ...]:
-    """Names in a LlamaForCausalLM of the parts of the tensor with a logical name.
+    """Return the LlamaForCausalLM names of the parts of a logical tensor.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` if Llama has no such tensor.
     """
     if name in _LLAMA_OUTER:
         return (_LLAMA_OUTER[name],)
@@ -45,7 +45,7 @@ def llama_names(name: str) -> tuple[str, ...]:
 
 
 def llama_parts(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, ...]:
-    """The tensor with a logical name as `llama_names` has it; each part is contiguous."""
+    """Split a logical tensor into the contiguous parts named by `llama_names`."""
     if name.endswith(".query_key_value.weight"):
         grouped = _by_group(tensor, config)
         parts = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
@@ -56,9 +56,9 @@ def llama_parts(name: str, tensor: torch.Tensor, config: ModelConfig) -> tuple[t
 
 
 def from_llama(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """State of a LlamaForCausalLM as tensors by logical name.
+    """Convert the state of a LlamaForCausalLM to tensors by logical name.
 
-    Raises `CheckpointError` for a tensor that is missing or that Llama does not have.
+    Raises `CheckpointError` for a missing or an unknown tensor.
     """
     left = {name for name in state if not _LLAMA_BUFFER.fullmatch(name)}
     if config.tied:
@@ -91,7 +91,7 @@ def _joined(name: str, parts: list[torch.Tensor], config: ModelConfig) -> torch.
 
 
 def _by_group(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """[rows, h] as [groups, heads of a group + 2, head size, h]."""
+    """Reshape [rows, h] to [groups, heads of a group + 2, head size, h]."""
     return rows.reshape(config.query_groups, -1, config.head_dim, rows.shape[1])
 
 
@@ -112,15 +112,15 @@ _GPT2_INNER = {
 _INNER_BACK = {ours: theirs for theirs, ours in _GPT2_INNER.items()}
 _OUTER_BACK = {ours: theirs for theirs, ours in _GPT2_OUTER.items()}
 _HEAD = "lm_head.weight"
-# Causal-mask buffers that old releases of the library saved with the weights.
+# Causal-mask buffers saved by old releases of transformers.
 _GPT2_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def from_gpt2(state: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
-    """State of a GPT2LMHeadModel (or GPT2Model) as tensors by logical name.
+    """Convert the state of a GPT2LMHeadModel or GPT2Model to tensors by logical name.
 
-    The output layer is left out where it equals the token table (tied). Raises `CheckpointError`
-    for a tensor that GPT-2 does not have.
+    The output layer is omitted if it equals the token table (tied). Raises `CheckpointError` for a
+    tensor that GPT-2 does not have.
     """
     result: dict[str, torch.Tensor] = {}
     for full_name, tensor in state.items():
@@ -144,10 +144,10 @@ def from_gpt2(state: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str,
 
 
 def to_gpt2(values: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
-    """Tensors by logical name as the state of a GPT2LMHeadModel.
+    """Convert weights or gradients by logical name to the state of a GPT2LMHeadModel.
 
-    Takes gradients as well as weights. Raises `CheckpointError` for a name that GPT-2 has no
-    place for; the model must have learned positions, LayerNorm, biases, one key per head.
+    The model must have learned positions, LayerNorm, biases and one key per head. Raises
+    `CheckpointError` for a name that GPT-2 does not have.
     """
     result: dict[str, torch.Tensor] = {}
     for name, tensor in values.items():
@@ -158,7 +158,7 @@ def to_gpt2(values: Mapping[str, torch.Tensor], *, num_heads: int) -> dict[str, 
 
 
 def gpt2_name(name: str) -> str:
-    """Name in a GPT2LMHeadModel of the tensor with a logical name. Raises `CheckpointError`."""
+    """Return the GPT2LMHeadModel name of a logical tensor, or raise `CheckpointError`."""
     if name == "output_layer.weight":
         return _HEAD
     theirs = _OUTER_BACK.get(name) or _inner_name(
@@ -170,7 +170,7 @@ def gpt2_name(name: str) -> str:
 
 
 def gpt2_tensor(name: str, tensor: torch.Tensor, *, num_heads: int) -> torch.Tensor:
-    """The tensor with a logical name in GPT-2's layout, contiguous. Raises `CheckpointError`."""
+    """Convert a logical tensor to GPT-2's layout, contiguous, or raise `CheckpointError`."""
     if ".query_key_value." in name:
         if tensor.ndim == 2 and tensor.shape[0] != 3 * tensor.shape[1]:
             raise CheckpointError(

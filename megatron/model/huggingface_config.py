@@ -1,7 +1,7 @@
-"""`config.json` of Hugging Face's GPT-2 and Llama, to and from the model section.
+"""Conversion between Hugging Face's `config.json` of GPT-2 and Llama and the model section.
 
-What a format cannot say exactly is refused by field: a model that loads there and computes
-something else would be worse than none.
+Models that a format cannot represent exactly are refused by field, as they would load there and
+compute something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 
 GPT2, LLAMA = "gpt2", "llama"
 _MOST = 1 << 20
-"""The largest size of anything in config.json: a product of three still is a tensor's length."""
+"""The largest accepted size in config.json; a product of three is still a tensor length."""
 _TITLES = {GPT2: "GPT-2", LLAMA: "Llama"}
 _GELU = {"tanh": "gelu_new", "erf": "gelu"}
 _GELU_BACK = {
@@ -29,9 +29,10 @@ _GELU_BACK = {
 
 
 def choose_format(config: ModelConfig) -> str:
-    """`GPT2` where that format holds the model, else `LLAMA`.
+    """Return `GPT2` if that format can hold the model, else `LLAMA`.
 
-    Raises `ConfigError` naming each field that stands in the way of either.
+    Raises:
+        ConfigError: neither format can; the error names each conflicting field.
     """
     problems = {GPT2: _not_gpt2(config), LLAMA: _not_llama(config)}
     for name, found in problems.items():
@@ -82,7 +83,7 @@ def _unlike(config: ModelConfig, **wanted: Any) -> list[str]:
 def to_hf_config(
     config: ModelConfig, format: str, *, vocab_size: int, eod: int | None, dtype: str
 ) -> dict[str, Any]:
-    """`config.json` of a model that `choose_format` put into `format`."""
+    """Return the `config.json` of a model in the format chosen by `choose_format`."""
     common = {
         "model_type": format,
         "vocab_size": vocab_size,
@@ -130,16 +131,16 @@ def to_hf_config(
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """The key `rope_scaling`, which every release of transformers reads beside `rope_theta`."""
+    """Return `rope_scaling`, which every release of transformers reads along with `rope_theta`."""
     if not config.use_rope_scaling:
         return None
     return {"rope_type": "llama3", "factor": config.rope_scaling_factor, **ROPE_SCALING}
 
 
 def from_hf_config(values: Mapping[str, Any], *, seq_length: int | None) -> ModelConfig:
-    """The model section for a `config.json`; `seq_length` None stands for all positions.
+    """Return the model section of a `config.json`; `seq_length` None means all positions.
 
-    Raises `ConfigError` naming the key that our model has no form of.
+    Raises `ConfigError` for a key that this model cannot represent.
     """
     kind = values.get("model_type")
     if kind not in tuple(_TITLES):
@@ -221,10 +222,7 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling_of(rope: Mapping[str, Any], *, positions: Any) -> dict[str, Any]:
-    """The model's fields for the frequencies that `rope` asks for.
-
-    `positions`: those of the model, which are the original ones where `rope` tells of no others.
-    """
+    """Return model fields for `rope`'s frequencies; `positions` is the default original length."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}

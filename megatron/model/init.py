@@ -1,7 +1,7 @@
-"""First values of parameters, as a function of (seed, logical name, logical shape) alone.
+"""Initial values of parameters, from seed, logical name and logical shape alone.
 
-Neither the order of construction, the device, the dtype nor the number of ranks has a part in
-them, so any grid starts from the same model.
+Construction order, device, dtype and number of ranks do not matter, so that any grid starts from
+the same model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OUTPUT_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 def initial_values(
     seed: int, name: str, logical_shape: tuple[int, ...], std: float
 ) -> torch.Tensor:
-    """Normal(0, std) values of one logical tensor.
+    """Return Normal(0, std) values of one logical tensor: fp32, on the CPU.
 
-    Fp32, on the CPU, the same on every machine type that torch's CPU generator serves.
+    Values are equal on every machine type that torch's CPU generator supports.
     """
     digest = sha256(f"{seed}:{name}:{logical_shape}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -50,9 +50,9 @@ def initialise(infos: Iterable[ParamInfo], config: ModelConfig, *, seed: int) ->
 
 
 def set_parameter(info: ParamInfo, values: torch.Tensor) -> None:
-    """Copy what a rank holds of values of the logical shape into its parameter, cast to its dtype.
+    """Copy this rank's part of a logical tensor into a parameter in place; padding rows become 0.
 
-    Padding rows are 0.
+    Values are cast to the parameter's dtype. Raises `ValueError` for another shape.
     """
     if tuple(values.shape) != tuple(info.logical_shape):
         raise ValueError(f"{info.name}: shape {tuple(values.shape)}, need {info.logical_shape}")

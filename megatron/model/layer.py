@@ -1,4 +1,4 @@
-"""One transformer layer, pre-norm."""
+"""The pre-norm transformer layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
+    """A transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), both with dropout."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class TransformerLayer(nn.Module):
         cache: KeyValueCache | None = None,
         stream: LayerStream | None = None,
     ) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]; [b, s/tp, h] both where the sequence is cut.
+        """Apply the layer: [b, s, h] -> [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
-        Dropout draws from the default generator as it stands; `stream` is entered where attention
-        runs again and where hidden states are not drawn for like heads.
+        Dropout draws from the default generator. `stream` is entered again if attention is
+        recomputed, or if hidden states have another stream than heads.
         """
         branch = self.attention(self.input_norm(hidden), rotary, mask, cache, stream)
         if stream is not None:

@@ -1,4 +1,4 @@
-"""The likelihood of given continuations: many of them in batches, each after its context."""
+"""Batched log-likelihoods of given continuations, each after its context."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron.model.gpt import GPT
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Tokens to be predicted, at least one, after a context of at least one."""
+    """Tokens to be predicted, at least one, after a context of at least one token."""
 
     context: tuple[int, ...]
     tokens: tuple[int, ...]
 
     def cut(self, length: int) -> Continuation:
-        """Return the continuation with only the end of its context, if it exceeds `length`.
+        """Shorten the context from the left so that at most `length` inputs remain.
 
-        The last token is no input. The tokens must fit.
+        The last token is no input. `tokens` must fit.
         """
         assert len(self.tokens) <= length, "no room for a context"
         room = length + 1 - len(self.tokens)
@@ -29,11 +29,7 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """The likelihood of a continuation.
-
-    `log` is the natural logarithm of the probability of all its tokens; `greedy` says whether each
-    token is the likeliest at its place.
-    """
+    """The natural log-probability of a continuation, and whether greedy decoding yields it."""
 
     log: float
     greedy: bool
@@ -43,10 +39,10 @@ class Likelihood:
 def likelihoods(
     model: GPT, continuations: Sequence[Continuation], *, batch_size: int
 ) -> list[Likelihood]:
-    """One for each continuation, in order; none may be longer than the model's positions.
+    """Return a likelihood for each continuation, in order; none may exceed the model's positions.
 
-    Sequences of like length share a batch. They are filled up on the right, which causal attention
-    does not see; logits are made at predicted positions only, and summed up in fp32.
+    Sequences of similar length share a batch, padded on the right, which causal attention ignores.
+    Logits are computed at predicted positions only, and summed in fp32.
     """
     assert not model.training, "dropout would be drawn"
     order = sorted(range(len(continuations)), key=lambda i: -_inputs(continuations[i]))

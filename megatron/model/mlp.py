@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """GELU or SwiGLU between two projections: [b, s, h] -> [b, s, h].
+    """Two projections with GELU or SwiGLU between: [b, s, h] -> [b, s, h].
 
-    With SwiGLU the first projection gives gate and value one after the other, as in Megatron:
-    silu(first half) * second half. Each tensor-parallel rank has a share of what is between, the
-    same one of gate and value.
+    With SwiGLU the first projection concatenates gate and value, as in Megatron: silu(first half) *
+    second half. Tensor-parallel ranks hold the same shares of gate and value.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(config.ffn_size, config.hidden_size, **common)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> [b, s, h]; [b, s/tp, h] both where the sequence is cut."""
+        """Apply the block: [b, s, h] -> [b, s, h], or [b, s/tp, h] with sequence parallelism."""
         inner = self.dense_h_to_4h(hidden)
         if self.swiglu:
             gate, value = inner.chunk(2, dim=-1)

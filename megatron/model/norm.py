@@ -1,4 +1,4 @@
-"""Normalisations. Statistics are fp32 inside the kernels whatever the dtype of the input."""
+"""Normalisations, whose kernels compute statistics in fp32 for any input dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dim with weight and bias; both are left for `init` to fill."""
+    """LayerNorm over the last dimension with weight and bias, both filled by `init`."""
 
     def __init__(
         self, size: int, *, epsilon: float, dtype: torch.dtype, device: torch.device
@@ -19,12 +19,12 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size], same dtype."""
+        """Normalise [..., size]; shape and dtype stay."""
         return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dim, weight only (Zhang and Sennrich 2019, eq. 4)."""
+    """RMSNorm over the last dimension, weight only (Zhang and Sennrich 2019, eq. 4)."""
 
     def __init__(
         self, size: int, *, epsilon: float, dtype: torch.dtype, device: torch.device
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size], same dtype."""
+        """Normalise [..., size]; shape and dtype stay."""
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
 
 

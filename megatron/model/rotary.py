@@ -1,6 +1,6 @@
 """Rotary position embeddings in the half-rotation layout of GPT-NeoX and Megatron.
 
-Coordinate i of the rotated part is paired with coordinate i + half; the pair turns by the angle
+Coordinate i of the rotated part is paired with coordinate i + half, and the pair is rotated by
 position * base^(-i / half) (Su et al. 2021, eq. 15, with that pairing).
 """
 
@@ -15,7 +15,7 @@ from megatron.config.sections import ROPE_SCALING
 
 
 class Rotary(NamedTuple):
-    """fp32 cosines and sines, [s, 1, half] or [b, s, 1, half], to be used for [b, s, heads, d]."""
+    """Cosines and sines in fp32, [s, 1, half] or [b, s, 1, half], for heads [b, s, heads, d]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -30,11 +30,10 @@ def rotary_table(
     scaling: float | None = None,
     device: torch.device,
 ) -> Rotary:
-    """Cosines and sines of positions 0..positions-1, [positions, 1, half].
+    """Return cosines and sines of positions 0..positions-1, [positions, 1, half].
 
-    The first `int(head_dim * percent)` coordinates of a head are rotated, as in Megatron (the
-    last even number of them); the others pass. `scaling`: the factor of `scale_frequencies`, None
-    for frequencies as they are.
+    The first `int(head_dim * percent)` coordinates of a head, rounded down to even, are rotated, as
+    in Megatron. `scaling`: the factor for `scale_frequencies`; None for no scaling.
     """
     rotated = int(head_dim * percent) // 2 * 2
     frequencies = rotary_frequencies(rotated, base=base)
@@ -45,17 +44,17 @@ def rotary_table(
 
 
 def rotary_frequencies(rotated: int, *, base: float) -> torch.Tensor:
-    """Radians per position of each pair of `rotated` coordinates, [rotated / 2] in fp64."""
+    """Return radians per position of each pair of `rotated` coordinates, [rotated / 2] in fp64."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     return base**-exponents
 
 
 def scale_frequencies(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
-    """Llama 3.1's frequencies for longer texts.
+    """Scale frequencies for longer texts, as Llama 3.1 does.
 
-    A pair that does not turn fully within the original length turns `factor` times slower, a pair
-    that turns four times or more is left alone, and frequencies in between are mixed of both,
-    linearly in the number of turns.
+    A pair that does not complete a turn within the original length turns `factor` times slower, a
+    pair of four or more turns is unchanged, and between these both are mixed linearly in the number
+    of turns.
     """
     low, high = ROPE_SCALING["low_freq_factor"], ROPE_SCALING["high_freq_factor"]
     turns = ROPE_SCALING["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -64,12 +63,12 @@ def scale_frequencies(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Turn [b, s, heads, head_dim] by its positions; computed in fp32, a contiguous result."""
+    """Rotate heads [b, s, heads, head_dim] by position; computed in fp32, contiguous."""
     return _Rotate.apply(heads, rotary.cos, rotary.sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back, so only the table is saved."""
+    """A rotation whose gradient is the reverse rotation, so that only the table is saved."""
 
     @staticmethod
     def forward(

@@ -1,1 +1,1 @@
-"""Choices of entries of a tensor: bitmaps, exact selection of the largest over ranks."""
+"""Selection of tensor entries: bitmaps, and exact choice of the largest across ranks."""

@@ -1,9 +1,9 @@
-"""Triton kernels that choose entries: counts of magnitudes and of ties, and the bits of a bitmap.
+"""Triton kernels that choose entries: histograms of magnitudes, counts of ties, and bitmaps.
 
-`reference.py` has the same functions in plain torch. `launch_over` and `chosen_entries` are for
-kernels elsewhere that move the chosen entries: a program has some blocks of 1024 entries, whose
-words of the bitmap and the number of entries chosen before them say where its values lie, so that
-nothing is counted, listed or waited for. Imported on CUDA alone.
+`reference.py` has the same functions in plain torch. Kernels elsewhere use `launch_over` and
+`chosen_entries` to move chosen entries: the bitmap words of a program's blocks and the number of
+entries chosen before them give the positions of its values, without a list or a count on the host.
+Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -21,27 +21,24 @@ if TYPE_CHECKING:
 
 _WARPS = 8
 _ENTRIES = GROUP * BLOCK
-"""Entries of one program."""
-# Lengths and places are not specialised on (`do_not_specialize`), nor is the alignment of single
-# numbers and of counts (`do_not_specialize_on_alignment`), which lie in rows of tensors: each part
-# of each tensor would have kernels compiled for it.
+"""Entries per program."""
+# Specialising on lengths, places, or the alignment of single numbers and of counts, which lie in
+# rows of tensors, would compile kernels for each part of each tensor.
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Start so many programs of a Triton kernel on the current stream."""
+    """Launch `programs` programs of a Triton kernel on the current stream."""
     if programs:
-        # Fused multiplications and additions were Triton's default, and will not be.
+        # Set explicitly, as Triton's default for fused multiply-add will change.
         kernel[(programs,)](*arguments, num_warps=_WARPS, enable_fp_fusion=True, **options)
 
 
 def launch_over(
     kernel: Any, at_once: int, bits: Bits, blocks: int, *arguments: Any, **options: Any
 ) -> None:
-    """Start a kernel that takes so many blocks at once and is first told which are chosen.
-
-    Without patches it gets tensors there that it does not look at.
-    """
+    """Launch a kernel on `at_once` blocks per program, with the bitmap as its first arguments."""
     if bits.patch is None or bits.patches is None:
+        # An unpatched kernel does not read the patch arguments.
         chosen = (bits.words, bits.offsets, bits.words, bits.words)
     else:
         chosen = (bits.words, bits.offsets, bits.patch, bits.patches)
@@ -50,10 +47,7 @@ def launch_over(
 
 
 def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add a histogram as `reference.add_histogram` does.
-
-    An empty bracket costs a launch and no reading.
-    """
+    """Count as `reference.add_histogram` does; an empty bracket costs a launch and no reading."""
     numel = values.numel()
     sizes = {"BINS": BINS, "ENTRIES": _ENTRIES}
     launch(_histogram, -(-numel // _ENTRIES), values, bracket, counts, numel, 0, **sizes)
@@ -66,7 +60,7 @@ def add_tie_counts(
     shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
-    """Count ties as `reference.add_tie_counts` does. Reads nothing where no counts are `wanted`."""
+    """Count as `reference.add_tie_counts` does; nothing is read unless `wanted`."""
     _launch_ties(_tie_counts, values, threshold, wanted, counts, shard)
 
 
@@ -77,7 +71,7 @@ def mark_ties(
     shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
-    """Mark ties as `reference.mark_ties` does. Reads only entries that may lie in the block."""
+    """Mark as `reference.mark_ties` does; only entries that may be in the block are read."""
     _launch_ties(_mark_ties, values, threshold, block, marks, shard)
 
 
@@ -104,7 +98,7 @@ def write_bits(
     cutoff: torch.Tensor,
     shard: FlatShard,
 ) -> None:
-    """Write bits as `reference.write_bits` does."""
+    """Write as `reference.write_bits` does."""
     numel = values.numel()
     first, last = start // _ENTRIES, -(-(start + numel) // _ENTRIES)
     launch(
@@ -127,7 +121,7 @@ def write_bits(
 
 
 def count_blocks(words: torch.Tensor) -> torch.Tensor:
-    """Count the bits of each block as `reference.count_blocks` does."""
+    """Count as `reference.count_blocks` does."""
     rows = words.shape[0]
     counts = torch.empty(rows, dtype=torch.int64, device=words.device)
     if rows:
@@ -135,22 +129,22 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-# `new_gloo_group` is always 0, which Triton is not told: it then takes neighbouring entries to lie
-# anywhere and gives them to neighbouring threads, one each, rather than four in a row to each
-# thread. Loads are as good, and what each entry is then stored by need not be dealt out anew.
+# `apart` is always 0, unknown to Triton, which then assumes scattered entries and assigns
+# neighbouring ones to neighbouring threads instead of four in a row to each thread. Loads are as
+# fast, and the stores need no exchange between threads.
 
 
 @triton.jit
 def _magnitudes(values, at, numel):
-    """Bits of |x| as fp32 of the entries `at`, int32; -1 from the `numel`-th on."""
+    """Return the bits of |x| as fp32 of entries `at`, int32; -1 from entry `numel` on."""
     found = tl.load(values + at, mask=at < numel, other=0.0)
     return tl.where(at < numel, _magnitude(found), -1)
 
 
 @triton.jit
 def _magnitude(value):
-    """Return magnitudes as `reference.magnitudes` does."""
-    if value.dtype == tl.bfloat16:  # by bits: a conversion may lose those of denormal numbers
+    """Return the bits that `reference.magnitudes` does."""
+    if value.dtype == tl.bfloat16:  # a conversion may lose denormal numbers
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
@@ -170,7 +164,7 @@ def _histogram(values, bracket, counts, numel, apart, BINS: tl.constexpr, ENTRIE
         kind = counts.dtype.element_ty
         above = tl.sum((magnitude > last).to(tl.int32), axis=0)
         tl.atomic_add(counts + BINS, above.to(kind), sem="relaxed")
-        # Zeros come in millions; adding them one by one to one counter would take turns.
+        # Millions of atomic additions to the counter of zeros would be serialized.
         if first == 0:
             zeros = tl.sum((magnitude == 0).to(tl.int32), axis=0)
             tl.atomic_add(counts, zeros.to(kind), sem="relaxed")
@@ -267,12 +261,12 @@ def _write_bits(
     target = words + number * WORDS + tl.arange(0, WORDS)
     entry = tl.arange(0, 32)[None, :]
     at = tl.arange(0, WORDS)[:, None] * 32 + entry
-    # Among its entries everything fits 32 bits; what may be large is taken off beforehand.
+    # Offsets within a program fit 32 bits; large terms are subtracted beforehand.
     begin = number * ENTRIES - start
     lowest = tl.maximum(-begin, 0).to(tl.int32)
     left = tl.minimum(numel - begin, ENTRIES).to(tl.int32)
     whole = (lowest == 0) & (left == ENTRIES)
-    if whole:  # without a mask four are read at once
+    if whole:  # unmasked loads read four entries at once
         found = tl.load(values + begin + at)
     else:
         found = tl.load(values + begin + at, mask=(at >= lowest) & (at < left), other=0.0)
@@ -312,7 +306,7 @@ def chosen_entries(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Return whether each entry is chosen, and how many chosen entries precede it; [entries]."""
+    """Return whether each entry of a program's blocks is chosen, and the chosen count before it."""
     at = tl.arange(0, BLOCKS * WORDS)
     if PATCHED:
         row = tl.load(patch + first + at // WORDS).to(tl.int64)
@@ -329,17 +323,15 @@ def chosen_entries(
     count = _popcount(word)
     earlier = _popcount(word[:, None] & (bytes_before | bits_before)[None, :])
     place = (tl.cumsum(count, axis=0) - count)[:, None] + earlier
-    # One dimension, of which Triton cannot give the threads the wrong one.
+    # One dimension, since Triton may otherwise assign the wrong one to threads.
     ENTRIES: tl.constexpr = BLOCKS * WORDS * 32
     return tl.reshape(bit, (ENTRIES,)) != 0, tl.reshape(place, (ENTRIES,))
 
 
 @triton.jit
 def _popcount(word):
-    """Number of bits set in each int32, by adding neighbours (Warren, Hacker's Delight, 5-1).
-
-    A form in which the compiler sees the machine's own instruction.
-    """
+    """Return the number of bits set in each int32 (Warren, Hacker's Delight, 5-1)."""
+    # The compiler recognizes this form as the machine's own instruction.
     word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)

@@ -1,7 +1,7 @@
-"""The reference of the kernels, in plain torch; it serves every CPU.
+"""The functions of `kernels` in plain torch: their reference, and the CPU implementation.
 
-A bitmap is int32 words, 32 to a block of 1024 entries, in the order of `numpy.packbits`: the bytes
-of a word in memory are those of entries 8i to 8i + 7, the first entry in the highest bit.
+A bitmap is int32 words, 32 per block of 1024 entries, in the order of `numpy.packbits`: byte i of
+the words in memory holds entries 8i to 8i + 7, the first entry in the highest bit.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from megatron.sparse.shard import FlatShard
 
 BINS = 1 << 16
-"""Ranges of magnitude that are counted in one pass."""
+"""Bins of a histogram of magnitudes."""
 WORDS = BLOCK // 32
 CHUNK = 256 * 1024
-"""Entries looked at together: an int32 copy of so many stays within a CPU's cache."""
+"""Entries processed together: an int32 copy of a chunk stays in a CPU's cache."""
 TIE_BLOCK = 1 << 16
 MAGNITUDE = 0x7FFFFFFF
-"""Bits of an fp32 number without its sign; as integers they are in the order of the magnitudes."""
+"""All bits of an fp32 number but its sign; as integers these bits are ordered by magnitude."""
 
 
 @dataclass(frozen=True)
 class Bits:
-    """A bitmap of the chosen ones of `length` entries, for the kernels.
+    """A bitmap of the chosen entries among `length`, for the kernels.
 
-    `words` [blocks, 32] int32; `counts` and `offsets` [blocks] int64, number chosen in each block
-    and before it. Where `patch` [blocks] int32 is not negative, row `patch` of `patches` stands
-    for the block's words.
+    `words` [blocks, 32] int32; `counts` and `offsets` [blocks] int64, the number of chosen entries
+    in each block and before it. Where `patch` [blocks] int32 is not negative, row `patch` of
+    `patches` replaces the block's words.
     """
 
     length: int
@@ -54,7 +54,7 @@ class Bits:
         patch: torch.Tensor | None = None,
         patches: torch.Tensor | None = None,
     ) -> Bits:
-        """Return the bitmap with the offsets that follow from the counts."""
+        """Create a bitmap with offsets computed from `counts`."""
         return cls(length, words, counts, counts.cumsum(0) - counts, patch, patches)
 
     @property
@@ -62,7 +62,7 @@ class Bits:
         return self.words.shape[0]
 
     def part(self, first: int, last: int) -> Bits:
-        """Blocks [first, last) by themselves."""
+        """Return the bitmap of blocks [first, last)."""
         counts, patch = self.counts[first:last], self.patch
         patch = None if patch is None else patch[first:last]
         length = min(last * BLOCK, self.length) - first * BLOCK
@@ -70,10 +70,9 @@ class Bits:
 
 
 def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
-    """Bits of |x| as an fp32 number, int32, for fp32, bf16 or fp16 values.
+    """Return the bits of |x| as fp32, int32, for fp32, bf16 or fp16 values.
 
-    Widening keeps their order, and which are equal. Written to the beginning of `scratch` (int32)
-    if that is given.
+    Widening preserves order and ties. With int32 `scratch`, the result is a view of its beginning.
     """
     if scratch is None:
         scratch = torch.empty(values.numel(), dtype=torch.int32, device=values.device)
@@ -85,16 +84,16 @@ def magnitudes(values: torch.Tensor, scratch: torch.Tensor | None = None) -> tor
 
 
 def add_histogram(values: torch.Tensor, bracket: torch.Tensor, counts: torch.Tensor) -> None:
-    """Count magnitudes into `counts`, int32 or int64 [BINS + 1].
+    """Count magnitudes into the int32 or int64 histogram `counts` [BINS + 1] in place.
 
-    In bin i those whose bits less `first` begin with i when the lowest `shift` are cut off, in the
-    last those above `last`; int64 `bracket` [3] is (first, last, shift).
+    `bracket`, int64 [3], is (first, last, shift). A magnitude m in [first, last] counts in bin (m -
+    first) >> shift, and one above `last` in the final bin.
     """
     if values.device.type == "cpu":
         first, last, shift = bracket.tolist()
         _add_histogram_on_cpu(values, first, last, shift, counts)
         return
-    # One more bin, for what is below the bracket.
+    # The extra bin is for magnitudes below the bracket.
     found = torch.zeros(BINS + 2, dtype=torch.int64, device=values.device)
     low, high, cut = bracket.unbind()
     for piece in values.split(16 * CHUNK):
@@ -117,7 +116,8 @@ def _add_histogram_on_cpu(
             inside = magnitude
         else:
             counts[BINS] += int(np.count_nonzero((magnitude > last).numpy()))
-            # What is below becomes negative, which is above everything once unsigned.
+            # Magnitudes below the bracket become negative, hence above everything as unsigned
+            # integers.
             found = magnitude.sub_(first).numpy()
             inside = torch.from_numpy(found[np.flatnonzero(found.view(np.uint32) <= last - first)])
         if inside.numel():
@@ -131,10 +131,9 @@ def add_tie_counts(
     shard: FlatShard,
     counts: torch.Tensor,
 ) -> None:
-    """Count the magnitudes that equal the threshold in each block of the whole tensor.
+    """Count this rank's magnitudes at the threshold, per TIE_BLOCK of the whole tensor, in place.
 
-    Adds to `counts`, int64, for each TIE_BLOCK entries, the entries on this rank. Means nothing
-    where `wanted` (bool []) is False.
+    `counts` is int64, and undefined where `wanted` (bool []) is False.
     """
     numel = values.numel()
     if shard.is_run and values.device.type == "cpu":
@@ -156,10 +155,9 @@ def mark_ties(
     shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
-    """Mark the entries of one block of the whole tensor that equal the threshold.
+    """Write 1 to `marks` for each entry of one TIE_BLOCK that is on this rank and at the threshold.
 
-    Writes 1 to `marks`, int64 [TIE_BLOCK], for each such entry of TIE_BLOCK number `block` (int64
-    []) on this rank.
+    `marks` is int64 [TIE_BLOCK]; `block` (int64 []) numbers TIE_BLOCKs of the whole tensor.
     """
     if not values.numel():
         return
@@ -170,15 +168,15 @@ def mark_ties(
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
-    """Return whether each entry is chosen: bool, 32 for each of the contiguous int32 words."""
-    if words.device.type == "cpu":  # numpy takes a tenth of torch's time, here and below
+    """Unpack contiguous int32 words to a flat bool tensor, 32 entries per word."""
+    if words.device.type == "cpu":  # numpy takes a tenth of torch's time, also in `pack`
         return torch.from_numpy(np.unpackbits(words.view(torch.uint8).numpy()).view(np.bool_))
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=words.device)
     return ((words.view(torch.uint8).view(-1, 1) >> places) & 1).bool().view(-1)
 
 
 def pack(chosen: torch.Tensor) -> torch.Tensor:
-    """The int32 words of a bool tensor whose length divides by 32."""
+    """Pack a bool tensor of a multiple of 32 entries into int32 words."""
     if chosen.device.type == "cpu":
         return torch.from_numpy(np.packbits(chosen.numpy())).view(torch.int32)
     places = torch.arange(7, -1, -1, dtype=torch.uint8, device=chosen.device)
@@ -194,9 +192,9 @@ def write_bits(
     cutoff: torch.Tensor,
     shard: FlatShard,
 ) -> None:
-    """Choose entries from `start` on by threshold and cutoff (see `selection.LargestSelection`).
+    """Set the bits from `start` on for entries that `selection.LargestSelection` chooses, in place.
 
-    Chosen are entries above the threshold, or at it and before the cutoff in the whole tensor.
+    These are above the threshold, or at the threshold and before the cutoff in the whole tensor.
     """
     for first, stop in aligned_pieces(start, start + values.numel()):
         magnitude = magnitudes(values[first - start : stop - start])
@@ -206,15 +204,15 @@ def write_bits(
 
 
 def aligned_pieces(start: int, stop: int) -> list[tuple[int, int]]:
-    """[start, stop) cut at multiples of CHUNK."""
+    """Split [start, stop) at multiples of CHUNK."""
     cuts = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
     return list(zip(cuts, cuts[1:], strict=False)) if stop > start else []
 
 
 def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
-    """Set the bits from position `start` on to a bool tensor.
+    """Copy a bool tensor into the bits from position `start` on, in place.
 
-    The tensor may be on the CPU where the words are not.
+    `chosen` may be on the CPU when `words` are not.
     """
     first, last = start // 32, -(-(start + chosen.numel()) // 32)
     padded = torch.zeros((last - first) * 32, dtype=torch.bool, device=chosen.device)
@@ -229,14 +227,14 @@ def put(words: torch.Tensor, start: int, chosen: torch.Tensor) -> None:
 
 
 def count_blocks(words: torch.Tensor) -> torch.Tensor:
-    """Number of bits set in each row of words [m, 32]; int64 [m]."""
+    """Return the number of bits set in each row of words [m, 32], int64 [m]."""
     pieces = words.split(CHUNK // BLOCK)
     counts = [unpack(piece).view(-1, BLOCK).sum(dim=1) for piece in pieces]
     return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64, device=words.device)
 
 
 def positions(bits: Bits, first_block: int, last_block: int) -> torch.Tensor:
-    """Chosen entries of blocks [first, last), counted from the first of them; int64."""
+    """Return the chosen entries of blocks [first, last), int64, relative to the first block."""
     words = bits.words[first_block:last_block]
     if bits.patch is not None and bits.patches is not None:
         patch = bits.patch[first_block:last_block]

@@ -1,4 +1,4 @@
-"""Exact selection of the k largest entries of a tensor, over tensor-parallel ranks too."""
+"""Exact selection of the k largest entries of a tensor, also across tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron.sparse.shard import FlatShard
 from megatron.transfer import to_device
 
 SAMPLED = 61
-"""One of so many entries is looked at first: a prime, so that no row length is a multiple."""
+"""Stride of the first sample; a prime, so that no row length is a multiple."""
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions (int64, ascending) of the `k` entries of largest magnitude of a 1-D tensor.
+    """Return the ascending int64 positions of the `k` entries of largest magnitude of a 1-D tensor.
 
-    Of equal magnitudes the lower position goes first.
+    Ties go to the lower position.
     """
     magnitude = values.abs()
     if magnitude.device.type == "cpu":
-        # There `topk` takes one thread 30 ns an entry at d = 0.01, and finding candidates 5.
+        # `topk` takes 30 ns per entry on one thread at d = 0.01, finding candidates takes 5.
         likely = _candidates(magnitude, k)
         if likely.numel() >= k:
             return likely[_largest(magnitude[likely], k)]
@@ -37,11 +37,8 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """Ascending positions of all entries above a bound that a sample suggests.
-
-    If they are `k` or more, the k largest are among them; else the sample was a bad one, or too
-    small to take.
-    """
+    """Return ascending positions of all entries above a bound estimated from a sample."""
+    # `k` or more candidates contain the k largest; fewer mean that the sample was bad or too small.
     sample = magnitude[::SAMPLED]
     share = k / SAMPLED
     enough = math.ceil(share + 4 * math.sqrt(share) + 4)  # four standard deviations
@@ -52,29 +49,29 @@ def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the selection of `largest` without waiting for the device.
-
-    `topk` alone leaves the order of ties open.
-    """
-    top, where = magnitude.topk(k)  # in descending order: those above the k-th come first
+    """Return what `largest` does, without synchronizing with the device."""
+    top, where = magnitude.topk(k)  # descending: entries above the k-th come first
     tied = torch.nonzero_static(magnitude == top[-1], size=k).view(-1)  # the first k of them
     place = torch.arange(k, device=magnitude.device) - (top > top[-1]).sum()  # among the tied
     return torch.where(place < 0, where, tied[place.clamp_(min=0)]).sort().values
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types whose values are ordered by the bits of their magnitude as fp32."""
+"""Dtypes whose values are ordered by the bits of their magnitude as fp32."""
 DRAWN_BLOCK = 64
-"""Entries drawn together, so that a gather copies runs; also what slices of a bucket align to."""
+"""Entries drawn together, so that a gather copies runs; slices of a bucket align to this too."""
 FEW = 1 << 19
-"""Entries up to which a CPU finds the threshold sooner by partition than by counting."""
+"""Largest number of entries for which partition beats counting on a CPU."""
 SAMPLE = 1 << 18
-"""Entries that a GPU looks at first, so as to count single magnitudes near the threshold alone:
-adding to counters in its memory costs more than reading the entries."""
+"""Entries in a GPU's first sample.
+
+A sample narrows the bracket that is counted, as atomic additions to counters cost more than reading
+the entries.
+"""
 BATCH = 16
-"""Tensors counted together on a GPU: counts, and what is found from them, take 5 MiB of each."""
+"""Tensors counted together on a GPU; counts and intermediate results take 5 MiB of each."""
 TOGETHER = 1 << 17
-"""Entries of a tensor cut over ranks up to which it is less to send them all than two counts."""
+"""Largest sharded tensor that is cheaper to send whole than as two histograms, in entries."""
 SumBins = Callable[[torch.Tensor], None]
 _EVERYTHING = (0, MAGNITUDE, 15)
 _NOTHING = (1, 0, 0)
@@ -82,32 +79,32 @@ _ALL_TIES = 1 << 62
 
 
 class Selection(Protocol):
-    """A choice of a tensor's entries on this rank."""
+    """The chosen entries among a tensor's entries on this rank."""
 
     @property
     def n(self) -> int:
-        """Number of entries to choose from."""
+        """Return the number of entries to choose from."""
         ...
 
     @property
     def count(self) -> int | None:
-        """Number of entries chosen; None where only the device knows."""
+        """Return the number of chosen entries; None if only the device knows it."""
         ...
 
     def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return the chosen entries of [start, stop), ascending, less `start`; int32.
+        """Return the chosen entries of [start, stop), ascending, minus `start`; int32.
 
-        CUDA makes the host wait for them.
+        Synchronizes with a CUDA device.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LargestSelection:
-    """A selection of the largest entries.
+    """The entries above a threshold, and those at the threshold before a cutoff.
 
-    Chosen are entries whose magnitude is above `threshold` (int32 [], bits of |x|), or at it with a
-    place before `cutoff` (int64 []) in the whole tensor. Reads `values` whenever it is asked.
+    `threshold`: int32 [], bits of |x|. `cutoff`: int64 [], a position in the whole tensor. `values`
+    are not copied, and are read at each use.
     """
 
     values: torch.Tensor
@@ -125,7 +122,7 @@ class LargestSelection:
         pieces = [torch.empty(0, dtype=torch.int32, device=self.values.device)]
         for first in range(start, stop, CHUNK):
             mask = self.mask(first, min(first + CHUNK, stop))
-            if mask.device.type == "cpu":  # numpy finds them in a fifth of torch's time
+            if mask.device.type == "cpu":  # numpy takes a fifth of torch's time
                 found = torch.from_numpy(np.flatnonzero(mask.numpy()))
             else:
                 found = mask.nonzero().view(-1)
@@ -133,7 +130,7 @@ class LargestSelection:
         return pieces[1] if len(pieces) == 2 else torch.cat(pieces)
 
     def mask(self, start: int, stop: int) -> torch.Tensor:
-        """Return whether each entry of [start, stop) is chosen."""
+        """Return a bool mask of the entries [start, stop)."""
         magnitude = magnitudes(self.values[start:stop])
         if magnitude.device.type == "cpu" and self.shard.is_run:
             cutoff = int(self.cutoff) - self.shard.offset
@@ -148,10 +145,9 @@ class LargestSelection:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A tensor of which `k` entries are wanted.
+    """A tensor, or a shard of one, of which `k` entries over all shards are to be selected.
 
-    It is 1-D fp32, bf16 or fp16 without NaN, or the part of one that `shard` describes; `k` counts
-    over all parts.
+    `values` are 1-D, contiguous fp32, bf16 or fp16 without NaN.
     """
 
     values: torch.Tensor
@@ -171,14 +167,16 @@ def select_largest(
     sum_bins: SumBins | None = None,
     shard: FlatShard | None = None,
 ) -> LargestSelection:
-    """The k entries of largest magnitude of a 1-D fp32, bf16 or fp16 tensor without NaN.
+    """Select the k entries of largest magnitude; ties go to the first.
 
-    Of equal ones those that come first. Decides at once, without a wait on CUDA; `values` are read
-    again when the selection is used. 16-bit values are widened piece by piece.
+    On CUDA the host does not wait. 16-bit values are widened in pieces. If the tensor is sharded,
+    all ranks call this, including those without entries.
 
-    Where the tensor is cut over ranks, k counts them all, `shard` says which entries these are, and
-    `sum_bins` adds integers over the ranks in place; all of them call this, those without any entry
-    too.
+    Args:
+        values: 1-D fp32, bf16 or fp16 without NaN; read again when the selection is used.
+        k: entries to select over all ranks.
+        sum_bins: a function that sums integers over the ranks in place.
+        shard: the positions of `values` in the whole tensor.
     """
     shard = shard or FlatShard(values.numel(), values.numel())
     (found,) = select_largest_each([Candidates(values, k, shard)], sum_bins=sum_bins)
@@ -188,10 +186,10 @@ def select_largest(
 def select_largest_each(
     tensors: Sequence[Candidates], *, sum_bins: SumBins | None = None
 ) -> list[LargestSelection]:
-    """Select from each tensor as `select_largest` does, with few launches on a GPU.
+    """Select from each tensor as `select_largest` does, with fewer launches on a GPU.
 
-    All of them are whole, or all are cut over the ranks of `sum_bins`, which then call this with
-    the parts of the same tensors in the same order.
+    Either all tensors are whole, or all are sharded over the ranks of `sum_bins`, which call this
+    with shards of the same tensors in the same order.
     """
     found: dict[int, LargestSelection] = {}
     counted: dict[bool, list[int]] = {False: [], True: []}
@@ -213,10 +211,7 @@ def select_largest_each(
 
 
 def _batches(numbers: Sequence[int], tensors: Sequence[Candidates]) -> Iterator[Sequence[int]]:
-    """Yield the tensors that are counted together.
-
-    A CPU gains nothing by that and counts one tensor at a time.
-    """
+    """Group tensors to be counted together; on a CPU, which gains nothing, one at a time."""
     on_cpu = not numbers or tensors[numbers[0]].values.device.type == "cpu"
     size = 1 if on_cpu else BATCH
     return (numbers[first : first + size] for first in range(0, len(numbers), size))
@@ -225,7 +220,7 @@ def _batches(numbers: Sequence[int], tensors: Sequence[Candidates]) -> Iterator[
 def _by_counting(
     batch: Sequence[Candidates], sum_bins: SumBins | None, *, sampled: bool
 ) -> Iterator[LargestSelection]:
-    """`sampled`: count a sample first."""
+    """Select by histograms of magnitudes, of a sample first if `sampled`."""
     count = _Counter(batch, sum_bins)
     bins = count.sampled() if sampled else count.within(count.bracket(_EVERYTHING))
     threshold, ties, wanted = count.threshold(bins)
@@ -236,7 +231,7 @@ def _by_counting(
 
 
 def _together(values: torch.Tensor, shard: FlatShard, sum_bins: SumBins) -> torch.Tensor:
-    """Magnitudes of all entries of a tensor that is cut over ranks, fp32."""
+    """Return the fp32 magnitudes of all entries of a sharded tensor."""
     bits = torch.zeros(shard.total, dtype=torch.int32, device=values.device)
     places = shard.logical(torch.arange(shard.numel, device=values.device))
     bits.index_copy_(0, places, magnitudes(values))
@@ -245,7 +240,7 @@ def _together(values: torch.Tensor, shard: FlatShard, sum_bins: SumBins) -> torc
 
 
 def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threshold and cutoff of a tensor too short to be worth counting 65536 bins for."""
+    """Return threshold and cutoff of a tensor too short for a histogram of 65536 bins."""
     magnitude = magnitudes(values).numpy()
     threshold = np.partition(magnitude, values.numel() - k)[values.numel() - k]
     wanted = k - int((magnitude > threshold).sum())
@@ -256,38 +251,32 @@ def _by_partition(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
 
 @dataclass(frozen=True)
 class _Bins:
-    """Counts of the magnitudes of m tensors.
+    """Histograms of the magnitudes of m tensors; all int64."""
 
-    `counts` [m, BINS] of those in `bracket` [m, 3] (first, last, shift) and `above` [m, 1], of
-    those above it; all int64.
-    """
-
-    counts: torch.Tensor
-    above: torch.Tensor
-    bracket: torch.Tensor
+    counts: torch.Tensor  # [m, BINS], of magnitudes in the bracket
+    above: torch.Tensor  # [m, 1], above the bracket
+    bracket: torch.Tensor  # [m, 3]: first, last, shift
 
 
 class _Counter:
-    """The passes over m tensors, over all ranks that hold parts of them.
-
-    What is found stays on the device: numbers are tensors [m, 1], choices are `torch.where`.
-    """
+    """The counting passes over m tensors and all ranks that hold shards of them."""
 
     def __init__(self, batch: Sequence[Candidates], sum_bins: SumBins | None) -> None:
+        # Results stay on the device: numbers are tensors [m, 1], and branches are `torch.where`.
         self.batch, self.sum_bins = batch, sum_bins
         self.device = batch[0].values.device
         self.wanted = self._column([one.k for one in batch])
 
     def bracket(self, numbers: tuple[int, int, int]) -> torch.Tensor:
-        """Return the bracket of each tensor."""
+        """Return the same bracket for each tensor."""
         row = to_device(torch.tensor(numbers), self.device)
         return row.expand(len(self.batch), 3)
 
     def within(self, brackets: torch.Tensor, values: Sequence[torch.Tensor] | None = None) -> _Bins:
-        """Count the magnitudes within each tensor's bracket; nothing is read for an empty one."""
+        """Count the magnitudes within each tensor's bracket; an empty bracket reads nothing."""
         values = [one.values for one in self.batch] if values is None else values
         longest = max(each.numel() for each in values)
-        # Half as wide where no count can be larger, which a GPU adds in half the time.
+        # A GPU adds int32 in half the time; use int32 if no count can overflow.
         dtype = torch.int32 if longest < 2**31 else torch.int64
         counts = torch.zeros(len(values), BINS + 1, dtype=dtype, device=self.device)
         for each, bracket, row in zip(values, brackets.unbind(), counts.unbind(), strict=True):
@@ -297,12 +286,8 @@ class _Counter:
         return _Bins(counts[:, :BINS], counts[:, BINS:], brackets)
 
     def sampled(self) -> _Bins:
-        """Counts in which the wanted entry lies.
-
-        Of a narrow bracket that a sample suggests, and only where that misses, which the device
-        finds out by itself, of everything.
-        """
-        # An odd stride meets every column of a matrix.
+        """Count in a narrow bracket around the wanted entry, or in full if the sample misleads."""
+        # An odd stride visits every column of a matrix.
         samples = [
             one.values[:: (one.values.numel() // SAMPLE) | 1].contiguous() for one in self.batch
         ]
@@ -310,6 +295,7 @@ class _Counter:
         totals = self._column([one.shard.total for one in self.batch])
         narrow = self.within(_around(seen.counts, self.wanted, totals))
         reached = narrow.above + narrow.counts.sum(dim=1, keepdim=True)
+        # The device decides which bracket is right; the host does not wait.
         hit = (narrow.above < self.wanted) & (self.wanted <= reached)
         everything, nothing = self.bracket(_EVERYTHING), self.bracket(_NOTHING)
         full = self.within(torch.where(hit, nothing, everything))
@@ -320,9 +306,9 @@ class _Counter:
         )
 
     def threshold(self, bins: _Bins) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the k-th largest magnitude's bits (int32 [m, 1]), its count and the wanted number.
+        """Return the k-th largest magnitude's bits, its number of ties, and the ties wanted.
 
-        Both numbers are int64 [m, 1].
+        The bits are int32 [m, 1], the numbers int64 [m, 1].
         """
         first, last, shift = bins.bracket.split(1, dim=1)
         bin_, rest = _from_top(bins.counts, self.wanted - bins.above)
@@ -336,11 +322,8 @@ class _Counter:
     def cutoff(
         self, thresholds: torch.Tensor, ties: torch.Tensor, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Return the cutoff of each tensor (int64 [m, 1]) among entries at the threshold.
-
-        Before the cutoff lie `wanted` such entries; it lies beyond every place where all `ties` are
-        wanted.
-        """
+        """Return the positions [m, 1] before which `wanted` entries are at the threshold."""
+        # The cutoff is beyond every position if all ties are wanted.
         cut = wanted < ties
         if not self._has_ties(cut):
             return torch.full_like(wanted, _ALL_TIES)
@@ -361,10 +344,7 @@ class _Counter:
         return torch.where(cut, cutoff, _ALL_TIES)
 
     def _has_ties(self, cut: torch.Tensor) -> bool:
-        """Return whether a tensor may have more entries at its threshold than are wanted.
-
-        A GPU is not asked, since the host would wait for the answer.
-        """
+        """Return whether ties may be left out; True on a GPU, as the host would have to wait."""
         return self.device.type != "cpu" or bool(cut.any())
 
     def _column(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -376,26 +356,20 @@ class _Counter:
 
 
 def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first place of each row at which counts sum to `wanted`, and the need there.
-
-    Shapes: [m, 1] from [m, n] and [m, 1].
-    """
+    """Return where the counts of each row reach `wanted`, and how many of that place are needed."""
     sums = counts.cumsum(1)
     place = torch.searchsorted(sums, wanted).clamp_(max=counts.shape[1] - 1)
     return place, wanted - (sums - counts).gather(1, place)
 
 
 def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the place that `_reaching` finds when counting from the last place down."""
+    """Return what `_reaching` does, from the last place down."""
     place, rest = _reaching(counts.flip(1), wanted)
     return counts.shape[1] - 1 - place, rest
 
 
 def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return brackets [m, 3] that almost certainly hold the `wanted`-th largest magnitude.
-
-    The brackets of `total` magnitudes follow from the counts of samples.
-    """
+    """Return brackets [m, 3] that almost certainly hold the `wanted`-th largest of `total`."""
     size = counts.sum(dim=1, keepdim=True)
     place = wanted * size // total
     margin = (3 * size.double().sqrt()).long()  # six standard deviations at the median
@@ -403,7 +377,7 @@ def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> 
     bottom_place = torch.minimum(place + margin, size)
     bottom = torch.where(place + margin < size, _from_top(counts, bottom_place)[0], 0)
     _, _, shift = _EVERYTHING
-    # Bins of the bracket are as much narrower as it is: the least power of two that suffices.
+    # Bins are narrower by the least power of two that suffices for the bracket.
     powers = 1 << torch.arange(17, device=counts.device)
     narrower = (powers < top - bottom + 1).sum(dim=1, keepdim=True)
     first, last = bottom << shift, ((top + 1) << shift) - 1
@@ -412,7 +386,7 @@ def _around(counts: torch.Tensor, wanted: torch.Tensor, total: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class GivenSelection:
-    """A selection given as booleans, one for each entry."""
+    """A selection given by a bool tensor."""
 
     chosen: torch.Tensor
 
@@ -430,9 +404,9 @@ class GivenSelection:
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """A selection of drawn runs `[starts, starts + lengths)` of the whole tensor.
+    """A selection of runs `[starts, starts + lengths)` of the whole tensor, as far as on this rank.
 
-    Runs are ascending int64 on the CPU; this rank chooses the entries of the runs that it holds.
+    `starts` and `lengths` are int64 on the CPU, ordered by start.
     """
 
     starts: torch.Tensor
@@ -465,10 +439,10 @@ class DrawnSelection:
 def draw_seeded(
     n: int, k: int, *, seed: int, step: int, name: str, shard: FlatShard | None = None
 ) -> DrawnSelection:
-    """K of the n entries of the tensor `name`, from these numbers and the name alone.
+    """Draw k of the n entries of a tensor from seed, step and name alone.
 
-    Whole blocks of 64 entries, of which one is cut to make it k. `shard` says which are on this
-    rank.
+    Whole blocks of 64 entries are drawn, of which one is shortened to make the total k. `shard` is
+    this rank's shard of the tensor.
     """
     assert 0 <= k <= n
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
@@ -484,7 +458,7 @@ def draw_seeded(
 
 
 def _kernels(values: torch.Tensor) -> ModuleType:
-    """Triton's where they serve: on CUDA, if it is installed."""
+    """Return the Triton kernels on CUDA if Triton is installed, else the reference."""
     if values.device.type != "cuda" or find_spec("triton") is None:
         return reference
     from megatron.sparse import kernels
@@ -493,5 +467,5 @@ def _kernels(values: torch.Tensor) -> ModuleType:
 
 
 def _tie_kernels(one: Candidates) -> ModuleType:
-    """No kernel looks up places that are told by a list of runs."""
+    """Return the kernels for ties; Triton's do not support shards with runs."""
     return _kernels(one.values) if one.shard.runs is None else reference

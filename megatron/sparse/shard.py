@@ -1,4 +1,4 @@
-"""The places of a tensor-parallel rank's entries in the whole tensor."""
+"""The positions of a tensor-parallel rank's entries in the whole tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """The places of this rank's `numel` entries among the `total` of a tensor.
+    """A map from this rank's `numel` entries to the `total` entries of a flattened tensor.
 
-    Local entry i is entry j // row * stride + offset + j % row, where j = first + i.
-
-    `runs`, where they lie less evenly, says it in place of these numbers: int64 [runs] on the CPU,
-    which local entry each run begins with and where that lies, both ascending.
+    Local entry i is entry j // row * stride + offset + j % row of the whole, where j = first + i.
+    Irregular shards have `runs` instead: int64 [runs] on the CPU, the first local entry of each run
+    and its position in the whole tensor, both ascending.
     """
 
     numel: int
@@ -38,20 +37,20 @@ class FlatShard:
 
     @classmethod
     def of(cls, shard: TensorShard) -> FlatShard:
-        """Flatten a tensor-parallel rank's part of a tensor."""
+        """Flatten a tensor-parallel rank's shard of a tensor."""
         inner = math.prod(shard.shape[shard.axis + 1 :])
         row, stride = (shard.stop - shard.start) * inner, shard.block * inner
         numel, total, offset = shard.local_entries, math.prod(shard.shape), shard.start * inner
-        if numel == row:  # one run, wherever it begins
+        if numel == row:  # one run
             return cls(numel, total, offset=offset)
         return cls(numel, total, row, stride, offset)
 
     @classmethod
     def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
-        """Return the shard among the stored entries of a partly stored tensor.
+        """Create the shard of a tensor's stored entries, numbered among the stored entries only.
 
-        `counts` (int64 [ranks, rows]) holds how many entries each rank stores of each of its rows,
-        which take turns by row.
+        `counts`, int64 [ranks, rows], are the entries that each rank stores of each of its rows;
+        the rows of the whole tensor alternate between ranks.
         """
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
         mine = counts[rank]
@@ -73,7 +72,7 @@ class FlatShard:
         return cls(numel, total, runs=(starts, places))
 
     def _runs_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `runs` on a device; they are copied there once."""
+        """Return `runs` on a device, copied at most once."""
         assert self.runs is not None
         if device not in self._moved:
             starts, places = self.runs
@@ -82,11 +81,11 @@ class FlatShard:
 
     @property
     def is_run(self) -> bool:
-        """Return whether the entries lie side by side in the whole tensor."""
+        """Return whether the entries are contiguous in the whole tensor."""
         return self.row == self.stride and self.runs is None
 
     def logical(self, local: torch.Tensor) -> torch.Tensor:
-        """Positions in the whole tensor of local ones (int64)."""
+        """Convert local positions (int64) to positions in the whole tensor."""
         if self.runs is not None:
             starts, places = self._runs_on(local.device)
             run = torch.searchsorted(starts, local, right=True) - 1
@@ -97,9 +96,11 @@ class FlatShard:
         return moved // self.row * (self.stride - self.row) + moved + self.offset
 
     def local(self, logical: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return local positions (int64) of a whole tensor's entries, and which are on this rank.
+        """Convert positions in the whole tensor (int64) to local positions.
 
-        Positions of entries of other ranks mean nothing.
+        Returns:
+            The local positions, and a bool tensor that marks entries on this rank; the positions of
+            other entries are undefined.
         """
         if self.runs is not None:
             starts, places = self._runs_on(logical.device)
@@ -127,10 +128,7 @@ class FlatShard:
         return min(max(moved, 0), self.numel)
 
     def part(self, start: int, stop: int) -> FlatShard:
-        """Return the shard of this rank's entries in `[start, stop)` of the whole tensor.
-
-        `below` counts them; they are placed among all entries of that range.
-        """
+        """Return the shard of the range `[start, stop)` of the whole tensor."""
         low, high = self.below(start), self.below(stop)
         if low == high:
             return FlatShard(0, stop - start)

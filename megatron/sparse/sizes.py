@@ -1,21 +1,18 @@
-"""The lengths of bitmaps.
-
-Loads no torch: the planner uses it too. Loads no torch: the planner asks too.
-"""
+"""Sizes of the bitmaps of sparse tensors. Loads no torch, for the planner."""
 
 from __future__ import annotations
 
 BLOCK = 1024
-"""Entries for which it is kept how many are chosen before them."""
+"""Entries per block; a bitmap keeps the number of chosen entries before each block."""
 GROUP = 4
-"""Blocks that a kernel may take at once: a bitmap has a multiple of so many."""
+"""Blocks that a kernel may take at once; a bitmap has a multiple of this many."""
 
 
 def bitmap_bytes(length: int) -> int:
-    """Return the bytes of a bitmap with counts.
+    """Return the bytes of a bitmap of `length` entries.
 
-    It has a bit for each entry, up to a whole group of blocks, and for each block its count and the
-    number before it, 8 bytes each.
+    A bitmap has one bit per entry, padded to a whole group of blocks, and for each block its count
+    and offset of 8 bytes each.
     """
     blocks = -(-length // (GROUP * BLOCK)) * GROUP
     return blocks * (BLOCK // 8 + 16)

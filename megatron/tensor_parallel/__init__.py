@@ -1,1 +1,1 @@
-"""Tensor parallelism: sharded layers, dropout streams and cross-entropy."""
+"""Tensor parallelism: sharded layers and vocabulary, dropout streams, cross-entropy."""

@@ -1,14 +1,14 @@
-"""The collectives of tensor-parallel ranks inside forward and backward.
+"""Collectives of tensor-parallel ranks inside forward and backward.
 
-Between layers hidden states [b, s, h] are equal on all ranks or, with sequence parallelism, rank r
+Between layers, hidden states [b, s, h] are equal on all ranks or, with sequence parallelism, rank r
 holds positions [r s/tp, (r+1) s/tp) of every sequence (Korthikanti et al. 2022, 4.2.2):
 
         norm     column-parallel    row-parallel     dropout, residual sum
     whole  --(f)--> this rank's columns --(g)--> whole        f: sum backward, g: sum forward
     part   --(f)--> this rank's columns --(g)--> part         f: gather and its reverse, g: likewise
 
-Gathered rows come rank after rank, [tp * b, s/tp, ...]: "by rank". Products and losses do not mind
-the order of rows, so that only attention, which does, pays for a copy into [b, s, ...].
+Gathered rows are ordered "by rank", [tp * b, s/tp, ...]. Products and losses do not depend on the
+order of rows, so that only attention pays for a copy into [b, s, ...].
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks that share each layer, and whether they share the sequence between layers too."""
+    """The tensor-parallel group, and whether its ranks shard the sequence between layers."""
 
     group: Group = ALONE
     sequence_parallel: bool = False
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's position in the group."""
         return self.group.rank
 
     @property
     def cuts_sequence(self) -> bool:
-        """Return whether a rank holds only a part of each sequence between layers."""
+        """Return whether each rank holds a part of each sequence between layers."""
         return self.sequence_parallel and self.size > 1
 
     def whole_length(self, length: int) -> int:
-        """Positions of the whole sequence, from those between layers."""
+        """Return the length of the whole sequence, given the local length between layers."""
         return length * self.size if self.cuts_sequence else length
 
     def positions(self, length: int) -> slice:
-        """Return which of `length` positions are here between layers."""
+        """Return this rank's slice of `length` positions between layers."""
         if not self.cuts_sequence:
             return slice(0, length)
         assert length % self.size == 0, "the sequence comes out even"
@@ -61,13 +61,13 @@ class TensorParallel:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
-        """[b, s, ...] to the order of gathered rows [tp * b, s/tp, ...]; a view where b is 1."""
+        """Reorder [b, s, ...] as gathered rows [tp * b, s/tp, ...]; a view if b is 1."""
         if not self.cuts_sequence:
             return values
         return values.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
 
     def by_position(self, rows: torch.Tensor) -> torch.Tensor:
-        """The reverse of `by_rank`."""
+        """Reorder gathered rows to [b, s, ...], reversing `by_rank`."""
         if not self.cuts_sequence:
             return rows
         return rows.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
@@ -75,7 +75,7 @@ class TensorParallel:
     def gather(
         self, part: torch.Tensor, *, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Every rank's part [b, s/tp, n], by rank; what is there to wait for, with `async_op`."""
+        """Gather parts [b, s/tp, n] by rank, and return them with the work handle of `async_op`."""
         if not self.cuts_sequence:
             return part, None
         rows = part.new_empty(self.size * part.shape[0], *part.shape[1:])
@@ -84,10 +84,10 @@ class TensorParallel:
     def add_up(
         self, terms: torch.Tensor, *, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Return the sum over ranks of contiguous `terms`, which the sum overwrites.
+        """Sum contiguous `terms` over ranks, and return the sum with the work handle of `async_op`.
 
-        For terms by rank, returns this rank's positions of the sum; with `async_op`, also the work
-        to wait for.
+        The sum overwrites `terms`, or with sequence parallelism, where `terms` are by rank, is a
+        new tensor of this rank's positions.
         """
         if not self.cuts_sequence:
             return terms, self.group.all_reduce(terms, dist.ReduceOp.SUM, async_op=async_op)
@@ -97,15 +97,15 @@ class TensorParallel:
 
 
 UNCUT = TensorParallel()
-"""Layers that one rank holds whole."""
+"""A single rank, which holds layers whole."""
 
 
 _UNCOMPILED: list[list[Callable[..., Any]]] = []
-"""What each `uncompiled` function calls."""
+"""The callees of `uncompiled` functions."""
 
 
 def uncompiled(function: F) -> F:
-    """Keep torch.compile from compiling `function`, once `keep_uncompiled` was called."""
+    """Exclude `function` from torch.compile once `keep_uncompiled` has been called."""
     called: list[Callable[..., Any]] = [function]
     _UNCOMPILED.append(called)
 
@@ -117,10 +117,8 @@ def uncompiled(function: F) -> F:
 
 
 def keep_uncompiled() -> None:
-    """Tell torch.compile which functions are `uncompiled`.
-
-    Not before it is used: its compiler takes as long to load as the rest of torch.
-    """
+    """Exclude all `uncompiled` functions from torch.compile."""
+    # Not at import, since the compiler takes as long to load as the rest of torch.
     while _UNCOMPILED:
         called = _UNCOMPILED.pop()
         called[0] = torch.compiler.disable(called[0])
@@ -128,9 +126,10 @@ def keep_uncompiled() -> None:
 
 @uncompiled
 def add_up_terms(terms: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """g: the sum over ranks of each rank's contiguous terms [..., n], which may be overwritten.
+    """Sum contiguous terms [..., n] over ranks (g); `terms` may be overwritten.
 
-    With sequence parallelism they are by rank, and the result is this rank's part of each sequence.
+    With sequence parallelism terms are by rank, and the result is this rank's part of each
+    sequence.
     """
     return _AddUpTerms.apply(terms, tp)
 
@@ -146,6 +145,6 @@ class _AddUpTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The gradient of every term is that of the sum.
+        # Every term has the gradient of the sum.
         grad_terms, _ = ctx.tp.gather(grads[0])
         return grad_terms, None

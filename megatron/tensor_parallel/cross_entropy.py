@@ -1,8 +1,8 @@
-"""Cross-entropy over a vocabulary that may be cut over a tensor-parallel group.
+"""Cross-entropy over a vocabulary that may be sharded over a tensor-parallel group.
 
-The stock function widens 16-bit logits to fp32 as a whole and keeps a softmax of that size. Here
-the logits are the only tensor of their size: statistics are fp32 over chunks of tokens that stay
-in cache, and backward writes the gradient over the logits. On CUDA Triton kernels do the same.
+torch's function widens all 16-bit logits to fp32 and keeps a softmax of that size. Here the logits
+are the only tensor of their size: statistics are fp32 over chunks of tokens that stay in cache, and
+backward overwrites the logits with their gradient. Triton kernels do the same on CUDA.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.parallel.groups import ALONE, Group
 from megatron.parallel.tensor_shard import even_share
 from megatron.tensor_parallel.vocabulary import check_ids
 
-# fp32 scratch of a chunk: inside a core's share of the last-level cache on a CPU, and on a GPU
-# large enough that launches do not matter.
+# fp32 elements of a chunk: within a core's share of the last-level cache on a CPU; on a GPU large
+# enough that launches do not matter.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20}
 _CHUNK_ELEMENTS_OTHER = 1 << 26
 _LOG2_E = math.log2(math.e)
@@ -33,14 +33,18 @@ def token_losses(
     vocab_size: int,
     group: Group = ALONE,
 ) -> torch.Tensor:
-    """Negative log-likelihood of each target: logits [n, columns], targets [n] int64 -> [n] fp32.
+    """Return the negative log-likelihood of each target, fp32 [n].
 
     Takes ownership of `logits`: **backward overwrites them with their gradient**, so the caller
-    must not read them again (autograd refuses a second backward by the version counter). Columns
-    stand for this rank's even share of the vocabulary; those beyond it are padding, count as -inf
-    and get gradient 0. `group`: the tensor-parallel ranks, which hold the other shares, have the
-    same targets and find the same losses, bit for bit. A target outside the vocabulary is an error
-    of the index operation where there is no group, and one of `check_ids` where there is.
+    must not read them again (autograd refuses a second backward by the version counter). A target
+    outside the vocabulary is an error of the index operation on one rank, and of `check_ids` on
+    several.
+
+    Args:
+        logits: [n, columns], this rank's even share of the vocabulary. Columns past the share are
+            padding, count as -inf and get gradient 0.
+        targets: int64 [n], equal on all ranks.
+        group: the tensor-parallel ranks; all get bitwise equal losses.
     """
     return _TokenLosses.apply(logits, targets, vocab_size, group)
 
@@ -58,7 +62,7 @@ class _TokenLosses(torch.autograd.Function):
             local_targets = (targets - start).masked_fill_(~owned, 0)
         real = logits[:, : stop - start]
 
-        # Three statistics per token, each reduced over the group, in two collectives.
+        # Three statistics per token are reduced over the group in two collectives.
         target_logit = real.gather(1, local_targets[:, None])[:, 0].float()
         if owned is not None:
             target_logit.masked_fill_(~owned, 0.0)
@@ -70,7 +74,7 @@ class _TokenLosses(torch.autograd.Function):
 
         ctx.save_for_backward(logits, maximum, exp_sum, local_targets, owned)
         ctx.columns = stop - start
-        # Large numbers cancel first.
+        # Subtract the large numbers first, so that they cancel.
         return (maximum - target_logit).add_(exp_sum.log())
 
     @staticmethod
@@ -85,18 +89,15 @@ class _TokenLosses(torch.autograd.Function):
             for rows, scratch in _chunks(real):
                 _exp_below(maximum[rows], real[rows], out=scratch)
                 scratch.scatter_add_(1, local_targets[rows, None], at_target[rows, None])
-                # Scaled in fp32: fp16 would lose small probabilities before the loss scale lifts
-                # them.
+                # Scale in fp32: fp16 would lose small probabilities before the loss scale is
+                # applied.
                 real[rows] = scratch.mul_(scale[rows, None])
-        logits[:, ctx.columns :] = 0  # this also tells autograd that the logits are gone
+        logits[:, ctx.columns :] = 0  # also tells autograd that the logits are overwritten
         return logits, None, None, None
 
 
 def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's largest logit over the group, and its sum of exponentials; fp32 [n].
-
-    The sum is of exp(logit - largest) over the columns of this rank.
-    """
+    """Return each token's largest logit over the group, and the local sum of exp; fp32 [n]."""
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)
         maximum = mine.clone()
@@ -113,7 +114,7 @@ def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor
 
 
 def _kernels(logits: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels where they serve: on CUDA, if Triton is installed."""
+    """Return the Triton kernels on CUDA if Triton is installed, else None."""
     if logits.device.type != "cuda" or find_spec("triton") is None:
         return None
     from megatron.tensor_parallel import cross_entropy_kernels
@@ -122,8 +123,9 @@ def _kernels(logits: torch.Tensor) -> ModuleType | None:
 
 
 def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:
-    """exp(logits - maximum) as a power of two: torch's CPU exp takes four times as long."""
-    # One dtype in each operation: mixed ones make a copy of their own.
+    """Write exp(logits - maximum) to `out`."""
+    # A power of two, since torch's CPU exp takes four times as long. One dtype per operation, as
+    # mixed dtypes make a copy.
     out.copy_(logits)
     out.sub_(maximum[:, None]).mul_(_LOG2_E).exp2_()
 

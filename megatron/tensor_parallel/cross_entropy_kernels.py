@@ -1,7 +1,7 @@
-"""Triton kernels of the cross-entropy: one pass over the logits forward, one backward.
+"""Triton kernels of the cross-entropy, with one pass over the logits in each direction.
 
-The plain-torch version in `cross_entropy.py` is the reference; it passes over an fp32 copy of the
-logits five times each way, which a GPU feels where a CPU's cache hides it. Imported on CUDA alone.
+The reference in `cross_entropy.py` passes over an fp32 copy of the logits five times each way,
+which a CPU's cache hides but a GPU's does not. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WARPS = 8
 
 
 def statistics(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's maximum and sum of exp(logit - maximum); two fp32 tensors [n].
+    """Return the maximum and the sum of exp(logit - maximum) of each row; two fp32 tensors [n].
 
     Rows of `logits` [n, columns] must be contiguous.
     """
@@ -26,7 +26,7 @@ def statistics(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = logits.shape
     maximum = torch.empty(rows, dtype=torch.float32, device=logits.device)
     exp_sum = torch.empty_like(maximum)
-    kernel: Any = _statistics  # which takes its grid in brackets
+    kernel: Any = _statistics  # Triton takes the grid in brackets
     kernel[(rows,)](
         logits, maximum, exp_sum, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS
     )
@@ -40,9 +40,10 @@ def write_gradient(
     targets: torch.Tensor,
     at_target: torch.Tensor,
 ) -> None:
-    """Overwrite logits [n, columns] by (exp(logit - maximum) + at_target at its target) * scale.
+    """Overwrite `logits` [n, columns] in place with their gradient.
 
-    All but logits are [n]. Autograd is not told of the write.
+    Each row becomes (exp(logit - maximum) + at_target at its target) * scale; all other arguments
+    are [n]. Autograd does not see the write.
     """
     rows, columns = logits.shape
     kernel: Any = _gradient
@@ -63,8 +64,8 @@ def write_gradient(
 def _statistics(logits, maximum, exp_sum, stride, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    # One running maximum and sum for each lane, brought together at the end. The first maximum is
-    # finite, since -inf cannot be subtracted from itself.
+    # Each lane has a running maximum and sum, combined at the end. The first maximum is finite,
+    # since -inf - -inf is NaN.
     highest = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):

@@ -1,9 +1,9 @@
-"""Linear layers cut over tensor-parallel ranks (Shoeybi et al. 2019, 3).
+"""Linear layers sharded over tensor-parallel ranks (Shoeybi et al. 2019, 3).
 
-A column-parallel layer holds a share of the outputs, a row-parallel one a share of the inputs; put
-one after the other they need one sum, of the second one's output. Initial values and logical shapes
-are those of the whole layer: `shards` has the part of each parameter on this rank. With one rank
-nothing is sharded, and there is nothing between the layer and the product.
+A column-parallel layer holds a share of the outputs, a row-parallel layer a share of the inputs;
+one after the other they need one sum, over the second layer's output. Initial values and logical
+shapes are of the whole layer; `shards` has this rank's parts. On one rank a layer is a plain
+product.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from megatron.tensor_parallel.products import multiply, product
 
 
 class ShardedModule(nn.Module):
-    """Holds parameters of which each tensor-parallel rank has a part.
+    """A module that holds this rank's shards of parameters.
 
-    `shards`, by the parameter's name in this module, empty with one rank. Values are left for
-    `init` to fill.
+    `shards`: by parameter name in this module; empty on one rank. Values are filled by `init`.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -42,7 +41,7 @@ class ShardedModule(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make a parameter: an even share of a tensor of `shape`."""
+        """Create a parameter with this rank's even share of a tensor of `shape`."""
         if self.is_sharded:
             shard = TensorShard.evenly(
                 shape, axis=axis, rank=self.tp.rank, ranks=self.tp.size, blocks=blocks
@@ -53,7 +52,7 @@ class ShardedModule(nn.Module):
 
 
 def shards_of(model: nn.Module) -> dict[str, TensorShard]:
-    """Cuts of a model's parameters by the name that `named_parameters` gives them."""
+    """Return the shards of a model's parameters by their `named_parameters` name."""
     return {
         f"{prefix}.{name}": shard
         for prefix, module in model.named_modules()
@@ -63,12 +62,11 @@ def shards_of(model: nn.Module) -> dict[str, TensorShard]:
 
 
 class ColumnParallelLinear(ShardedModule):
-    """[..., k] -> this rank's share of n outputs.
+    """Linear layer with this rank's share of n outputs: [..., k] -> [..., share of n].
 
-    The gradient of the input is summed over ranks while that of the weight is computed.
-
-    `blocks`: the outputs are so many equal blocks, and a rank has its share of each. With sequence
-    parallelism the input is a part of each sequence and the output whole, by rank.
+    The sum of the input gradient over ranks overlaps with the weight gradient. `blocks`: number of
+    equal blocks of outputs, of each of which a rank has a share. With sequence parallelism the
+    input is a part of each sequence, and the output is whole, by rank.
     """
 
     def __init__(
@@ -91,16 +89,16 @@ class ColumnParallelLinear(ShardedModule):
             self._hold((num_outputs,), name="bias", **placed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[b, s, k] or, cut along the sequence, [b, s/tp, k] -> [b, s, share of n] or by rank."""
+        """Apply the layer: [b, s, k] -> [b, s, share of n], or [b, s/tp, k] -> by rank."""
         if self.is_sharded:
             return multiply_by_columns(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
 
 
 class RowParallelLinear(ShardedModule):
-    """This rank's share of k inputs -> [..., n], summed over ranks.
+    """Linear layer of this rank's share of k inputs, summed over ranks to [..., n].
 
-    The bias, which every rank holds whole, is added once, after the sum.
+    Every rank holds the whole bias, which is added once, after the sum.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class RowParallelLinear(ShardedModule):
             self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[b, s, share of k] -> [b, s, n]; by rank -> [b, s/tp, n] where the sequence is cut."""
+        """Apply the layer: [b, s, share of k] -> [b, s, n], or by rank -> [b, s/tp, n]."""
         if self.is_sharded:
             return multiply_by_rows(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
@@ -131,16 +129,16 @@ class RowParallelLinear(ShardedModule):
 def multiply_by_rows(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
 ) -> torch.Tensor:
-    """`F.linear` by this rank's rows, then g.
+    """Multiply as `F.linear` by this rank's share of inputs, and sum over ranks (g).
 
-    Inputs [b, s, k], by rank where the sequence is cut, weight [n, k], bias [n], which is added
-    once -> [b, s, n] or [b, s/tp, n].
+    `inputs` [b, s, k], or by rank with sequence parallelism; `weight` [n, k]; `bias` [n], added
+    once. Returns [b, s, n] or [b, s/tp, n].
     """
     return _MultiplyByRows.apply(inputs, weight, bias, tp)
 
 
 class _MultiplyByRows(torch.autograd.Function):
-    """One function, so that the sum can take the place of its terms."""
+    """Product and sum in one function, so that the sum can overwrite its terms."""
 
     @staticmethod
     def forward(
@@ -159,7 +157,7 @@ class _MultiplyByRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        # The gradient of every term is that of the sum.
+        # Every term has the gradient of the sum.
         rows, _ = ctx.tp.gather(grads[0])
         grad = rows.flatten(0, -2)
         grad_inputs = product(grad, weight.t()).view(inputs.shape)
@@ -172,26 +170,16 @@ class _MultiplyByRows(torch.autograd.Function):
 def multiply_by_columns(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: TensorParallel
 ) -> torch.Tensor:
-    """f, then `F.linear` by this rank's columns.
+    """Gather the inputs if needed (f), and multiply as `F.linear` by this rank's share of outputs.
 
-    Inputs [b, s, k], or [b, s/tp, k] where the sequence is cut, weight [n, k], bias [n] -> [b, s,
-    n], or by rank.
+    `inputs` [b, s, k], or [b, s/tp, k] with sequence parallelism; `weight` [n, k]; `bias` [n].
+    Returns [b, s, n], or by rank.
     """
     return _MultiplyByColumns.apply(inputs, weight, bias, tp)
 
 
 class _MultiplyByColumns(torch.autograd.Function):
-    """A product of sharded columns whose backward hides its messages behind products.
-
-    (A) is done with sequence parallelism alone:
-
-        gather input again (A)   |-----------|
-        gradient of the input    |=========|
-        its sum over ranks                 |--------------|
-        gradient of the weight                |=========|
-
-    The gathered input is not kept from forward: that would undo what sharding it saves.
-    """
+    """Product whose backward overlaps collectives with products."""
 
     @staticmethod
     def forward(
@@ -209,6 +197,14 @@ class _MultiplyByColumns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Collectives overlap with products, with sequence parallelism (A) or without:
+        #
+        #     gather input again (A)   |-----------|
+        #     gradient of the input    |=========|
+        #     its sum over ranks                 |--------------|
+        #     gradient of the weight                |=========|
+        #
+        # Keeping the gathered input from forward would undo the memory saving.
         inputs, weight = ctx.saved_tensors
         rows, arriving = ctx.tp.gather(inputs, async_op=True)
         grad = grads[0].flatten(0, -2)  # [rows, n]

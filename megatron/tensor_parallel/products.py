@@ -1,12 +1,12 @@
 """Matrix products of a layer on a CPU, by the faster library and the faster dtype.
 
-torch hands fp32 products to MKL and 16-bit ones to oneDNN. On a core of an AMD EPYC (Zen 5, AVX512)
-MKL multiplies fp32 at 98 GFLOP/s and oneDNN at 160-220; on Intel they are about equal. With AVX2
-alone both take the same time.
+torch computes fp32 products with MKL and 16-bit ones with oneDNN. On a core of an AMD EPYC (Zen 5,
+AVX512) MKL multiplies fp32 at 98 GFLOP/s and oneDNN at 160-220; on Intel, and with AVX2 only, both
+are about equal.
 
-A CPU without 16-bit multiply-add units runs oneDNN's 16-bit products at a sixth of the rate of fp32
-ones, or less. There, operands are widened to fp32, a slice of the weight at a time so that it stays
-in cache, sums are fp32, and results are rounded once.
+A CPU without 16-bit multiply-add units runs oneDNN's 16-bit products at a sixth of the fp32 rate or
+less. There, operands are widened to fp32, a slice of the weight at a time so that it stays in
+cache, sums are fp32, and results are rounded once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.autograd.function import once_differentiable
 from megatron.processor import multiplies_natively
 
 _WORTHWHILE = 1 << 22
-"""Multiplications from which oneDNN's start-up is paid back."""
+"""Multiplications from which oneDNN is faster despite its start-up time."""
 _WIDENED_ELEMENTS = 1 << 20
-"""Elements of the weight that are widened at a time."""
+"""Weight elements widened at a time."""
 
 
 def multiply(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear`: inputs [..., k], weight [n, k], bias [n] -> [..., n].
+    """Compute `F.linear`: inputs [..., k], weight [n, k], bias [n] -> [..., n].
 
-    One way for one shape, with gradients or without, so that recomputation repeats the bits of the
-    first pass.
+    The implementation depends on the shape, not on gradients, so that recomputation is bitwise
+    equal.
     """
     if _one_dnn_serves(inputs, weight):
         return _OneDnnLinear.apply(inputs, weight, bias)
@@ -44,9 +44,9 @@ def multiply(
 def product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`multiply` without a graph, for functions that differentiate themselves.
+    """Compute `multiply` without a graph, for functions with their own backward.
 
-    The three products of a linear layer, forward and backward, have one size and so go one way.
+    The three products of a linear layer have one size, and so use the same implementation.
     """
     if _one_dnn_serves(left, right):
         return _product(left, right, bias)
@@ -67,7 +67,7 @@ def _one_dnn_serves(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _must_widen(inputs: torch.Tensor) -> bool:
-    # Compiled code keeps `F.linear`: the compiler has kernels of its own.
+    # Compiled code keeps `F.linear`, for which the compiler has its own kernels.
     return (
         not torch.compiler.is_compiling()
         and inputs.device.type == "cpu"
@@ -101,12 +101,12 @@ class _OneDnnLinear(torch.autograd.Function):
 def _product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Left [..., k] times the transpose of right [n, k], contiguous."""
+    """Return left [..., k] times the transpose of right [n, k], contiguous."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
 class _WidenedLinear(torch.autograd.Function):
-    """`F.linear` of 16-bit tensors in fp32. What is saved has 16 bits."""
+    """A linear function of 16-bit tensors in fp32, which saves the 16-bit tensors."""
 
     @staticmethod
     def forward(
@@ -138,10 +138,7 @@ class _WidenedLinear(torch.autograd.Function):
 def _widened_product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return left [..., k] times the transpose of contiguous right [n, k], plus bias.
-
-    The result is rounded to the dtype of left after the bias was added.
-    """
+    """Return left [..., k] times right [n, k] transposed, rounded after the bias."""
     rows = left.reshape(-1, left.shape[-1]).float()
     out = left.new_empty(*left.shape[:-1], right.shape[0])
     columns = out.view(-1, right.shape[0])
@@ -154,6 +151,6 @@ def _widened_product(
 
 
 def _slices(weight: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a weight [n, k], each of which stays in cache in fp32."""
+    """Yield slices of the rows of a weight [n, k], each of which stays in cache in fp32."""
     size = max(1, _WIDENED_ELEMENTS // max(1, weight.shape[1]))
     return (slice(start, start + size) for start in range(0, weight.shape[0], size))

@@ -1,12 +1,11 @@
-"""Dropout streams: random numbers as a function of where in the run they are drawn.
+"""Dropout streams: random numbers that depend on their position in the run only.
 
-The stock way keeps one generator that runs on, so a dropout mask depends on everything drawn
-before it: on the number of ranks, on the order of microbatches, on what was resumed. Then
-recomputation needs a stash of generator states and a checkpoint must save them. Here each layer
-seeds the default generator from a hash of its place, so nothing is stashed and nothing is saved.
+With one running generator a dropout mask depends on all earlier draws, hence on the number of
+ranks, the order of microbatches and the resumed step, and recomputation and checkpoints must save
+generator states. Here each layer seeds the default generator from a hash of its position.
 
-What tensor-parallel ranks hold alike they must drop alike; where each holds a part, of the heads or
-of the sequence, each draws for itself.
+Tensor-parallel ranks draw the same masks for replicated tensors, and different masks for tensors
+sharded by head or along the sequence.
 """
 
 from __future__ import annotations
@@ -20,46 +19,47 @@ import torch
 from megatron.tensor_parallel.collectives import UNCUT, TensorParallel, uncompiled
 
 EMBEDDING_STREAM = -1
-"""The place of the embedding's dropout, before layer 0."""
+"""The layer number of the embedding's dropout, before layer 0."""
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The forward pass of a dropout stream: iteration, and microbatch of the global batch."""
+    """A forward pass: the iteration, and the microbatch's number in the global batch."""
 
     iteration: int = 0
     microbatch: int = 0
 
 
 class DropoutStreams:
-    """Seeds the default generators from (seed, iteration, microbatch, layer).
+    """Streams that seed the default generators from (seed, iteration, microbatch, layer).
 
-    `microbatch` is the number inside the global batch, so a mask does not depend on which
-    data-parallel rank draws it. There is no state beyond the position: nothing to save.
+    `microbatch` is the number in the global batch, so that masks do not depend on the data-parallel
+    rank. The position is the only state, so that checkpoints save none.
     """
 
     def __init__(self, seed: int, *, device: torch.device, tp: TensorParallel = UNCUT) -> None:
         self.seed = seed
         self.device = device
         self.position = StreamPosition()
-        # 0 is what all ranks draw alike, also with one rank: no rank's own stream starts like it.
+        # 0 is the stream that all ranks share; each rank's own stream has another number.
         self.heads_rank = tp.rank + 1 if tp.size > 1 else 0
         self.hidden_rank = self.heads_rank if tp.cuts_sequence else 0
 
     def at(self, iteration: int, microbatch: int) -> None:
-        """Move to a forward pass; call before each one in training."""
+        """Move to a forward pass; call this before each one in training."""
         self.position = StreamPosition(iteration, microbatch)
 
     @uncompiled
     def enter(
         self, layer: int, *, sharded_rank: int = 0, position: StreamPosition | None = None
     ) -> None:
-        """Seed the CPU's default generator, and the device's, for the dropout of `layer`.
+        """Seed the default generators of the CPU and the device for the dropout of `layer`.
 
-        `sharded_rank`: 1 + the tensor-parallel rank where the tensor dropped from is sharded, 0
-        where every rank must draw the same. `position`: where to draw if not at the current
-        position; recomputation passes the one its first pass saw, as others may have run in
-        between.
+        Args:
+            sharded_rank: 1 + the tensor-parallel rank if the dropped tensor is sharded, 0 if every
+                rank must draw the same.
+            position: None for the current position; recomputation passes the position of its first
+                pass.
         """
         seed = self.key(layer, sharded_rank=sharded_rank, position=position)
         torch.default_generator.manual_seed(seed)
@@ -72,7 +72,7 @@ class DropoutStreams:
     def key(
         self, layer: int, *, sharded_rank: int = 0, position: StreamPosition | None = None
     ) -> int:
-        """The 63-bit seed of one stream."""
+        """Return the 63-bit seed of one stream."""
         place = position or self.position
         packed = struct.pack(
             "<5q", self.seed, place.iteration, place.microbatch, layer, sharded_rank
@@ -82,9 +82,9 @@ class DropoutStreams:
 
 @dataclass(frozen=True)
 class LayerStream:
-    """The dropout of one layer in one forward pass: `heads` before its attention, `hidden` after.
+    """The dropout of one layer in one forward pass: `heads` before attention, `hidden` after it.
 
-    May be entered again once the streams have moved on, to draw the same again.
+    The stream can be entered again after others have moved on, and then draws the same masks.
     """
 
     streams: DropoutStreams
@@ -92,11 +92,11 @@ class LayerStream:
     position: StreamPosition
 
     def heads(self) -> None:
-        """Seed for the attention weights of the heads that are here, and what follows them."""
+        """Seed for the attention weights of this rank's heads and for later dropout."""
         self._enter(self.streams.heads_rank)
 
     def hidden(self) -> None:
-        """Seed for hidden states, where they are not drawn for like heads."""
+        """Seed for hidden states, unless these share the stream of heads."""
         if self.streams.hidden_rank != self.streams.heads_rank:
             self._enter(self.streams.hidden_rank)
 

@@ -1,6 +1,6 @@
-"""The vocabulary cut over tensor-parallel ranks: the token table, and what ids are legal.
+"""The vocabulary sharded over tensor-parallel ranks: the token table, and the check of ids.
 
-Each rank holds an even share of the rows, and no rank ever a column for the whole vocabulary.
+Each rank holds an even share of the rows, and never has columns for the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _OUTSIDE = "is outside the vocabulary of"
 
 
 class VocabularyTable(ShardedModule):
-    """Rows for the entries of the vocabulary, this rank's share of them, to look up.
+    """Lookup table of this rank's share of the vocabulary.
 
-    Padded at its end to a multiple of `divisible_by` rows, which exist in memory only.
+    The end is padded to a multiple of `divisible_by` rows, which exist in memory only.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class VocabularyTable(ShardedModule):
             self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [b, s] -> their rows [b, s, h] or, cut along the sequence, [b, s/tp, h].
+        """Look up ids [b, s] as rows [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
-        `IndexError` for an id outside the vocabulary (with several ranks on a CPU; on CUDA the
-        device asserts).
+        Raises:
+            IndexError: an id is outside the vocabulary, with several ranks on a CPU. On CUDA the
+                device asserts.
         """
         if not self.is_sharded:
             return F.embedding(ids, self.weight)
@@ -56,22 +57,19 @@ class VocabularyTable(ShardedModule):
 
 
 def padded_share(vocab_size: int, *, tp: TensorParallel, divisible_by: int) -> int:
-    """Rows in this rank's memory of a table for the vocabulary."""
+    """Return the rows of a vocabulary table in this rank's memory, padding included."""
     return padded_rows(vocab_size, rank=tp.rank, ranks=tp.size, multiple=divisible_by)
 
 
 def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> TensorShard:
-    """Return which rows of the table [vocab_size, size] are here."""
+    """Return this rank's shard of the table [vocab_size, size]."""
     return TensorShard.evenly((vocab_size, size), axis=0, rank=tp.rank, ranks=tp.size)
 
 
 def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, which no rank would find in its share.
-
-    Every rank sees the same ids, so all of them do. On CUDA the device asserts, as its index
-    operations do, so that nothing waits.
-    """
+    """Raise `IndexError` for ids outside the vocabulary, on all ranks, which see the same ids."""
     if ids.device.type == "cuda":
+        # A device assertion, as of CUDA's index operations, does not make the host wait.
         inside = ((ids >= 0) & (ids < vocab_size)).all()
         torch.ops.aten._assert_async.msg(inside, f"a token id {_OUTSIDE} {vocab_size} entries")
         return
@@ -83,12 +81,12 @@ def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
 
 @uncompiled
 def look_up_share(ids: torch.Tensor, weight: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-    """Rows of the ids [...] that are in this rank's share, zeros for others: [..., h]."""
+    """Return rows [..., h] of the ids in this rank's share, and zeros for other ids."""
     return _LookUpShare.apply(ids, weight, shard)
 
 
 class _LookUpShare(torch.autograd.Function):
-    """One masked write forward and none backward: what is not here is skipped by its index."""
+    """Lookup with one masked write in forward and none in backward, which skips ids by index."""
 
     @staticmethod
     def forward(
