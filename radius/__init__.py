@@ -4,19 +4,20 @@ Between two resamples the data-parallel ranks send the same entries of each matr
 all-reduce of one short vector adds them up; what is not sent waits in a residual until the next
 resample, which also chooses the entries anew.
 
-=======================  ==========================================================================
-`path`, `memory`         `--grad-path radius`: options, refusals, bytes for the planner (no torch)
-`reducer`                what is sent when; what all ranks share
-`places`, `telling`      where stored entries lie in tensors that ranks share; what is logged
-`bucket`                 one bucket: what is chosen in it, what waits, what a checkpoint holds
-`residual`               what was not sent: in its own buffer, in the gradient buffer, or lost
-`index`                  which entries are sent, and how that is kept:
-`bitmap`, `marked`       a bit for each, where there are kernels: in Triton (`kernels`) or compiled
-                         for a CPU (`native`), both held to plain torch (`reference`)
-`chunk_index`, `pieces`  else int32 offsets within chunks, which stay in cache
-`ddp_hook`, `by_hand`    the same in other people's loops, with or without torch's DDP
-`baselines`              the methods that the paper compares with
-=======================  ==========================================================================
+=========================  ========================================================================
+`path`, `memory`           `--grad-path radius`: options, refused pairs, bytes (no torch) `schedule`
+the settings, and the check that a resample falls into a run (no torch) `reducer`
+the messages of each step, and the state that all ranks share `places`, `stats`          stored
+entries of shared tensors; numbers for the log `bucket`                   one bucket: choice,
+residual, state in a checkpoint `residual`                 the unsent part: in a buffer of its own,
+or lost `index`                    the interface of an index of sent entries, kept as `bitmap_index`
+a bit for each entry, with kernels in Triton (`kernels`) or compiled for a
+                           CPU (`native`), both tested against plain torch (`reference`), or as
+`offset_index`             int32 offsets within chunks, which stay in cache
+`agreement`                ranks that choose alone compare their choices
+`ddp_hook`, `functional`   Radius in other training loops, with or without torch's DDP
+`baselines`                the methods that the paper compares with
+=========================  ========================================================================
 
 `megatron.sparse` finds the k largest entries and counts bits. Other imports of `megatron` are
 limited to its gradient interface, the stock layout and reducer, and, for the paths, the options;

@@ -34,11 +34,10 @@ class RadiusBucket:
     """`parts`: its matrices, none where it is always sent whole.
 
     `bits`: whether the index is a bitmap. Of the step under way: `phase`; `sent` and
-    `steps_accumulated` (as in `Reduced`), and the parts `flushed`, of which those that have entries
-    on this rank are the runs of `sent`; `mean`, copies of the mean gradient for each part in which
-    it is selected from. `flushed_norm`: the squared norm of what the latest step, a resample, sent
-    of earlier ones.
-    """
+    `steps_accumulated` (as in `ReducedGrad`), and the parts `flushed`, of which those that have
+    entries on this rank are the runs of `sent`; `mean`, copies of the mean gradient for each part
+    in which it is selected from. `flushed_norm`: the squared norm of what the latest step, a
+    resample, sent of earlier ones."""
 
     bucket: GradBucket
     parts: Sequence[IndexPart]

@@ -1,22 +1,20 @@
-"""Checkpoints: safetensors files and one signed JSON manifest per step, committed by a rename.
+"""Checkpoints: safetensors files and one signed JSON manifest for each step, committed by a rename.
 
-==============  ================================================================================
-`strict`        reading JSON with nothing taken on trust
-`tensors`       where each entry of a logical tensor is stored: slices, bits, masks, scopes
-`manifest`      what a step consists of; the strict reader and writer of `manifest.json`
-`tensorfile`    the safetensors layout: hashed while it is written, checked while it is read
-`regions`       boxes and flat ranges of a row-major tensor
-`files`         the system calls, in one table, and what is built from them
-`verify`        whether a step folder is whole; what else a path may be
-`commit`        how all ranks together bring a step to disk, or none of it
-`locate`        which step to start from
-`keep`          which steps make room for newer ones
-`background`    a save that is written while training goes on
-`reader`        any box of any tensor, put together from mapped slices (numpy)
-`shards`        what a rank writes of each tensor, and the bytes of it (torch)
-`store`         what a trainer uses: `save_checkpoint`, `Checkpoint`, and `Shard` again (torch)
-==============  ================================================================================
+===============  ===============================================================================
+`format`         boxes and slices of logical tensors, tensor records, the manifest; strict JSON
+`io`             the system calls, in one table, and safetensors files
+`writer`         the commit: all ranks together bring a step to disk, or none of it
+`reader`         any box of any tensor, put together from mapped slices (numpy)
+`verify`         whether a step folder is whole; other programs' checkpoints
+`find`           which steps exist, which to keep, which to start from
+`store`          `save_checkpoint`, `Checkpoint`, and the bytes that a rank writes (torch)
+`state_dict`     the tensors of a run, their names, and the rank that writes each part (torch)
+`checkpointer`   saves and restores a run, in the background where asked (torch)
+`compatibility`  the settings that a checkpoint and a resumed run must share
+===============  ===============================================================================
 
-All but the last two work without torch, so that a crash in any system call of a save can be tried
-out in milliseconds and a login node can verify. That is why nothing is imported here.
+A save goes through `checkpointer`, `state_dict`, `store`, `writer` and `io`; a load through
+`checkpointer`, `state_dict`, `store`, `reader` and `format`. The modules without torch load neither
+torch nor the configuration, so that a crash in any system call of a save can be tried out in
+milliseconds and a login node can verify. For the same reason this file imports nothing.
 """

@@ -88,7 +88,7 @@ class Background(Generic[T]):
 
 @dataclass(frozen=True)
 class StartingCheckpoint:
-    """The checkpoint a run starts from, as its gradient path may see it; a `Saved`."""
+    """The checkpoint a run starts from, as its gradient path may see it; a `CheckpointView`."""
 
     checkpoint: Checkpoint
     same_path: bool
