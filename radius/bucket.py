@@ -37,7 +37,8 @@ class RadiusBucket:
     `steps_accumulated` (as in `ReducedGrad`), and the parts `flushed`, of which those that have
     entries on this rank are the runs of `sent`; `mean`, copies of the mean gradient for each part
     in which it is selected from. `flushed_norm`: the squared norm of what the latest step, a
-    resample, sent of earlier ones."""
+    resample, sent of earlier ones.
+    """
 
     bucket: GradBucket
     parts: Sequence[IndexPart]
