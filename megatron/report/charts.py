@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.report.axes import TickFormat, counted, plain, traffic
+from megatron.report.drawing import TickFormat, counted, plain, traffic
 from megatron.report.runs import RunData
-from megatron.report.series import Series, smooth, smoothing_window
-from megatron.report.svg import chart
+from megatron.report.drawing import Series, smooth, smoothing_window
+from megatron.report.drawing import chart
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
     "#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2",

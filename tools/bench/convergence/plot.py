@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.report.charts import PALETTE
-from megatron.report.series import smooth
+from megatron.report.drawing import smooth
 from tools.bench.common.figures import plain_axes, save
 from tools.bench.convergence.rows import Row, setting
 from tools.bench.convergence.study import DENSE

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, SparsetronError
 from megatron.report.charts import PALETTE
-from megatron.report.series import smooth
+from megatron.report.drawing import smooth
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.figures import plain_axes, save
 from tools.bench.common.methods import with_computing
