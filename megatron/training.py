@@ -154,7 +154,7 @@ class Trainer:
         try:
             return self._train_steps()
         except NumericsError:
-            # Every rank is here, and what is still being written is older than what went wrong.
+            # Every rank is here, and a save in progress is older than the error.
             self.heartbeat.at("save")
             self.saver.settle(wait=True)
             raise
@@ -256,8 +256,8 @@ class Trainer:
                 clip_norm=self.config.optimizer.clip_grad,
                 request=self._pending(),
             )
-            # Its sums queue behind those of gradients that are still arriving, so it is not asked
-            # for before them, unless the step hangs on it.
+            # The sum of losses queues behind sums of gradients that are still arriving, so the
+            # loss comes last, unless the step depends on it.
             loss_last = step.arriving and self.config.training.skip_loss_spikes is None
             mean_loss = math.nan if loss_last else self._mean_over_ranks(loss, tokens)
             self.pipeline.settle()
@@ -278,13 +278,33 @@ class Trainer:
                 mean_loss = self._mean_over_ranks(loss, tokens)
         progress.consumed_samples += batch_size
 
+        record = self._record(
+            step, mean_loss, good=good, lr=lr, tokens=tokens, num_zeros=num_zeros, began=began,
+            batch_size=batch_size, loss_scale=loss_scale,
+        )  # fmt: skip
+        return record, ExitRequest(step.request)
+
+    def _record(
+        self,
+        step: Step,
+        mean_loss: float,
+        *,
+        good: bool,
+        lr: float,
+        tokens: int,
+        num_zeros: int | None,
+        began: float,
+        batch_size: int,
+        loss_scale: float,
+    ) -> StepRecord:
+        """Return the record of the step just finished. Collective where the step is logged."""
         stats = self.engine.stats(full=self._is_logged())
         for note in stats.notes:
             self.metrics.log(note)
-        record = StepRecord(
-            iteration=progress.iteration,
+        return StepRecord(
+            iteration=self.progress.iteration,
             train_iters=self.total_iterations,
-            consumed_samples=progress.consumed_samples,
+            consumed_samples=self.progress.consumed_samples,
             lm_loss=mean_loss,
             lr=lr,
             grad_norm=step.norm if step.ok else None,
@@ -305,7 +325,6 @@ class Trainer:
             path=stats.extra,
             axis_bytes=self._bytes_sent(),
         )
-        return record, ExitRequest(step.request)
 
     def _is_good(self, step: Step, loss: float) -> bool:
         """Return whether the step is applied; all ranks find the same, from numbers they share."""

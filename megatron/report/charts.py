@@ -6,10 +6,17 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.report.drawing import TickFormat, counted, plain, traffic
+from megatron.report.drawing import (
+    Series,
+    TickFormat,
+    chart,
+    counted,
+    plain,
+    smooth,
+    smoothing_window,
+    traffic,
+)
 from megatron.report.runs import RunData
-from megatron.report.drawing import Series, smooth, smoothing_window
-from megatron.report.drawing import chart
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
     "#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2",

@@ -13,9 +13,8 @@ from megatron.metrics.log_line import byte_size, duration, memory_size, timestam
 from megatron.report.charts import comparison_charts, difference_chart
 from megatron.report.facts import differing_settings
 from megatron.report.page import comparison_page
-from megatron.report.writing import write_picture
 from megatron.report.runs import RunData
-from megatron.report.writing import replace_text
+from megatron.report.writing import replace_text, write_picture
 
 COMPARISON = "comparison"
 

@@ -7,12 +7,9 @@ end of every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from html import escape
-
 
 MAX_POINTS = 1000
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from megatron.report.charts import BLUE, ORANGE, PALETTE
-from megatron.report.runs import RunData
-from megatron.report.drawing import smooth, smoothing_window
-import time
-from collections.abc import Callable
+
 from megatron.metrics.log_line import timestamp
+from megatron.report.charts import BLUE, ORANGE, PALETTE
+from megatron.report.drawing import smooth, smoothing_window
 from megatron.report.page import run_page
-from megatron.report.runs import read_run
+from megatron.report.runs import RunData, read_run
 
 
 def write_picture(path: Path, runs: Sequence[RunData], labels: Sequence[str]) -> bool:
@@ -48,7 +47,11 @@ def _draw(axes: Any, run: RunData, *, label: str, color: str, alone: bool) -> No
         axes.plot(run.iterations, values, color=color, alpha=0.3, linewidth=0.8)
         label = f"{label} (mean of {window} steps)"
     axes.plot(
-        run.iterations, smooth(values, window), color=color, linewidth=1.8, label=_without_formulas(label)
+        run.iterations,
+        smooth(values, window),
+        color=color,
+        linewidth=1.8,
+        label=_without_formulas(label),
     )
     if run.evaluations["valid"]:
         xs, ys = zip(*run.evaluations["valid"], strict=True)

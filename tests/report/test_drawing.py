@@ -6,9 +6,19 @@ import math
 
 import pytest
 
-from megatron.report.drawing import counted, linear_axis, log_axis, plain, span_axis, traffic
-from megatron.report.drawing import Series, smooth, smoothing_window, thin
-from megatron.report.drawing import chart
+from megatron.report.drawing import (
+    Series,
+    chart,
+    counted,
+    linear_axis,
+    log_axis,
+    plain,
+    smooth,
+    smoothing_window,
+    span_axis,
+    thin,
+    traffic,
+)
 
 
 def test_smoothing_keeps_a_straight_line_and_steps_over_nan() -> None:
