@@ -23,7 +23,7 @@ rounds are simulated.
 
 @dataclass(frozen=True)
 class Links:
-    """What joins the ranks of a data-parallel group, and a stage with the next.
+    """The links of a data-parallel group, and of a stage with the next.
 
     `blocking`: a message keeps the rank that sends it and the one that receives it from computing.
     """
@@ -35,7 +35,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is played.
+    """The setting of a simulated step.
 
     `ranks`: one of each stage; `passes` of a microbatch: of each stage; `lasts`: of each of so many
     pipelines that are played against each other, all others being as one of these.

@@ -37,7 +37,7 @@ class Way:
 
     @property
     def flags(self) -> str:
-        """To append to the command."""
+        """Return the flags to append to the command."""
         return " ".join(_flag(name, value) for name, value in self.changes.items())
 
 
@@ -50,7 +50,7 @@ class Search:
     planner: Planner
 
     def nearest(self) -> list[Way]:
-        """What fits with the fewest changes: one, else two, else three."""
+        """Return the settings that fit with the fewest changes: one, else two, else three."""
         singles = list(self._singles())
         found = self._fitting({**change} for change in singles)
         deeper = {"recompute_granularity": "full"}
@@ -92,7 +92,7 @@ class Search:
         return None
 
     def _singles(self) -> Iterator[Changes]:
-        """From what costs least to what costs most, in time and in what is learned."""
+        """Yield single changes from the cheapest to the costliest, in time and in learning."""
         config, dims = self.plan.grid.config, self.plan.grid.dims
         path, size = config.gradient.grad_path, config.training.micro_batch_size
         if config.recompute.recompute_granularity is None:

@@ -1,4 +1,4 @@
-"""All that is known of a run before it starts: one configuration on one number of ranks."""
+"""The plan of a run before it starts: one configuration on one number of ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Queue:
 
     @property
     def total(self) -> float:
-        """With one start."""
+        """Return the seconds of the run, with one start."""
         return self.training + self.evaluating + self.saving + START_SECONDS
 
 
@@ -250,7 +250,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of these numbers."""
+        """Return the notes that a reader of these numbers needs."""
         found: list[str] = []
         if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
             found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"

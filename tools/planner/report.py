@@ -33,7 +33,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 
 def ways_lines(ways: Sequence[Way]) -> Iterator[str]:
-    """What fits instead, the nearest first."""
+    """Yield the lines of settings that fit instead, the nearest first."""
     yield ""
     yield "it does not fit; with these flags it does" if ways else "nothing near it fits"
     width = max((len(way.flags) for way in ways), default=0)

@@ -1,4 +1,4 @@
-"""What a step takes on a machine: a cost model of few constants, all of them a site's.
+"""The time of a step on a machine: a cost model of few constants, all of them a site's.
 
     pipeline                                                    reduce       optimizer
     F F F | B F B F ... with messages and bubble | last B ...   |----------|----------|
@@ -171,7 +171,7 @@ def play(
     *,
     lasts: Lasts = unchanged,
 ) -> Timeline:
-    """What the stages do when.
+    """Play the passes of the stages.
 
     `transfer`: seconds of a message, which occupies no rank; `lasts`: what becomes of the seconds
     of a pass.
@@ -217,7 +217,7 @@ class AfterBackward(NamedTuple):
 def after_backward(
     grid: RankGrid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
 ) -> AfterBackward:
-    """In a step of this kind whose last backward takes so long: buckets leave as they fill."""
+    """Return the time after backward in a step of this kind: buckets leave as they fill."""
     link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
     overlaps = grid.config.parallel.overlap_grad_reduce
 

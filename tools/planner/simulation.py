@@ -162,7 +162,7 @@ class _Reduction:
         since: float,
         takes: Callable[[float], float],
     ) -> Iterator[SimulatedEvent]:
-        """On every stage."""
+        """Run the simulation on every stage."""
         for stage, its in enumerate(jobs):
             for job, start, stop in in_turns(its, since, takes):
                 yield SimulatedEvent(stage, lane, f"{lane} {job.name}", start, stop)
@@ -193,11 +193,11 @@ class _Reduction:
         return collective_seconds(sent, self._setting.links.reduce, self._grid.dims.dp)
 
     def _over(self, stage: int) -> float:
-        """When a stage's last backward is through."""
+        """Return the end of a stage's last backward."""
         return max(stop for _, stop in self._backwards[stage])
 
     def _ready(self, stage: int, share: float) -> float:
-        """When so much of its gradient is there.
+        """Return the time at which a share of a stage's gradient is there.
 
         It appears evenly in each chunk's last backward.
         """

@@ -22,7 +22,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What ranks run on: rates in bytes, seconds and FLOP/s.
+    """The machine: rates in bytes, seconds and FLOP/s.
 
     `efficiency`: share of a GPU's peak that forward and backward reach; `network_efficiency`: share
     of a node's network rate that a collective reaches, a message has all of it; `host_link_rate`:
@@ -52,7 +52,7 @@ class Site:
     disk_rate: float
 
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
-        """How the ranks of a group along an axis are joined, with all such groups at work.
+        """Return the link of a group's ranks along an axis, while all such groups work.
 
         Those that a node has ranks of share its NICs.
         """
@@ -197,6 +197,6 @@ class _Facts:
 
 
 def _lines(text: str) -> dict[str, str]:
-    """What the file says as data; anything else in it is for a shell."""
+    """Return the data in the file; anything else in it is for a shell."""
     matches: Sequence[re.Match[str] | None] = [_LINE.fullmatch(line) for line in text.splitlines()]
     return {match[1]: match[2] for match in matches if match is not None}

@@ -32,10 +32,10 @@ class Deadlock(Exception):
 
 
 class Player(Protocol):
-    """How far a rank is in what it does."""
+    """The progress of a rank."""
 
     def possible(self) -> Sequence[Operation]:
-        """What may come next, as soon as its message is there, the more urgent first.
+        """Return the possible next operations, the more urgent first.
 
         None: the batch is over.
         """
@@ -73,13 +73,13 @@ class Passed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did when, in the caller's unit of time."""
+    """The operations of each rank over time, in the caller's unit of time."""
 
     ranks: list[list[Passed]]
 
     @property
     def length(self) -> Time:
-        """From the start to the end of the last operation of any rank."""
+        """Return the time from the start to the end of the last operation of any rank."""
         return max(passed[-1].stop for passed in self.ranks)
 
     @property
@@ -199,7 +199,7 @@ def timeline(
 
 
 class _Events:
-    """When which rank has cause to look what it can do: it is free again, or a message came."""
+    """The times at which a rank may have a new operation: it is free, or a message came."""
 
     def __init__(self) -> None:
         self.left: list[tuple[Time, int, int, Message | None]] = []

@@ -50,7 +50,7 @@ class StepBytes:
 
 
 def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
-    """What this rank of the stage sends."""
+    """Return the bytes that this rank of the stage sends."""
     held = sum(bucket.numel for bucket in rank.buckets)
     return StepBytes(
         dp=list(grid.path.plan_traffic(grid.config, rank)),

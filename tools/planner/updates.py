@@ -1,4 +1,4 @@
-"""What comes of gradients once they are there.
+"""The schedule of reductions, norms and updates after backward.
 
 Sums, a look at each, updates, and which of these go on beside which. Seconds count from wherever
 the caller's do.
@@ -39,12 +39,12 @@ class BucketSums(NamedTuple):
     late: list[PlannedCollective]
 
     def over(self, since: float) -> float:
-        """When there is nothing left to wait for."""
+        """Return the time at which nothing is left to wait for."""
         return max([since, *(each.stop for each in self.done)])
 
 
 class UpdateJob(NamedTuple):
-    """What of a bucket is taken up at once.
+    """The part of a bucket that is updated at once.
 
     So many entries of this rank's, which are there at `arrives`.
     """
@@ -101,7 +101,7 @@ def play_sums(
 
 
 def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJob]:
-    """What a rank updates, in order: pieces where they are taken up one by one, else buckets."""
+    """Return a rank's updates in order: pieces where they are updated one by one, else buckets."""
     shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
     whole = not streams(grid.config)
     arrives, sizes = dict[tuple[int, int], float](), dict[tuple[int, int], int]()

@@ -1,4 +1,4 @@
-"""What the losses of the AxoNN validation say: differences from plain PyTorch, and the page."""
+"""The page of the AxoNN validation: differences of losses from plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AS_ROUNDING = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """How far a curve is from plain PyTorch's.
+    """The distance of a curve from plain PyTorch's.
 
     Largest difference of the first `EQUAL_STEPS` and of all steps, mean difference of all steps,
     all without sign; and that of the last validation.
@@ -48,7 +48,7 @@ def seed_noise(curves: Mapping[str, Any]) -> float:
 
 
 def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """What Figure 10 claims, as claims that can fail."""
+    """Return the claims of Figure 10, as claims that can fail."""
     ours, rounding = (apart(curves[name], curves[PLAIN]) for name in (OURS, STOCK))
     noise = seed_noise(curves)
     return [

@@ -138,7 +138,7 @@ def _check(config: Config) -> None:
 
 
 def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchReader, int]:
-    """What to train on, what to validate on, and the size of the vocabulary."""
+    """Return the training data, the validation data, and the size of the vocabulary."""
     config = replace(config, training=replace(config.training, micro_batch_size=micro_batch))
     groups = build_groups(config, _ALONE)
     opened = GPT_TASK.open(config)

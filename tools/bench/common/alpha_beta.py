@@ -1,4 +1,4 @@
-"""What a step should take by the alpha-beta model of the Radius paper, communication overlapped.
+"""The time of a step by the alpha-beta model of the Radius paper, with overlap.
 
 Nothing here is fitted to the steps it predicts: alpha and beta come from all-reduces of two sizes,
 when each gradient appears from steps that send nothing.

@@ -51,7 +51,7 @@ class Shape:
     log_interval: int = 1
 
     def flags(self, *, dtype: str, ranks: int = 1, extra: Sequence[str] = ()) -> list[str]:
-        """What `pretrain_gpt.py` would be given."""
+        """Return the flags for `pretrain_gpt.py`."""
         values = {
             "num-layers": self.layers,
             "hidden-size": self.hidden,

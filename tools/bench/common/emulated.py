@@ -49,7 +49,7 @@ class Emulation:
         return self.rows * self.columns
 
     def gradients(self, seed: int, dtype: str = "float32") -> Gradients:
-        """What backward makes, the same at every step."""
+        """Return the gradients of backward, the same at every step."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> torch.Tensor:

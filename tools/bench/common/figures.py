@@ -1,4 +1,4 @@
-"""What the benchmarks' pictures have in common."""
+"""The common style of the benchmarks' pictures."""
 
 from __future__ import annotations
 

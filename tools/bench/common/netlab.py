@@ -25,7 +25,7 @@ HEADERS = 66
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Where ranks meet: a rate as tc writes it, or `NO_LIMIT` for the loopback of this machine."""
+    """The network of ranks: a rate as tc writes it, or `NO_LIMIT` for this machine's loopback."""
 
     ranks: int
     rate: str = NO_LIMIT
@@ -117,7 +117,7 @@ def why_not(network: Network) -> str | None:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an interface has sent since it was made."""
+    """The bytes that an interface has sent since it was made."""
 
     bytes: int
     packets: int

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: stopwatches around the named verbs of a trainer.
+"""The phases of a training step: stopwatches around the named verbs of a trainer.
 
 Each moment counts for the innermost phase only, so the phases add up to the step.
 """
@@ -45,7 +45,7 @@ class Phases:
             self._wrapped.append((owner, verb))
 
     def _verbs(self, trainer: Trainer) -> list[tuple[Any, str, str]]:
-        """What is timed: owner, name, and the phase it is counted for."""
+        """Return the timed methods: owner, name, and the phase that each counts for."""
         engine, optimizer = trainer.engine, trainer.optimizer
         return [
             (trainer.stage, "forward", FORWARD),
@@ -103,7 +103,7 @@ class Phases:
 
 
 class PathPhases(Phases):
-    """Also tells what a sparse step does of its own: `PATH_PHASES`, and the `CPU_TIME`."""
+    """Phases that also show a sparse step's own work: `PATH_PHASES`, and the `CPU_TIME`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)

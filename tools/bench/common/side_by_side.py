@@ -21,7 +21,7 @@ class Contender(Protocol):
 
     @property
     def name(self) -> str:
-        """How tables call it."""
+        """The name in tables."""
         ...
 
     def step(self) -> float:

@@ -1,4 +1,4 @@
-"""What memory a process has: of Linux, of tensors that live, of gradients during a backward."""
+"""The memory of a process: by Linux, of live tensors, of gradients during a backward."""
 
 from __future__ import annotations
 

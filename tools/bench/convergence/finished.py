@@ -1,4 +1,4 @@
-"""Which run folders need no start: whatever study made them, they hold a run as it is asked for."""
+"""Detection of run folders that already hold a run as it is asked for, from any study."""
 
 from __future__ import annotations
 

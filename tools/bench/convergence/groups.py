@@ -39,12 +39,12 @@ class RunGroup:
 
     @property
     def title(self) -> str:
-        """How the table calls it."""
+        """The name in the table."""
         return title_of(self.name)
 
 
 def title_of(name: str) -> str:
-    """How tables call a group."""
+    """Return the name of a group in tables."""
     return name.replace("-", ", ").replace("_", " ")
 
 

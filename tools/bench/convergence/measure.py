@@ -1,4 +1,4 @@
-"""How long a study would take: a short dense run timed as often at once as jobs will run."""
+"""An estimate of a study's time: as many short dense runs at once as jobs will run."""
 
 from __future__ import annotations
 

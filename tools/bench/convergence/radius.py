@@ -1,4 +1,7 @@
-"""Which runs the study of Radius is made of. No torch."""
+"""The runs of the study of Radius.
+
+No torch. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of the Radius study tells: gaps, and whether the rolling schedule halves them."""
+"""The page of the Radius study: gaps, and whether the rolling schedule halves them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = ("run", "seeds", "T", "payload", "largest", "clipped", "validation los
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Whether a group's gap is at most half of plain Radius's.
+    """The goal that a group's gap is at most half of plain Radius's.
 
     `margin` is the mean over seeds of half of that gap less this one, `error` its standard error;
     met where beyond twice that.

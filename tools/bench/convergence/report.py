@@ -20,7 +20,7 @@ from tools.bench.convergence.study import StudyRun
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedFinding:
-    """What a study says of its rows: lines of the page, and values beside `groups` in its file."""
+    """The findings of a study: lines of the page, and values beside `groups` in its file."""
 
     lines: list[str]
     values: dict[str, Any]
@@ -85,7 +85,7 @@ def size_of(plan: Mapping[str, Any]) -> str:
 
 
 def gap_and_error(plan: Mapping[str, Any]) -> str:
-    """What a page calls so."""
+    """Return the definition of gap and error for a page."""
     return (
         "Gap: validation loss (nats a token) less that of the dense run of the same seed "
         f"over {plan['valid_tokens']:,} tokens; error: its standard error over seeds, after ~ that "

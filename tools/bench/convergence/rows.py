@@ -70,7 +70,7 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
 
 
 def setting(row: Row) -> tuple[int, float, str]:
-    """What a row shares with the dense run that it is compared with: seed, beta2 and optimizer."""
+    """Return the setting that a row shares with its dense run: seed, beta2 and optimizer."""
     return row["seed"], row["beta2"], row.get("optimizer", "adam")
 
 
@@ -138,7 +138,7 @@ def _read(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
 
 
 def _of_pruning(run: StudyRun, plan: StudyPlan, ticket: int | None) -> Row:
-    """What rows of the runs have that a study of pruning is for, and of no others."""
+    """Return the fields that only rows of a pruning study have."""
     row: Row = {} if run.optimizer == "adam" else {"optimizer": run.optimizer}
     if run.sparsity is not None:
         row |= {"sparsity": float(run.sparsity), "ticket": ticket}

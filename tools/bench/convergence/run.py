@@ -1,4 +1,4 @@
-"""What a gradient path costs in loss: a declared set of runs, most of them forked from dense ones.
+"""The cost of gradient paths in loss: declared runs, most of them forked from dense ones.
 
     python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what is missing
     python -m tools.bench.convergence.run --report                         table and plots

@@ -1,4 +1,6 @@
-"""What a convergence study is made of: the size that its runs share, a run, and its command line.
+"""The parts of a convergence study: the common size, a run, and its command line.
+
+No torch.
 
 No torch.
 
@@ -155,7 +157,7 @@ def fork_steps(plan: StudyPlan) -> list[int]:
 
 
 def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> list[str]:
-    """What `pretrain_gpt.py` is given for a run; `data` holds what `prepare` made."""
+    """Return the flags of a run for `pretrain_gpt.py`; `data` holds what `prepare` made."""
     values: dict[str, object] = {
         "num-layers": run.shape[0],
         "hidden-size": run.shape[1],

@@ -1,4 +1,4 @@
-"""What the benches of GPU kernels share: passes over all matrices of a model, beside plain torch.
+"""Passes over all matrices of a model, beside plain torch, for the GPU kernel benches.
 
 The bytes that a pass cannot do without, by the time it takes, over the rate of a plain copy of the
 same buckets: the aim is 75 %.

@@ -1,4 +1,4 @@
-"""Whether a pipeline over two GPUs gets through and has the losses of one GPU.
+"""A check that a pipeline over two GPUs gets through and has the losses of one GPU.
 
     python -m tools.bench.gpu.pipeline [--out FOLDER] [--smoke]              a minute, two GPUs
 

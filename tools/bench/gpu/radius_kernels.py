@@ -1,4 +1,4 @@
-"""How near Radius' kernels come to what the memory of a GPU can do, beside the usual torch code.
+"""The bandwidth of Radius's GPU kernels, beside the usual torch code.
 
     python -m tools.bench.gpu.radius_kernels [--out FOLDER] [--shapes 355m 2b] [--smoke]
 
@@ -24,7 +24,7 @@ RULE, HYPER = AdamW(beta1=0.9, beta2=0.95, eps=1e-8), Hyper(t=10, lr=1e-4, weigh
 
 
 class _RadiusStates:
-    """What an optimizer and an engine keep for a bucket."""
+    """The tensors that an optimizer and an engine keep for a bucket."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.grad, self.update = (torch.randn(length, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How near SAMO's kernels come to what the memory of a GPU can do, beside positions in plain torch.
+"""The bandwidth of SAMO's GPU kernels, beside positions in plain torch.
 
     python -m tools.bench.gpu.samo_kernels [--out FOLDER] [--shapes 355m 2b] [--smoke]
 
@@ -20,7 +20,7 @@ from tools.bench.gpu.kernel_passes import BITS, KernelBench, KernelPass, met
 
 
 class _SamoStates:
-    """What a model has of a bucket's parameters whatever is pruned."""
+    """The tensors that a model keeps for a bucket at any sparsity."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.grad = torch.randn(length, device=device, dtype=torch.bfloat16)

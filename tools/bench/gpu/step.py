@@ -119,7 +119,7 @@ def measure(
 
 
 def table(folder: Path) -> str:
-    """What a folder's sections found, as one markdown table with the targets."""
+    """Return the results of a folder's sections as one markdown table with the targets."""
     lines = ["| section | contender | tokens/s | MFU | of plain compiled | peak memory, GiB |"]
     lines[0] += " first step, s | time by phase, ms |"
     lines += ["|---|---|---:|---:|---:|---:|---:|---|"]

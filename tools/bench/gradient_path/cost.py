@@ -1,4 +1,4 @@
-"""What a sparse step does beside a dense one at 124M parameters, where no network limits either.
+"""The own work of a sparse step at 124M parameters, where no network limits it.
 
 GPT-2 small, sequence 256, micro-batch 2, one thread a rank. Steps of the methods take turns;
 stopwatches around the verbs of engine and optimizer tell what is a path's own. Of Radius (d = 0.4,

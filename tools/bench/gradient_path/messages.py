@@ -1,4 +1,4 @@
-"""What each method sends in a step, as messages of the alpha-beta model."""
+"""The messages of each method in a step, for the alpha-beta model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a rank is told.
+    """The settings of a rank.
 
     Of `warm_up + rounds` turns of each method the first are not kept. `interval`: Radius's T; its
     first resample is over when the turns begin.

@@ -1,4 +1,4 @@
-"""From what ranks found to rows of a table: medians and predictions."""
+"""Rows of a table from the results of ranks: medians and predictions."""
 
 from __future__ import annotations
 

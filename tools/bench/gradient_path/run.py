@@ -1,4 +1,4 @@
-"""What each gradient path costs a training step, on networks of several rates, beside torch's DDP.
+"""The cost of each gradient path on networks of several rates, beside torch's DDP.
 
     python -m tools.bench.gradient_path.run [--out FOLDER]   everything, 40 minutes; as root
     python -m tools.bench.gradient_path.run --quick          800 Mbit/s, two ranks, two rounds

@@ -1,4 +1,4 @@
-"""What the gradient paths are to reach on these networks, and whether they did."""
+"""The targets of the gradient paths on these networks, and whether each was reached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PREDICTED_WITHIN, BYTES_WITHIN, COUNTED_WITHIN = 0.10, 0.01, 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedTarget:
-    """What was to be reached, and whether it was."""
+    """A target, and whether it was reached."""
 
     text: str
     met: bool
@@ -38,7 +38,7 @@ def at_most(text: str, value: float, limit: float, *, digits: int = 3) -> SpeedT
 
 
 def targets(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
-    """What of issue and paper is to be reached on these networks, and whether it was."""
+    """Return the targets on these networks, and whether each was reached."""
     found: list[SpeedTarget] = []
     for each in tables:
         found += [*_speed(each), *_bytes(each), *_stored(each), *_predictions(each)]

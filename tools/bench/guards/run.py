@@ -1,4 +1,4 @@
-"""What the guards cost: training steps with them and without, interleaved in one run.
+"""The cost of the guards: training steps with them and without, interleaved in one run.
 
     python -m tools.bench.guards.run [--rounds N]                       one rank
     torchrun --standalone --nproc-per-node 2 -m tools.bench.guards.run  two

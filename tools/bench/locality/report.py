@@ -20,7 +20,7 @@ POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class LocalityCurve:
-    """How often the entries of one kind of layer were among the `top` share of |`what`|.
+    """The frequency at which entries of one kind of layer were among the `top` share.
 
     `percent` of the entries, most frequent first, had at least the frequency at the same place of
     `frequency` (marks over steps). `always`, `half`, `ever`: shares of the entries with a frequency

@@ -71,7 +71,10 @@ def flags_of(run: Path, *, at: int | None) -> list[str]:
 
 
 def kept_of(run: Path) -> KeptShare:
-    """What a Radius run recorded at its selections. `ConfigError` where there is nothing."""
+    """Return the records of a Radius run's selections.
+
+    `ConfigError` where there is nothing. `ConfigError` where there is nothing.
+    """
     steps = [r for r in records(run / JSONL) if r.get("index_kept") is not None]
     if not steps:
         raise ConfigError(f"--kept: {run} recorded no index_kept; give a run of Radius")
@@ -83,7 +86,7 @@ def kept_of(run: Path) -> KeptShare:
 
 @contextlib.contextmanager
 def _quiet(console: Path):
-    """What the trainer prints goes to a file."""
+    """Send the trainer's output to a file."""
     with open(console, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
         yield
 

@@ -27,7 +27,7 @@ GRADIENT, UPDATE = "gradient", "update"
 
 @dataclass
 class Counter:
-    """How often each entry of one tensor was among its `ceil(top n)` largest.
+    """A count of how often each entry of one tensor was among its `ceil(top n)` largest.
 
     `shared` are the shares of one step's entries that the next step marked too; `from_first` those
     that the first step's marks and the last one's share.
@@ -100,7 +100,7 @@ class Watch:
             self._add(kind, UPDATE, name, update[: math.prod(info.logical_shape)])
 
     def curves(self) -> list[LocalityCurve]:
-        """What was counted, over all matrices of a kind."""
+        """Return the counts over all matrices of a kind."""
         found = []
         for (kind, what, top), group in self.counters.items():
             counts = torch.cat([c.counts for c in group.values() if c.counts is not None])

@@ -1,4 +1,4 @@
-"""What each stage did when, in measured steps: 1F1B beside message-driven."""
+"""A plot of the stages' passes in measured steps: 1F1B beside message-driven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of the benchmark of message-driven pipelines come to, beside paper."""
+"""Rows of the benchmark of message-driven pipelines, beside paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationRow:
-    """What the ranks of one network run; seconds of an even stage's passes."""
+    """The emulation of one network's ranks; seconds of an even stage's passes."""
 
     forward: float
     backward: float

@@ -106,7 +106,7 @@ def _emulation(network: Network, options: argparse.Namespace) -> EmulationRow:
 
 
 def _run(network: Network, emulation: EmulationRow, options: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 wrote."""
+    """Run the emulation; return the results of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         steps = options.steps if network.rate == NO_LIMIT else 0
         settings = {**vars(emulation), "steps": steps, "folder": folder}

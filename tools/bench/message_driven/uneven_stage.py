@@ -1,4 +1,4 @@
-"""What the benchmark of message-driven pipelines puts side by side.
+"""The contenders of the benchmark of message-driven pipelines.
 
 Ways to run a step, stages that sleep unevenly, and how long a step is on paper.
 """
@@ -71,7 +71,7 @@ ONLY_ON_PAPER = UnevenContender(name="1F1B, two more in flight", ahead=2)
 
 
 def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
-    """So many forwards, then one forward and one backward in turns.
+    """Return `ahead` forwards, then one forward and one backward in turns.
 
     1F1B where `ahead` is the number of stages behind.
     """

@@ -100,7 +100,7 @@ class Mover:
         self.index.apply(self._rule, self._reduced, self._flat, (), hyper, factor=0.5)
 
     def results(self) -> list[torch.Tensor]:
-        """What each of them leaves: to be equal, whoever does it."""
+        """Return the results, which must be equal for all contenders."""
         placed: list[torch.Tensor] = []
         self.gather()
         gathered = self.values.clone()

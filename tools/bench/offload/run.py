@@ -1,4 +1,4 @@
-"""What states in host memory cost and save on CPUs, as ratios measured in one run.
+"""The cost and saving of states in host memory on CPUs, as ratios measured in one run.
 
     python -m tools.bench.offload.run [--only states|coarsening] [--out FOLDER]   some minutes
     python -m tools.bench.offload.run --smoke                                     a tiny model
@@ -50,7 +50,7 @@ BUCKET_SIZE, COARSENING = 4_000_000, 4
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Where states were; medians of a step and of what follows its backward, in seconds.
+    """The place of states, and medians of a step and of its part after backward, in seconds.
 
     Bytes on the device, of which `buffers` are neither parameters nor gradients, and in host
     memory.

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class SleepingStage:
-    """What a `Stage` does, but for the arithmetic."""
+    """A `Stage` without the arithmetic."""
 
     def __init__(self, place: StagePosition, settings: dict[str, Any]) -> None:
         self.chunks = [SimpleNamespace(device=torch.device("cpu"))] * place.chunks

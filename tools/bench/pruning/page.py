@@ -1,4 +1,4 @@
-"""What the page of the pruning study tells: what each way to prune costs, and which costs less."""
+"""The page of the pruning study: the cost of each way to prune, and the cheapest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAIRS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PruningComparison:
-    """Whether one way to prune costs less than another.
+    """A comparison of the losses of two ways to prune.
 
     `difference` is the mean over the seeds both have of the other's validation loss less this
     one's, `error` its standard error (with one seed by the scatter of all groups that have several,

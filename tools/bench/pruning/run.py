@@ -1,4 +1,4 @@
-"""What a pruned network costs in loss, by how it was pruned.
+"""The cost of a pruned network in loss, by the way it was pruned.
 
     python -m tools.bench.pruning.run --text-folder TEXT --jobs 2    runs what has no row yet
     python -m tools.bench.pruning.run --report                       page, numbers and picture

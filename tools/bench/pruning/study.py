@@ -1,4 +1,7 @@
-"""Which runs the study of pruning is made of. No torch."""
+"""The runs of the study of pruning.
+
+No torch. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pruned network costs a training step, on networks of several rates.
+"""The cost of a pruned network's training step, on networks of several rates.
 
     python -m tools.bench.samo_path.run [--out FOLDER]      half an hour; as root
     python -m tools.bench.samo_path.run --cost              compressing and expanding at 124M

@@ -132,7 +132,7 @@ def _csr_features_first(operands: Operands, one_pass: str) -> Callable[[], objec
 
 
 def _two_of_four(operands: Operands, one_pass: str) -> Kernel:
-    """At most two of four neighbours in a row: of the few groups with more the smallest go."""
+    """Return the kernel for at most two nonzeros of four; of groups with more the smallest go."""
     groups = operands.weight.view(-1, 4)
     kept = torch.zeros_like(groups).scatter_(1, groups.abs().topk(2).indices, 1.0)
     weight = (groups * kept).view_as(operands.weight)

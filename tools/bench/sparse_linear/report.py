@@ -53,7 +53,7 @@ class Absence:
 
 @dataclass
 class Report:
-    """What was measured, and on what."""
+    """The measurements and their machine."""
 
     facts: dict[str, Any]
     rows: list[SparseLinearRow] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def dtypes(self) -> list[str]:
-        """In the order in which they were measured."""
+        """Return the dtypes in the order of measurement."""
         return list(dict.fromkeys(row.dtype for row in self.rows))
 
     def of(self, dtype: str, one_pass: str) -> list[SparseLinearRow]:

@@ -1,4 +1,4 @@
-"""What loss a gradient path has after how much time, where the network is slow.
+"""The loss of a gradient path by time, where the network is slow.
 
     python -m tools.bench.time_to_loss.run --out FOLDER      as root; ten minutes, 4 ranks
     python -m tools.bench.time_to_loss.run --rates none      the loopback alone, no root
@@ -115,7 +115,7 @@ def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
 def steps_on(
     network: Network, trained: Mapping[str, Trained], options: argparse.Namespace
 ) -> dict[str, GradientPathRow]:
-    """What a step of each method lasts.
+    """Measure the seconds of a step of each method.
 
     A resample's length does not depend on how many steps lie between two, so few do; what a rolling
     schedule sends does, so that has the study's interval.
@@ -169,7 +169,7 @@ def courses(
 
 
 def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -> float:
-    """What the first `step` steps of a run last.
+    """Return the seconds of the first `step` steps of a run.
 
     Dense ones up to the fork and then its own, of which each `interval`-th is a resample where the
     method has those.
@@ -209,7 +209,7 @@ def as_markdown(found: Mapping[str, Sequence[LossCourse]], trained: Mapping[str,
 
 
 def _note(run: Trained) -> list[str]:
-    """What the numbers are, with those of a Radius run of the study."""
+    """Return the note on the numbers, with those of a Radius run of the study."""
     emulation = Emulation()
     computing = f"{1e3 * (emulation.forward + emulation.backward):.0f} ms"
     return textwrap.wrap(

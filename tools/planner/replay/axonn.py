@@ -31,7 +31,7 @@ class Ablation:
 
     @cached_property
     def setting(self) -> Setting:
-        """Without overlap of all-reduce and optimizer, which came later.
+        """Return the setting without overlap of all-reduce and optimizer, which came later.
 
         States are offloaded, in buckets of 16 million, where they are not spread over enough
         stages.

@@ -23,7 +23,7 @@ WEAK = {"12b": 48, "24b": 96, "50b": 192, "100b": 384}
 
 @dataclass(frozen=True)
 class Framework:
-    """What AxoNN is compared with.
+    """A framework that AxoNN is compared with.
 
     (micro-batch, G_intra, G_inter) by model (table II), and the percentages of peak that the text
     tells.
@@ -119,7 +119,7 @@ def _strong(step: Callable[[str], tuple[float, float]]) -> float:
 
 
 def _if_hidden() -> str:
-    """What messages would do that hide behind computing, in words."""
+    """Return the effect of messages that hide behind computing, in words."""
     machine = fitted(replace(SUMMIT, blocking=False))
     model, (deepspeed, _) = "100b", OTHERS
     ours = _axonn_step(machine, model, WEAK[model])[0]

@@ -52,7 +52,7 @@ class Machine:
         )
 
     def setting(self, flags: str, world: int) -> Setting:
-        """What the simulation plays of it."""
+        """Return the setting of the simulation."""
         plan = self.plan(flags, world)
         return Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
 
@@ -79,7 +79,7 @@ def single(setting: Setting) -> SimulatedStep:
 
 
 def root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that falls from `low` to `high` or rises is 0 (regula falsi, Illinois)."""
+    """Return the root of a monotonic function in [low, high] (regula falsi, Illinois)."""
     at_low, at_high = function(low), function(high)
     assert at_low * at_high <= 0, "the bounds enclose it"
     x = low

@@ -81,7 +81,7 @@ class ReplayMethod:
 
 
 def step_of(method: ReplayMethod, link: Link, ranks: int) -> SimulatedStep:
-    """What the emulation of so many ranks would take, without an optimizer."""
+    """Return the emulated step of `ranks` ranks, without an optimizer."""
     flags = f"{SMALL} --global-batch-size {ranks} {method.flags}".split()
     config = resolve(parse(flags, paths=GRADIENT_PATHS), ranks)
     shapes = {f"layers.{n}.{kind}": SHAPE if kind == "weight" else SHAPE[1:]

@@ -37,7 +37,10 @@ class ReplayRow:
 
     @property
     def error(self) -> float:
-        """In percent of what was measured, of shares in points; of a range how far outside."""
+        """Return the error in percent of the measurement.
+
+        Shares differ in points, ranges by the distance outside.
+        """
         near = self.measured
         if near is None:
             assert self.low is not None and self.high is not None
@@ -61,7 +64,7 @@ class ReplayRow:
 
     @property
     def told(self) -> str:
-        """What was measured."""
+        """Return the measurement as text."""
         if self.measured is not None:
             return f"{self.measured:.{self.digits}f}"
         return f"{self.low:g} to {self.high:g}"
@@ -108,7 +111,7 @@ class ReplayTable:
 
     @property
     def data(self) -> dict[str, Any]:
-        """For json."""
+        """Return the row for JSON."""
         return {
             "name": self.name,
             "machine": self.machine,
