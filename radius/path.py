@@ -84,8 +84,8 @@ class RadiusConfig:
     )
     radius_interval: int = option(
         default=200,
-        help="T: in steps divisible by it all is sent, with what was left out before, and the "
-        "entries to send are chosen anew.",
+        help="Steps between resamples, T in the paper: each sends the whole gradient with "
+        "the residual and selects the entries to send until the next.",
         within=at_least(1),
     )
     radius_start_iter: int | None = option(
@@ -95,24 +95,25 @@ class RadiusConfig:
     )
     radius_start_fraction: float | None = option(
         default=None,
-        help=f"The same as a share of the run, rounded up (none = {START_FRACTION}, unless "
-        "radius_start_iter is given).",
+        help="Share of the run before the first resample, rounded up to a step (none = "
+        f"{START_FRACTION}, unless radius_start_iter is given).",
         within=between(0, 1),
     )
     radius_schedule: Literal["paper", "rolling"] = option(
         default="paper",
-        help="paper: everything every T steps; rolling: one of T parts of each matrix in every "
-        "step, while moments of what is not sent stand still and weights only decay (ours).",
+        help="paper: send everything every T steps; rolling (ours): send one of T parts of "
+        "each matrix in every step, freeze moments of unselected entries and let their "
+        "weights only decay.",
     )
     radius_select: Literal["update", "seeded", "gradient"] = option(
         default="update",
-        help="What entries are chosen by: the largest update of the optimizer (the paper), a "
-        "random draw, or the largest mean gradient (ours).",
+        help="Criterion of the selection: the largest update of the optimizer (the paper), a"
+        " seeded random draw, or the largest mean gradient (ours).",
     )
     radius_residual: Literal["separate", "none"] = option(
         default="separate",
-        help="Where gradients wait that were not sent: in a buffer of their own (the paper), or "
-        "nowhere, so that they are lost.",
+        help="Buffer of gradients that were not sent: separate (the paper), or none, which "
+        "drops them.",
     )
 
     @property

@@ -19,26 +19,25 @@ class SamoConfig:
 
     samo_sparsity: float = option(
         default=0.9,
-        help="Share of the entries of each pruned tensor that do not exist (0 = none, as dense).",
+        help="Share of the entries of each pruned tensor that is pruned (0 = none, as dense).",
         within=below_one(),
     )
     samo_pruning: Literal["magnitude", "random", "file", "early-bird"] = option(
         default="magnitude",
-        help="Which entries stay: the largest weights at the start (initial or loaded), a random "
-        "draw, those of samo_mask_file, or the largest once that choice holds still during dense "
-        "training.",
+        help="Entries to keep. magnitude: the largest weights, initial or loaded; random: a "
+        "random draw; file: those of samo_mask_file; early-bird: the largest, once that"
+        " choice stays the same during dense training.",
     )
     samo_scope: Literal["tensor", "global"] = option(
         default="tensor",
-        help="Over what the largest are compared: each tensor has its share, or all pruned "
-        "tensors have it together.",
+        help="Tensors among which magnitudes are compared: each by itself, or all together.",
     )
     samo_mask_file: str | None = option(
         default=None,
-        help="Masks drawn by tools/prune_checkpoint.py (none = the ticket needs no file).",
+        help="Mask file by tools/prune_checkpoint.py (none = no file is needed).",
     )
     samo_keep_embeddings: bool = option(
-        default=False, help="Leave the embeddings whole; biases and norms always are."
+        default=False, help="Do not prune embeddings; biases and norms are never pruned."
     )
     samo_early_bird_interval: int = option(
         default=20,
@@ -47,20 +46,18 @@ class SamoConfig:
     )
     samo_early_bird_distance: float = option(
         default=0.1,
-        help="The ticket is drawn when the last five draws differ by less, as |A xor B| / "
-        "(|A| + |B|).",
+        help="Prune when the last five masks differ by less than this, as |A xor B| / (|A| + |B|).",
         within=ValueRange(low=0, low_open=True, high=1),
     )
     dsr_interval: int | None = option(
         default=None,
-        help="Applied steps between rewirings at first; it doubles three times in a run (none = "
-        "the masks stay; Sohoni et al. took 200 for nine tenths pruned).",
+        help="Applied steps between rewirings at first; the interval doubles three times in "
+        "a run (none = masks stay; Sohoni et al. used 200 at sparsity 0.9).",
         within=at_least(1),
     )
     dsr_fraction: float = option(
         default=FRACTION,
-        help="Share of the entries of the pruned tensors, stored or not, that a rewiring replaces "
-        "by others.",
+        help="Share of the entries of pruned tensors, stored or not, that a rewiring moves.",
         within=ValueRange(low=0, low_open=True, high=1, high_open=True),
     )
     dsr_threshold: float = option(
@@ -70,13 +67,13 @@ class SamoConfig:
     )
     dsr_until: int | None = option(
         default=None,
-        help="Last applied step that may be followed by a rewiring (none = after 95 % of the run).",
+        help="Last applied step that a rewiring may follow (none = after 95 % of the run).",
         within=at_least(1),
     )
     dsr_reset_moments: Literal["all", "new"] = option(
         default="all",
-        help="Which moments begin at zero after a rewiring: all (Sohoni et al.), or those of new "
-        "entries.",
+        help="Moments that are set to zero at a rewiring: all (Sohoni et al.), or those of "
+        "new entries.",
     )
 
     @property

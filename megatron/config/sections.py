@@ -105,10 +105,10 @@ class ModelConfig:
     num_layers: int = option(help="Number of transformer layers.", within=between(1, LARGEST_DEPTH))
     hidden_size: int = option(help="Width of the network.", within=at_least(1))
     num_attention_heads: int = option(help="Attention heads of a layer.", within=at_least(1))
-    seq_length: int = option(help="Tokens in a sample.", within=at_least(1))
+    seq_length: int = option(help="Length of a sample, in tokens.", within=at_least(1))
     max_position_embeddings: int | None = option(
         default=None,
-        help="Longest sequence, in tokens, that has positions (none = seq_length).",
+        help="Longest sequence, in tokens, that position embeddings cover (none = seq_length).",
         within=at_least(1),
     )
     ffn_hidden_size: int | None = option(
@@ -120,7 +120,8 @@ class ModelConfig:
         within=at_least(1),
     )
     group_query_attention: bool = option(
-        default=False, help="Let num_query_groups heads of keys and values serve all queries."
+        default=False,
+        help="Share each of num_query_groups key-value heads among several query heads.",
     )
     num_query_groups: int = option(
         default=1,
@@ -128,7 +129,7 @@ class ModelConfig:
         within=at_least(1),
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = option(
-        default="learned_absolute", help="How positions enter the model."
+        default="learned_absolute", help="Kind of position embedding."
     )
     rotary_base: int = option(
         default=10000, help="Base of the rotary wavelengths.", within=at_least(2)
@@ -149,20 +150,21 @@ class ModelConfig:
     )
     make_vocab_size_divisible_by: int = option(
         default=128,
-        help="The vocabulary is padded to a multiple of this (1 = not padded).",
+        help="Pad the vocabulary in memory to a multiple of this times the tensor-parallel "
+        "size (1 = no padding).",
         within=at_least(1),
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option(
         default="LayerNorm", help="Kind of normalization."
     )
     norm_epsilon: float = option(
-        default=1e-5, help="Added to the variance in a normalization.", within=above(0)
+        default=1e-5, help="Term added to the variance in a normalization.", within=above(0)
     )
     qk_layernorm: bool = option(
         default=False,
         help="Normalize the query and the key of each head, before their rotation.",
     )
-    swiglu: bool = option(default=False, help="Gated SiLU instead of GELU in the MLP.")
+    swiglu: bool = option(default=False, help="Use gated SiLU instead of GELU in the MLP.")
     gelu: Literal["tanh", "erf"] = option(
         default="tanh", help="Formula of GELU (ours): tanh approximation or exact erf."
     )
@@ -238,7 +240,7 @@ class TrainingConfig:
         within=between(0, LARGEST_SEED),
     )
     micro_batch_size: int = option(
-        help="Samples that a rank computes at once.", within=between(1, LARGEST_BATCH)
+        help="Samples of one forward and backward pass of a rank.", within=between(1, LARGEST_BATCH)
     )
     global_batch_size: int | None = option(
         default=None,
@@ -271,8 +273,8 @@ class TrainingConfig:
     )
     max_skipped_steps: int = option(
         default=20,
-        help="Stop, exit code 5, after this many skipped steps in a row; with a dynamic loss scale "
-        "those count that it cannot get lower for (ours).",
+        help="Stop with exit code 5 after this many skipped steps in a row; with a dynamic "
+        "loss scale, only steps skipped at its lowest value count (ours).",
         within=at_least(1),
     )
     skip_loss_spikes: float | None = option(
@@ -281,9 +283,9 @@ class TrainingConfig:
         "128 (ours; 6 is usual; none = off).",
         within=above(0),
     )
-    skip_train: bool = option(default=False, help="Evaluate only.")
+    skip_train: bool = option(default=False, help="Do not train; evaluate only.")
     deterministic_mode: bool = option(
-        default=False, help="Bitwise reproducible kernels, some of them slower."
+        default=False, help="Use bitwise reproducible kernels, some of which are slower."
     )
     compile: bool | None = option(
         default=None,
@@ -349,7 +351,7 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd"] = option(default="adam", help="AdamW or momentum SGD.")
     optimizer_impl: Literal["torch", "apex"] = option(
-        default="torch", help="Whose fused AdamW to use (ours); apex must be installed."
+        default="torch", help="Provider of the fused AdamW kernel (ours); apex must be installed."
     )
     lr: float | None = option(
         default=None,
@@ -410,7 +412,7 @@ class OptimizerConfig:
         default=0.999, help="Decay of Adam's second moment.", within=below_one()
     )
     adam_eps: float = option(
-        default=1e-8, help="Added to the root of Adam's second moment.", within=above(0)
+        default=1e-8, help="Term added to the square root of Adam's second moment.", within=above(0)
     )
     sgd_momentum: float = option(default=0.9, help="Momentum of SGD (0 = off).", within=below_one())
     clip_grad: float = option(
@@ -427,8 +429,12 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats and loss scaling. Neither fp16 nor bf16 means fp32."""
 
-    fp16: bool = option(default=False, help="float16 parameters, float32 master weights.")
-    bf16: bool = option(default=False, help="bfloat16 parameters, float32 master weights.")
+    fp16: bool = option(
+        default=False, help="Train with float16 parameters and float32 master weights."
+    )
+    bf16: bool = option(
+        default=False, help="Train with bfloat16 parameters and float32 master weights."
+    )
     loss_scale: float | None = option(
         default=None, help="Fixed loss scale of fp16 (none = dynamic).", within=above(0)
     )
@@ -437,10 +443,10 @@ class PrecisionConfig:
     )
     min_loss_scale: float = option(default=1.0, help="Lowest dynamic loss scale.", within=above(0))
     loss_scale_window: int = option(
-        default=1000, help="Good steps after which the loss scale doubles.", within=at_least(1)
+        default=1000, help="Applied steps after which the loss scale doubles.", within=at_least(1)
     )
     hysteresis: int = option(
-        default=2, help="Bad steps after which the loss scale halves.", within=at_least(1)
+        default=2, help="Skipped steps after which the loss scale halves.", within=at_least(1)
     )
     accumulate_allreduce_grads_in_fp32: bool = option(
         default=False,
@@ -452,8 +458,8 @@ class PrecisionConfig:
     )
     predivide_loss: bool = option(
         default=False,
-        help="Divide the loss by the whole global batch before backward, so that gradients need "
-        "only be summed over ranks (ours; AxoNN's way for 16-bit sums).",
+        help="Divide the loss by the global batch size before backward, so that gradients "
+        "are summed over ranks and not averaged (ours; AxoNN does so for 16-bit sums).",
     )
 
     @property
@@ -490,18 +496,18 @@ class ParallelConfig:
     )
     sequence_parallel: bool = option(
         default=False,
-        help="Cut what lies between the cut layers along the sequence, over the tensor-parallel "
-        "ranks.",
+        help="Shard norm, dropout and residual activations along the sequence dimension "
+        "across tensor-parallel ranks.",
     )
     use_tp_pp_dp_mapping: bool = option(
         default=False,
-        help="Place the stages of a pipeline on neighbouring ranks, as AxoNN does (off: the ranks "
-        "of a data-parallel group).",
+        help="Order ranks as tensor, pipeline, data: stages of a pipeline on neighbouring "
+        "ranks, as in AxoNN (off: tensor, data, pipeline).",
     )
     pipeline_schedule: Literal["1f1b", "message-driven"] = option(
         default="1f1b",
-        help="What a stage computes next (ours). 1f1b: a fixed order; message-driven: whatever its "
-        "messages allow, gradients before activations, over MPI (AxoNN).",
+        help="Order of a stage's passes (ours). 1f1b: fixed; message-driven: the message "
+        "that arrives first decides, gradients before activations, over MPI (AxoNN).",
     )
     pipeline_limit: int | None = option(
         default=None,
@@ -511,7 +517,8 @@ class ParallelConfig:
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         default=None,
-        help="Interleaved 1F1B: each stage holds several runs of so many layers (none = one run).",
+        help="Layers of a model chunk in the interleaved schedule (none = 1F1B, one chunk "
+        "for each stage).",
         within=at_least(1),
     )
     decoder_first_pipeline_num_layers: int | None = option(
@@ -526,27 +533,26 @@ class ParallelConfig:
     )
     use_distributed_optimizer: bool = option(
         default=False,
-        help="ZeRO-1: each data-parallel rank keeps and updates its share of master weights and "
-        "moments.",
+        help="Shard master weights and moments over data-parallel ranks (ZeRO-1).",
     )
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         default=None, help="Collective library (none = nccl on CUDA, gloo on CPU)."
     )
     distributed_timeout_minutes: float = option(
         default=10.0,
-        help="Minutes after which a silent peer or a phase that does not end counts as lost; may "
+        help="Minutes after which a silent rank or a phase without end counts as lost; may "
         "be a fraction.",
         within=between(0.01, WEEK),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         default=100,
-        help="Steps between comparisons of the data-parallel copies of the weights, bit by bit "
-        "(ours is on; Megatron's is off; none = off).",
+        help="Steps between bitwise comparisons of the weights of data-parallel replicas (on"
+        " here, off in Megatron-LM; none = off).",
         within=at_least(1),
     )
     overlap_grad_reduce: bool = option(
         default=True,
-        help="Send gradients while backward runs (ours is on; Megatron's is off).",
+        help="Reduce gradients while backward runs (on here, off in Megatron-LM).",
     )
     ddp_bucket_size: int | None = option(
         default=None,
@@ -586,7 +592,9 @@ class ParallelConfig:
 class GradientConfig:
     """The travel of gradients between data-parallel ranks."""
 
-    grad_path: str = option(default="dense", help="The gradient path (ours).")
+    grad_path: str = option(
+        default="dense", help="How data-parallel ranks exchange gradients (ours)."
+    )
 
 
 @section
@@ -595,16 +603,17 @@ class OffloadConfig:
 
     optimizer_cpu_offload: bool = option(
         default=False,
-        help="Master weights and moments stay in host memory and visit the device in buckets.",
+        help="Keep master weights and moments in host memory, and update them bucket by "
+        "bucket on the device.",
     )
     offload_bucket_size: int = option(
         default=4_000_000,
-        help="Entries of such a bucket (ours); the device holds 14 bytes for each.",
+        help="Entries of an offloaded bucket (ours); the device holds 14 bytes for each.",
         within=at_least(128),
     )
     offload_coarsening: int = option(
         default=4,
-        help="Such buckets in an all-reduce (ours).",
+        help="Offloaded buckets in one all-reduce (ours).",
         within=at_least(1),
     )
 
@@ -620,17 +629,19 @@ class RecomputeConfig:
 
     recompute_granularity: Literal["full", "selective"] | None = option(
         default=None,
-        help="Recompute in backward: full, whole layers; selective, attention without its "
-        "projections (none = keep activations).",
+        help="Activations to recompute in backward. full: whole layers; selective: attention"
+        " without its projections (none = keep all).",
     )
     recompute_method: Literal["uniform", "block", "sqrt"] | None = option(
         default=None,
-        help="uniform: all layers, in chunks of recompute_num_layers; block: the first "
-        "recompute_num_layers layers only; sqrt (ours): uniform, in chunks of the factor of a "
-        "stage's layers that is nearest to the root of num_layers (none = uniform).",
+        help="Layers to recompute. uniform: all, in chunks of recompute_num_layers; block: "
+        "the first recompute_num_layers; sqrt (ours): uniform, in chunks of the divisor"
+        " of a stage's layers nearest to the root of num_layers (none = uniform).",
     )
     recompute_num_layers: int | None = option(
-        default=None, help="Layers, as recompute_method says (none = 1).", within=at_least(1)
+        default=None,
+        help="Layers of a chunk, or recomputed layers, by recompute_method (none = 1).",
+        within=at_least(1),
     )
 
 
@@ -645,41 +656,43 @@ class CheckpointConfig:
         default=None, help="Folder to start from (none = newest of the run folder)."
     )
     save_interval: int | None = option(
-        default=None, help="Steps between checkpoints (none = the last only).", within=at_least(1)
+        default=None, help="Steps between checkpoints (none = only at the end).", within=at_least(1)
     )
     keep_last: int | None = option(
         default=None,
-        help="Good checkpoints to keep; older ones are deleted (ours; none = all).",
+        help="Number of good checkpoints to keep; older ones are deleted (ours; none = all).",
         within=at_least(2),
     )
     save_retain_interval: int | None = option(
         default=None,
-        help="Good checkpoints at multiples of this step stay, and the newest one or keep_last; "
-        "others are deleted (none = keep_last alone decides).",
+        help="Keep good checkpoints at multiples of this step beside the newest or keep_last"
+        " ones; delete others (none = keep_last alone decides).",
         within=at_least(1),
     )
     async_save: bool = option(
-        default=False, help="Write checkpoints while training goes on, from a copy in memory."
+        default=False, help="Write checkpoints in the background, from a copy in memory."
     )
     ckpt_step: int | None = option(
-        default=None, help="Load this step (none = the newest).", within=at_least(0)
+        default=None, help="Step to load (none = the newest).", within=at_least(0)
     )
-    no_save_optim: bool = option(default=False, help="Leave the optimizer's state out of it.")
-    no_load_optim: bool = option(default=False, help="Start the optimizer from nothing.")
-    finetune: bool = option(default=False, help="Load the weights only and begin at step 0.")
+    no_save_optim: bool = option(
+        default=False, help="Save checkpoints without the optimizer's state."
+    )
+    no_load_optim: bool = option(default=False, help="Do not load the optimizer's state.")
+    finetune: bool = option(default=False, help="Load only the weights and start at step 0.")
     exit_on_missing_checkpoint: bool = option(
         default=False,
-        help="Stop also where load is the folder of save and still empty.",
+        help="Stop if load names no checkpoint, even if it is the folder of save.",
     )
     reset_grad_state: bool = option(
         default=False,
-        help="Leave behind what the gradient path of the loaded checkpoint had not sent yet "
-        "(residuals, index) and start this run's path anew; needed to leave a path with state.",
+        help="Start the gradient path with empty state (residuals, index), whatever the "
+        "loaded checkpoint holds; needed to leave a path with state.",
         saved=False,
     )
     accept_new_data: bool = option(
         default=False,
-        help="Go on though data files changed since the checkpoint (ours).",
+        help="Continue although data files changed since the checkpoint (ours).",
         saved=False,
     )
 
@@ -690,7 +703,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = option(
         default=None,
-        help="[WEIGHT] PREFIX ...: data sets as .bin/.idx prefixes, split by split (none = off).",
+        help="[WEIGHT] PREFIX ...: data sets as .bin/.idx prefixes, divided by split (none = off).",
     )
     train_data_path: tuple[str, ...] | None = option(
         default=None, help="As data_path, for training only (none = off)."
@@ -707,7 +720,7 @@ class DataConfig:
     data_cache_path: str | None = option(
         default=None, help="Folder of index caches (none = beside the data)."
     )
-    mock_data: bool = option(default=False, help="Made-up tokens; no data set is read.")
+    mock_data: bool = option(default=False, help="Train on generated tokens; no data set is read.")
     tokenizer_type: (
         Literal[
             "GPT2BPETokenizer",
@@ -731,18 +744,18 @@ class DataConfig:
         help="Tokens in the vocabulary (none = as the tokenizer says).",
         within=at_least(1),
     )
-    reset_position_ids: bool = option(
-        default=False, help="Count positions from each document's start."
+    reset_position_ids: bool = option(default=False, help="Restart positions at each document.")
+    reset_attention_mask: bool = option(default=False, help="Restrict attention to one document.")
+    eod_mask_loss: bool = option(
+        default=False, help="Leave end-of-document tokens out of the loss."
     )
-    reset_attention_mask: bool = option(default=False, help="Attend within a document only.")
-    eod_mask_loss: bool = option(default=False, help="No loss at end-of-document tokens.")
     no_mmap_bin_files: bool = option(
-        default=False, help="Read data files instead of mapping them into memory."
+        default=False, help="Read data files instead of memory-mapping them."
     )
     dataloader_type: Literal["single", "cyclic", "external"] = option(
         default="single",
-        help="single: samples in one order that is shuffled anew for each epoch. Megatron's cyclic "
-        "and external are refused.",
+        help="single: one order of samples, shuffled again for each epoch. Megatron-LM's "
+        "cyclic and external are refused.",
     )
 
 
@@ -765,13 +778,15 @@ class LoggingConfig:
         default=100, help="Steps between lines on the terminal.", within=at_least(1)
     )
     log_params_norm: bool = option(default=False, help="Log the L2 norm of the parameters.")
-    log_num_zeros_in_grad: bool = option(default=False, help="Log how many gradients are 0.")
-    log_throughput: bool = option(default=False, help="Log TFLOP/s of a device.")
+    log_num_zeros_in_grad: bool = option(
+        default=False, help="Log the number of gradient entries that are 0."
+    )
+    log_throughput: bool = option(default=False, help="Log TFLOP/s for each device.")
     timing_log_level: int = option(
         default=0, help="Detail of timers, 0 (least) to 2.", within=between(0, 2)
     )
     timing_log_option: Literal["max", "minmax", "all"] = option(
-        default="minmax", help="Over which ranks timers are shown."
+        default="minmax", help="Ranks over which timers are shown."
     )
     tensorboard_dir: str | None = option(
         default=None, help="Folder of TensorBoard files (none = off)."
@@ -782,12 +797,12 @@ class LoggingConfig:
     tensorboard_queue_size: int = option(
         default=1000, help="Points that TensorBoard holds in memory.", within=at_least(1)
     )
-    log_timers_to_tensorboard: bool = option(default=False, help="Timers go to TensorBoard too.")
+    log_timers_to_tensorboard: bool = option(default=False, help="Write timers to TensorBoard.")
     log_validation_ppl_to_tensorboard: bool = option(
-        default=False, help="Perplexities go to TensorBoard too."
+        default=False, help="Write perplexities to TensorBoard."
     )
     log_memory_to_tensorboard: bool = option(
-        default=False, help="Memory in bytes goes to TensorBoard too."
+        default=False, help="Write memory in bytes to TensorBoard."
     )
     wandb_project: str | None = option(
         default=None, help="Project at Weights & Biases (none = off)."
@@ -812,7 +827,7 @@ class LoggingConfig:
         default=(0,), help="Ranks that profile.", within=at_least(0)
     )
     use_pytorch_profiler: bool = option(
-        default=False, help="torch.profiler instead of markers for an outside profiler."
+        default=False, help="Use torch.profiler; otherwise emit markers for an external profiler."
     )
     peak_tflops: float | None = option(
         default=None,
@@ -831,7 +846,7 @@ class RunConfig:
         saved=False,
     )
     device: Literal["cpu", "cuda"] | None = option(
-        default=None, help="Device (ours; none = cuda where there is one).", saved=False
+        default=None, help="Device to train on (ours; none = cuda if available).", saved=False
     )
     debug: bool = option(default=False, help="Show tracebacks of errors (ours).", saved=False)
     dry_run: bool = option(
@@ -841,8 +856,8 @@ class RunConfig:
     )
     check_paths: bool = option(
         default=True,
-        help="A dry run also looks for the data, tokenizer, masks and checkpoint that are named "
-        "(ours; false where only the compute nodes have them).",
+        help="Let a dry run also look for the data, tokenizer, masks and checkpoint (ours; "
+        "false where only compute nodes have them).",
         saved=False,
     )
 

@@ -25,13 +25,13 @@ class PowerSGDConfig:
 
     powersgd_rank: int = option(
         default=4,
-        help="Rank of the matrices that gradients are approximated by; those too small to gain "
-        "from it are sent whole. Parts on tensor-parallel ranks are matrices of their own.",
+        help="Rank of the approximation of each gradient matrix; matrices too small to gain "
+        "are sent whole. Shards on tensor-parallel ranks are matrices of their own.",
         within=at_least(1),
     )
     powersgd_start_iter: int = option(
         default=0,
-        help="First step that is compressed; earlier ones are dense (0 = from the first step).",
+        help="First compressed step; earlier steps are dense (0 = compress from the first step).",
         within=at_least(0),
     )
 

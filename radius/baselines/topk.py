@@ -48,13 +48,13 @@ class TopKConfig:
 
     topk_density: float = option(
         default=0.01,
-        help="Share of each matrix's entries that every rank sends (1 = all, as the dense path). "
-        "Tensor-parallel ranks each choose from their own part.",
+        help="Share of each matrix's entries that every rank sends (1 = all, as the dense "
+        "path). Each tensor-parallel rank selects from its own shard.",
         within=ValueRange(low=0, high=1, low_open=True),
     )
     topk_start_iter: int = option(
         default=0,
-        help="First step that is compressed; earlier ones are dense (0 = from the first step).",
+        help="First compressed step; earlier steps are dense (0 = compress from the first step).",
         within=at_least(0),
     )
 
