@@ -150,8 +150,7 @@ class ModelConfig:
     )
     make_vocab_size_divisible_by: int = option(
         default=128,
-        help="Pad the vocabulary in memory to a multiple of this times the tensor-parallel "
-        "size (1 = no padding).",
+        help="Pad the vocabulary in memory to a multiple of this (1 = no padding).",
         within=at_least(1),
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option(
