@@ -67,7 +67,7 @@ def on_rank_taken_over(
     optimizer, own, shared = states[0]
     if len(states) == size:
         own = states[rank][1]
-    else:  # as `run_tensors` does for another number of ranks
+    else:  # as `RunStateDict` does for another number of ranks
         own = {name: torch.stack([s[1][name] for s in states]).mean(0) for name in own}
     for kind, name, tensor in toy.optimizer.tensors():
         tensor.copy_(optimizer[kind, name])
