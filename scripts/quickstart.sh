@@ -124,7 +124,7 @@ cat <<END
 
 both runs     $RUN_DIR/comparison.html
 each of them  $RUN_DIR/dense/report.html  $RUN_DIR/radius/report.html
-every step    $RUN_DIR/{dense,radius}/metrics.jsonl, .csv
+every step    $RUN_DIR/{dense,radius}/metrics.jsonl
 logs          $RUN_DIR/{dense,radius}/log.txt
 checkpoints   $RUN_DIR/{dense,radius}/checkpoints
 settings      $RUN_DIR/{dense,radius}/config.yaml
