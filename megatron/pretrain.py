@@ -387,7 +387,7 @@ def build_engine(
 ) -> GradientEngine:
     """Build the gradient engine of this rank.
 
-    Collective over the world. Collective over the world.
+    Collective over the world.
     """
     import torch
 
@@ -446,7 +446,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the pipeline that runs a batch through this rank's stage.
 
-    Collective. Collective.
+    Collective over the world.
     """
     from megatron.pipeline.message_driven import MessageDriven
     from megatron.pipeline.runner import Pipeline
@@ -495,7 +495,7 @@ def open_stage_transport(
 ) -> Transport:
     """Open the transport between this rank's stage and its neighbours.
 
-    Collective. Collective.
+    Collective over the world.
     """
     import torch
 

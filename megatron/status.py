@@ -40,8 +40,9 @@ class Status:
     "exit-interval"); failed (`reason` is the first cause, seen by `rank` in `phase`).
     `exit_code` is None while running. `attempt` is the same for all ranks of one start and
     different for the next; without it a start is told by its "running".
-    `next_command` is what to do now. `others` are later failures, as one line each. `throughput`
-    is what the steps of this start came to (`metrics.throughput.Throughput`), empty before.
+    `next_command` is always empty: `tools/status.py` computes the command, and the key stays for
+    readers of the file. `others` are later failures, one line each. `throughput` has the means over
+    the steps of this start (`metrics.throughput.Throughput`), empty before the end.
     """
 
     state: State

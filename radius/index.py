@@ -1,7 +1,4 @@
-"""The interface of an index of sent entries, and the choice of its form.
-
-Loads no torch. Loads no torch.
-"""
+"""The interface of an index of sent entries, and the choice of its form. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The compiled kernels of `native.c`, where there are any.
 
-Loads no torch. Loads no torch.
+Loads no torch.
 
 pip builds them where it finds a C compiler; nothing needs them. They are a module of their own
 beside the packages, so that a clone finds those that were installed in its environment.

@@ -1,7 +1,4 @@
-"""The settings of Radius, and the check that a resample falls into a run.
-
-Loads no torch. Loads no torch.
-"""
+"""The settings of Radius, and the check that a resample falls into a run. Loads no torch."""
 
 from __future__ import annotations
 

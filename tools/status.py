@@ -102,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(run: Path, *, verify: bool = False) -> Standing:
     """Return the standing of a run.
 
-    Raises `ConfigError` for a folder that is no run. Raises `ConfigError` for a folder that is no
-    run.
+    Raises `ConfigError` for a folder that is not a run folder.
     """
     if not any((run / name).exists() for name in (STATUS, JSONL, CONFIG)):
         raise ConfigError(f"{run}: no {STATUS} there; give the folder of a run (--run-dir)")
@@ -122,8 +121,7 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     else:
         found.last_step = max(steps)
     found.ranks = len(seen) or (manifest.world.get("size") if manifest is not None else None)
-    if not found.next_command:
-        found.next_command = _next_command(run, found)
+    found.next_command = _next_command(run, found)
     return found
 
 
@@ -131,7 +129,6 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]
     found.exit_code, found.why = status.exit_code, status.reason or status.left
     found.meaning = "" if status.exit_code is None else MEANINGS.get(status.exit_code, "")
     found.host, found.job, found.told = status.host, status.job_id, status.time
-    found.next_command = status.next_command
     if status.state == "failed" and status.reason:
         where = f", step {status.iteration}" if status.iteration is not None else ""
         phase = f", {status.phase}" if status.phase else ""

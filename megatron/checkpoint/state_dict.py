@@ -182,8 +182,7 @@ class RunStateDict:
     def shards(self, *, moments: bool) -> Iterator[LocalShard]:
         """Yield the shards that this rank writes.
 
-        Collective over the ranks of a copy of the model. Collective over the ranks of a copy of the
-        model.
+        Collective over the ranks of a copy of the model.
         """
         dp, pruned = self.groups.dp, self._pruned()
         parts = {part.name: part for part in self._shared(pruned, moments)}

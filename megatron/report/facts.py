@@ -65,7 +65,6 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
                 ("host", status.host),
                 ("job", status.job_id),
                 ("version", status.version),
-                ("next command", status.next_command),
             )
             if value
         ]

@@ -116,18 +116,18 @@ def why_not(network: Network) -> str | None:
 
 
 @dataclass(frozen=True)
-class Wire:
+class InterfaceCounters:
     """The bytes that an interface has sent since it was made."""
 
     bytes: int
     packets: int
 
     @classmethod
-    def read(cls, interface: str) -> Wire:
+    def read(cls, interface: str) -> InterfaceCounters:
         """The counters of an interface of this rank's network namespace."""
         folder = Path("/sys/class/net") / interface / "statistics"
         return cls(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
 
-    def payload_since(self, earlier: Wire) -> int:
+    def payload_since(self, earlier: InterfaceCounters) -> int:
         """Bytes sent since `earlier` without the headers of their packets."""
         return self.bytes - earlier.bytes - HEADERS * (self.packets - earlier.packets)

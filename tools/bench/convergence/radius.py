@@ -1,7 +1,4 @@
-"""The runs of the study of Radius.
-
-No torch. No torch.
-"""
+"""The runs of the study of Radius. Imports no torch."""
 
 from __future__ import annotations
 

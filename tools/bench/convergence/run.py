@@ -1,16 +1,15 @@
-"""The cost of gradient paths in loss: declared runs, most of them forked from dense ones.
+"""Measure what a gradient path costs in validation loss: a declared set of runs and its report.
 
-    python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what is missing
-    python -m tools.bench.convergence.run --report                         table and plots
-    python -m tools.bench.convergence.run --text-folder TEXT --measure     how long would it take?
-    python -m tools.bench.convergence.run --list
-    python -m tools.bench.convergence.run --study pruning [...]            instead of radius
+    python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what has no result
+    python -m tools.bench.convergence.run --report                         write tables and plots
+    python -m tools.bench.convergence.run --text-folder TEXT --measure     estimate the total time
+    python -m tools.bench.convergence.run --list                           list the runs
 
-GPT of 4 layers x 256 with a vocabulary of 8192 learnt from TEXT (`train*` and `valid*`, as
-`tools/preprocess_data.py` reads them). Each finished run is a line of RESULTS at once; started
-again, the tool skips those and goes on with runs that were interrupted. A run that another study
-has finished in WORK gets its line without a start. Ctrl-C or SIGTERM lets the running ones save.
-Exit code 1 if a run failed.
+The model is a GPT of 4 layers x 256. TEXT holds `train*` and `valid*` files that
+`tools/preprocess_data.py` reads; a tokenizer with 8192 entries is trained on the first. Most runs
+are forked from a dense run. A finished run is appended to RESULTS as one line. A later start skips
+finished runs and resumes interrupted ones, also those that another study has finished in WORK.
+Ctrl-C or SIGTERM makes the running ones save and end. Exit code 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -80,9 +79,13 @@ class Processes:
                 process.send_signal(signal.SIGTERM)
 
 
-def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
-    """Run `study`; returns the exit code."""
-    options = _arguments(arguments, study)
+def main(
+    arguments: Sequence[str] | None = None,
+    study: Study = RADIUS,
+    description: str | None = __doc__,
+) -> int:
+    """Run `study` and return the exit code; `description` is the text of `--help`."""
+    options = _arguments(arguments, study, description)
     try:
         return _main(options, study)
     except SparsetronError as error:
@@ -258,30 +261,49 @@ def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _arguments(arguments: Sequence[str] | None, study: Study) -> argparse.Namespace:
+def _arguments(
+    arguments: Sequence[str] | None, study: Study, description: str | None
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m tools.bench.{study.folder}.run",
-        description=__doc__,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--text-folder", type=Path, default=Path("data/wikipedia"), help="default: %(default)s")
-    add("--work", type=Path, default=Path("runs/convergence"), help="folder of data and runs")
-    add("--results", type=Path, help="a line for each run; default: with the report")
-    add("--out", type=Path, help="folder of page, numbers and picture; default: the study's")
-    add("--only", nargs="+", metavar="RUN", help="some runs, by name")
-    add("--jobs", type=int, default=1, help="runs at once")
-    add("--threads", type=int, default=1, help="threads of each rank")
-    add("--steps", type=int, default=StudyPlan.steps, help="intervals and starts shrink with it")
-    add("--tokens", type=int, default=StudyPlan.tokens, help="tokens of a step")
-    add("--sequence", type=int, default=StudyPlan.sequence, help="tokens of a sequence")
-    add("--valid-tokens", type=int, default=StudyPlan.valid_tokens, help="tokens of the evaluation")
-    add("--dtype", choices=["bf16", "fp32"], default=StudyPlan.dtype, help="fp32 sums in both")
+    add(
+        "--work",
+        type=Path,
+        default=Path("runs/convergence"),
+        help="folder of the prepared data and of the runs",
+    )
+    add("--results", type=Path, help="file of results; default: the study's")
+    add("--out", type=Path, help="folder of the report; default: the study's")
+    add("--only", nargs="+", metavar="RUN", help="names of the runs to make; default: all")
+    add("--jobs", type=int, default=1, help="number of runs in parallel")
+    add("--threads", type=int, default=1, help="threads per rank")
+    add(
+        "--steps",
+        type=int,
+        default=StudyPlan.steps,
+        help="steps of a run; intervals and starts scale with it",
+    )
+    add("--tokens", type=int, default=StudyPlan.tokens, help="tokens per step")
+    add("--sequence", type=int, default=StudyPlan.sequence, help="tokens per sequence")
+    add("--valid-tokens", type=int, default=StudyPlan.valid_tokens, help="tokens of an evaluation")
+    add(
+        "--dtype",
+        choices=["bf16", "fp32"],
+        default=StudyPlan.dtype,
+        help="dtype of parameters; gradients are summed in fp32",
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--list", action="store_true", help="name the runs and those done")
-    mode.add_argument("--measure", action="store_true", help="time a dense run, tell the total")
-    mode.add_argument("--report", action="store_true", help="table and plots of the results")
+    mode.add_argument("--list", action="store_true", help="list the runs and mark finished ones")
+    mode.add_argument(
+        "--measure", action="store_true", help="time a dense run and estimate the total"
+    )
+    mode.add_argument("--report", action="store_true", help="write tables and plots of the results")
     return parser.parse_args(arguments)
 
 

@@ -1,13 +1,9 @@
 """The parts of a convergence study: the common size, a run, and its command line.
 
-No torch.
-
-No torch.
-
-Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
-so that what one gains or loses against it is the gradient path's doing alone. At data-parallel size
-1 a path that is linear in the gradient gives the numbers of any size (contract 11 of
-docs/architecture.md); baselines that is not true of run their four ranks.
+Dense runs come first. Most other runs fork from a checkpoint of the dense run with the same seed
+and optimizer, so that only the gradient path explains a difference in loss. At data-parallel size 1
+a path that is linear in the gradient gives the numbers of any size (contract 11 of
+docs/architecture.md); baselines that are not linear run on four ranks. Imports no torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.contenders import quiet
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.methods import COMPUTE, method
-from tools.bench.common.netlab import Wire
+from tools.bench.common.netlab import InterfaceCounters
 from tools.bench.gradient_path.contenders import (
     NOTHING,
     REAL,
@@ -159,14 +159,18 @@ class RankBench:
     def _measure(self, contender: MeasuredContender) -> list[float]:
         interface = self.settings.interface
         self.groups.world.barrier()
-        before = Wire.read(interface) if interface else None
+        before = InterfaceCounters.read(interface) if interface else None
         for arrivals in self._arrivals.values():
             arrivals.start()
         began = perf_counter()
         contender.step()
         took = perf_counter() - began
         self.groups.world.barrier()  # until then some of it may still wait to be sent
-        counted = Wire.read(interface).payload_since(before) if interface and before else NOTHING
+        counted = (
+            InterfaceCounters.read(interface).payload_since(before)
+            if interface and before
+            else NOTHING
+        )
         facts = contender.facts()
         return [took, facts.blocked, facts.bytes_sent, facts.density, counted]
 

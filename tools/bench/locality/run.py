@@ -73,7 +73,7 @@ def flags_of(run: Path, *, at: int | None) -> list[str]:
 def kept_of(run: Path) -> KeptShare:
     """Return the records of a Radius run's selections.
 
-    `ConfigError` where there is nothing. `ConfigError` where there is nothing.
+    Raises `ConfigError` for a run without selections.
     """
     steps = [r for r in records(run / JSONL) if r.get("index_kept") is not None]
     if not steps:
