@@ -1,4 +1,4 @@
-"""The numbers of one training step, and the mean of an interval of them."""
+"""The numbers of one training step, and their means over an interval."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 EVALUATION_KINDS = ("valid", "test")
 
 Spread = tuple[float, float] | list[float]
-"""A timer over ranks: the pair (min, max), or a list with one value for each rank."""
+"""A timer over ranks: the pair (min, max), or a list with one value per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One training step of the whole job, as Python numbers.
 
-    `lm_loss` is the mean over the tokens of the global batch and may be NaN or infinite.
-    `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
-    saving. `bytes_sent` is this rank's payload on the data-parallel group, `axis_bytes` what it
-    sent along the other axes of the grid, by name, where there are any; `flops` are model FLOPs
-    over all ranks. `peak_memory_bytes` is the most that this rank held: on a GPU in tensors, during
-    the step; on a CPU altogether, since its start. `timers` are seconds gained since the record
-    before, over ranks. `path` are numbers of the gradient path's own, by name, where there are any.
+    Attributes:
+        lm_loss: Mean over the tokens of the global batch; may be NaN or infinite.
+        grad_norm: None if a skipped step has no norm.
+        step_seconds: Time without evaluation and saving.
+        bytes_sent: Bytes that this rank sent to its data-parallel group.
+        axis_bytes: Bytes that this rank sent along other axes of the grid, by name.
+        flops: Model FLOPs over all ranks.
+        peak_memory_bytes: Maximum on this rank: on a GPU of tensors during the step, on a CPU of
+            the process since its start.
+        timers: Seconds since the previous record, over ranks.
+        path: The gradient path's own numbers, by name.
     """
 
     iteration: int
@@ -50,7 +54,7 @@ class StepRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the whole job in a second of this step; 0 where no time was measured."""
+        """Tokens of the whole job per second of this step; 0 if no time was measured."""
         return self.tokens / self.step_seconds if self.step_seconds > 0 else 0.0
 
 
@@ -58,7 +62,7 @@ class StepRecord:
 class LogInterval:
     """Sums, means and counts of the steps since the last log line.
 
-    Of `path`, which not every step has, the latest of each name.
+    `path` has the latest value of each name, since not every step has all names.
     """
 
     steps: int
@@ -78,9 +82,9 @@ class LogInterval:
 
 
 def summarize(records: Sequence[StepRecord]) -> LogInterval:
-    """Fold a non-empty interval of steps.
+    """Summarise a non-empty interval of steps.
 
-    The loss is the mean over the steps that were applied; where all were skipped, over those.
+    The loss is the mean over applied steps, or over skipped steps if no step was applied.
     """
     assert records, "an interval holds at least one step"
     applied = [r.lm_loss for r in records if not r.skipped]

@@ -1,6 +1,6 @@
-"""The throughput of the steps of one start.
+"""Throughput of the steps of one start.
 
-Their pace, the time of a whole training, and the arithmetic of a device (AxoNN, VI-D, Eq. 2 and 3).
+It covers the time per step, the time of a whole training, and FLOP/s (AxoNN, VI-D, Eq. 2 and 3).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from megatron.metrics.record import StepRecord
 from megatron.model.flops import training_days
 
 FLOPS_PER_TOKEN_OF_GPT3 = 6e8
-"""FLOPs per token of the smallest model that GPT-3 trained on 300 billion tokens: 6 for each of
-about 100 million parameters. For a smaller model, the days for 300 billion tokens say
-nothing.
+"""FLOPs per token of GPT-3's smallest model, about 6 for each of 100 million parameters.
+
+For smaller models the days for 300 billion tokens are not reported.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a sample: `seq_length` tokens of `flops_per_token` operations each.
+    """The work of a sample: `seq_length` tokens with `flops_per_token` operations each.
 
-    The operations are three passes of a layer's, or four where each layer is `recomputed` (Eq. 3 of
+    The operations are three passes through each layer, or four if layers are `recomputed` (Eq. 3 of
     AxoNN).
     """
 
@@ -35,9 +35,9 @@ class Workload:
 class Throughput:
     """Means over `steps` steps, of which `skipped` had no optimizer step.
 
-    Seconds of one, days of 300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3,
-    without its fourth pass where no layer is recomputed), and those as per cent of its peak where
-    that is known. `flops_per_token` is the model's.
+    They are seconds per step, days for 300 billion tokens (Eq. 2), FLOP/s per rank (Eq. 3, with
+    three passes if layers are not recomputed) and their share of the rank's peak in percent, if the
+    peak is known. `flops_per_token` is the model's.
     """
 
     steps: int
@@ -71,15 +71,15 @@ class Throughput:
 
 
 def shows_papers_metrics(flops_per_token: float, percent_of_peak: float | None) -> bool:
-    """Return whether AxoNN's metrics tell something of this run.
+    """Return whether to report AxoNN's metrics for this run.
 
-    Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them.
+    They are reported for models as large as GPT-3's smallest, or if `--peak-tflops` is given.
     """
     return percent_of_peak is not None or flops_per_token >= FLOPS_PER_TOKEN_OF_GPT3
 
 
 class Stopwatch:
-    """Adds up the steps of one start, all but its first, which warms everything up."""
+    """Adds up the steps of one start, except its first step, which warms everything up."""
 
     def __init__(self) -> None:
         self._started = False
@@ -88,7 +88,7 @@ class Stopwatch:
         self._world_size = 1
 
     def add(self, record: StepRecord) -> None:
-        """Count one step, the start's first for nothing."""
+        """Count one step; the first step of the start is ignored."""
         if not self._started:
             self._started = True
             return
@@ -99,7 +99,7 @@ class Stopwatch:
         self._world_size = record.world_size
 
     def read(self, workload: Workload, *, peak_tflops: float | None) -> Throughput | None:
-        """The means, None where no step was timed. `peak_tflops`: of one rank."""
+        """Return the means, or None if no step was timed. `peak_tflops` is the peak of one rank."""
         if not self._steps or self._seconds <= 0:
             return None
         tokens = self._samples * workload.seq_length
@@ -108,7 +108,7 @@ class Stopwatch:
             steps=self._steps,
             skipped=self._skipped,
             step_seconds=self._seconds / self._steps,
-            # Both totals over all steps: a batch that grows counts as it is.
+            # Both totals cover all steps, so a growing batch is counted correctly.
             training_days=training_days(step_seconds=self._seconds, tokens_per_step=tokens),
             flops_per_second=rate,
             percent_of_peak=None if peak_tflops is None else 100 * rate / (peak_tflops * 1e12),
