@@ -44,10 +44,10 @@ from megatron.timers import Timers
 class TrainState:
     """The progress of a run.
 
-    `iteration` counts steps tried, `applied_samples` only those of steps that were applied:
-    schedules follow it, so that a skipped step does not advance them. `skipped_in_row` are the
-    latest steps that count for `--max-skipped-steps`; `losses` the latest losses, kept where spikes
-    are skipped.
+    `iteration` counts all steps; `applied_samples` counts samples of applied steps only, and
+    schedules follow it, so that a skipped step does not advance them. `skipped_in_row` is the
+    current number of skipped steps in a row for `--max-skipped-steps`; `losses` has the latest
+    losses if loss spikes are skipped.
     """
 
     iteration: int = 0
@@ -59,10 +59,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The end of `train`.
-
-    `left` names the reason for leaving before the last step, None for a complete run.
-    """
+    """The outcome of `train`; `left` is the reason for leaving early, None for a complete run."""
 
     exit_code: int
     left: str | None = None
@@ -72,24 +69,24 @@ class Saver(Protocol):
     """Writes checkpoints. Every rank calls it at the same step boundaries."""
 
     def save(self, progress: TrainState, *, wait: bool) -> None:
-        """Save the present step; with `wait` it is committed when this returns."""
+        """Save the current step; with `wait` the checkpoint is committed when this returns."""
         ...
 
     def settle(self, *, wait: bool = False) -> None:
-        """Called after each step: raises what went wrong in a save that was not waited for.
+        """Raise the error of an earlier asynchronous save; called after each step.
 
-        With `wait` none is being written when this returns.
+        With `wait`, also wait until no save is in progress.
         """
         ...
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, put together by `megatron.pretrain`.
+    """Everything a run needs, built by `megatron.pretrain`.
 
-    `workload` is what the steps are measured by at the end. `heartbeat` tells the other ranks where
-    this one is, `requests` what it is asked for, and `peer_failure` whether another rank has told
-    that it failed.
+    `workload` is the work of a sample, for the throughput at the end. `heartbeat` shows other ranks
+    where this rank is, `requests` holds requests to save or leave, and `peer_failure` returns
+    whether another rank has reported a failure.
     """
 
     config: Config
@@ -125,7 +122,7 @@ class Trainer:
     # ---- the run -------------------------------------------------------------------------------
 
     def train(self) -> TrainOutcome:
-        """Train to the end, or to the first reason to leave; the last step is always saved."""
+        """Train to the end or until a reason to leave; the last step is always saved."""
         try:
             return self._run()
         finally:
@@ -154,7 +151,7 @@ class Trainer:
         try:
             return self._train_steps()
         except NumericsError:
-            # Every rank is here, and a save in progress is older than the error.
+            # All ranks are here, and a save in progress began before the error.
             self.heartbeat.at("save")
             self.saver.settle(wait=True)
             raise
@@ -205,7 +202,7 @@ class Trainer:
             self.requests.left()
 
     def _rule_out_failure(self) -> None:
-        """Raise `PeerError` where the SIGTERM was a launcher's answer to a rank that failed."""
+        """Raise `PeerError` if a launcher sent SIGTERM because another rank failed."""
         self.requests.wait_out_sigterm()
 
         def check() -> None:
@@ -215,7 +212,7 @@ class Trainer:
         self.groups.world.raise_on_all_ranks(check)
 
     def _guard(self) -> None:
-        """Raise `NumericsError`, on every rank, where going on would hide wrong numbers."""
+        """Raise `NumericsError`, on every rank, if further training would hide wrong numbers."""
         limit = self.config.training.max_skipped_steps
         if self.progress.skipped_in_row >= limit:
             error = NumericsError(
@@ -256,8 +253,8 @@ class Trainer:
                 clip_norm=self.config.optimizer.clip_grad,
                 request=self._pending(),
             )
-            # The sum of losses queues behind sums of gradients that are still arriving, so the
-            # loss comes last, unless the step depends on it.
+            # The sum of losses queues behind gradient sums that are still arriving, so it is
+            # computed last, unless the step depends on the loss.
             loss_last = step.arriving and self.config.training.skip_loss_spikes is None
             mean_loss = math.nan if loss_last else self._mean_over_ranks(loss, tokens)
             self.pipeline.settle()
@@ -297,7 +294,7 @@ class Trainer:
         batch_size: int,
         loss_scale: float,
     ) -> StepRecord:
-        """Return the record of the step just finished. Collective where the step is logged."""
+        """Return the record of the finished step. Collective if the step is logged."""
         stats = self.engine.stats(full=self._is_logged())
         for note in stats.notes:
             self.metrics.log(note)
@@ -327,7 +324,7 @@ class Trainer:
         )
 
     def _is_good(self, step: Step, loss: float) -> bool:
-        """Return whether the step is applied; all ranks find the same, from numbers they share."""
+        """Return whether to apply the step, from numbers that all ranks share."""
         progress, sigmas = self.progress, self.config.training.skip_loss_spikes
         good = step.ok
         if good and sigmas is not None:
@@ -340,27 +337,28 @@ class Trainer:
         return good
 
     def _share_of_ranks(self) -> int:
-        """Return how many times less than the loss scale a mean over ranks is scaled by.
+        """Return the divisor that turns the loss scale into the scale of a mean over ranks.
 
         In fp16 backward begins with the same scale on every grid, so that the same steps overflow
-        on all of them, and the mean of what ranks find is that much smaller than their sum.
+        on all of them; the mean over ranks is then smaller than the sum by this factor.
         """
         means = self.config.precision.fp16 and not sums_gradients(self.config)
         return self.groups.dp.size if means else 1
 
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
+        """Compute gradients of the mean loss over the global batch's tokens, times `loss_scale`.
 
-        Returns this rank's sum of token losses, 0 but on the last stage, and the number of tokens
-        of the global batch.
+        Returns:
+            This rank's sum of token losses (0 except on the last stage), and the number of tokens
+            of the global batch.
         """
         with self.timers("batch-generator", level=2):
             assert self.readers.train is not None, "a run that trains has data to train on"
             # Batch step 1: read this rank's microbatches.
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         tokens = self._count_tokens(batches)
-        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
-        # or they are summed up.
+        # The path averages over ranks, so a rank's loss counts for as many times more; or the path
+        # sums.
         summed = sums_gradients(self.config)
         scale = loss_scale * (1 if summed else self.groups.dp.size) / tokens
         iteration = self.progress.iteration
@@ -371,10 +369,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, kind: str, reader: BatchReader | None) -> ExitRequest:
-        """Mean token loss over the first `eval_iters` global batches of a split.
+        """Return the mean token loss over the first `eval_iters` global batches of a split.
 
-        The same samples every time, so that evaluations of a run compare with each other. A rank
-        that is asked to leave ends it, on every rank, without a result; returns that request.
+        Every evaluation reads the same samples, so that the evaluations of a run are comparable. If
+        a rank is asked to leave, all ranks stop without a result and return that request.
         """
         iterations = self.config.evaluation.eval_iters
         request = ExitRequest.NONE
@@ -398,23 +396,23 @@ class Trainer:
         return request
 
     def _has_test_loss(self) -> bool:
-        """Return whether an earlier start of the run got as far as evaluating the test set."""
+        """Return whether an earlier start of the run evaluated the test set."""
         mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
         known = torch.tensor([int(mine)])
         self.groups.world.all_reduce(known, dist.ReduceOp.MAX)
         return bool(known.item())
 
-    # ---- small questions -----------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------
 
     def _count_tokens(self, batches: list[DeviceMicrobatch]) -> int:
-        """Tokens of the global batch whose loss counts.
+        """Return the number of tokens of the global batch whose loss counts.
 
-        Asks the other ranks only where masks make it depend on what they read.
+        Ranks communicate only if masks make the number depend on the data.
         """
         mine = sum(batch.counted_tokens for batch in batches)
         if all(batch.loss_mask is None for batch in batches):
             return mine * self.groups.dp.size
-        # On the CPU, where it was counted: the host would wait for a device to bring it back.
+        # Counted on the CPU: the host would have to wait for a GPU to return it.
         count = torch.tensor([mine], dtype=torch.int64)
         self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
         return max(1, int(count.item()))
@@ -423,21 +421,21 @@ class Trainer:
         """Return the mean loss, equal on every rank, from the last stages' losses (Eq. 1)."""
         loss = loss.clone().view(1)
         self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
-        # Others add 0, which changes no bit.
+        # Other stages add 0, which changes no bit.
         self.groups.pp.all_reduce(loss, dist.ReduceOp.SUM)
         return loss.item() / tokens
 
     def _bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank sent inside its copy of the model since the last call, by axis.
+        """Return the bytes sent to model-parallel ranks since the last call, by axis.
 
-        Those of the gradient path are counted by it.
+        The gradient path counts the bytes of the data-parallel axis.
         """
         axes = {"bytes_tp": self.groups.tp, "bytes_pp": self.groups.pp}
         sent = {name: group.traffic.take() for name, group in axes.items()}
         return {name: count for name, count in sent.items() if axes[name].size > 1}
 
     def _pending(self) -> ExitRequest:
-        """The most urgent request that reached this rank."""
+        """Return the most urgent request that reached this rank."""
         minutes = self.config.training.exit_duration_in_mins
         time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
         return max(
@@ -445,7 +443,7 @@ class Trainer:
         )
 
     def _agree_on(self, request: ExitRequest, *, tag: int) -> ExitRequest:
-        """The most urgent request of all ranks; `PeerError` unless all are at the same `tag`."""
+        """Return the most urgent request of all ranks; raise `PeerError` if their `tag`s differ."""
         vote = torch.tensor([int(request), tag, -tag], dtype=torch.int64)
         self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about=f"vote {tag}")
         most_urgent, newest, oldest = map(int, vote.tolist())
@@ -469,7 +467,7 @@ class Trainer:
         return self.optimizer.params_norm() if wanted else None
 
     def _timings(self) -> dict[str, list[float]]:
-        """Seconds of each timer since the last logged step, one value for each rank."""
+        """Return the seconds of each timer since the last logged step, one value per rank."""
         if not self.config.logging.timing_log_level or not self._is_logged():
             return {}
         mine = self.timers.elapsed()

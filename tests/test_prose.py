@@ -41,7 +41,7 @@ def repeated(source: str) -> list[int]:
     found = []
     for line, text in docstrings(source):
         sentences = [part.rstrip(".") for part in re.split(r"(?<=\.)\s+", " ".join(text.split()))]
-        long = [sentence for sentence in sentences if re.search(r"([A-Za-z]\W?){6}", sentence)]
+        long = [sentence for sentence in sentences if re.search(r"[A-Za-z]{5}", sentence)]
         found += [line] * (len(long) > len(set(long)))
     return found
 
