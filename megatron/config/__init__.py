@@ -1,7 +1,8 @@
 """The configuration: frozen sections, Megatron-named flags, one strict YAML file.
 
-`parse` reads both, `resolve` adds what follows from the number of ranks, `to_yaml` writes what
-`--config` reads back. Nothing here imports torch: a wrong flag is told before that.
+`parse` reads both, `resolve` adds values that follow from the number of ranks, `to_yaml` writes a
+file that `--config` reads back. Nothing here imports torch, so that a wrong flag is reported at
+once.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ from megatron.low_memory.checkpoint_interval import checkpoint_interval, describ
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedPair:
-    """`name` says which settings, in the user's words; `holds` whether a configuration has both.
+    """A pair of settings that exclude each other.
 
-    `reason` why not; `instead` the way out.
+    `name` names the settings in the user's words; `holds` returns whether a configuration has both;
+    `reason` gives the reason and `instead` the way out.
     """
 
     name: str
@@ -43,7 +44,7 @@ class RefusedPair:
     instead: str
 
     def message(self, config: Config) -> str:
-        """The error's line, with the values of the fields that the name mentions."""
+        """Return the error's line, with the values of the fields that `name` mentions."""
         known = config.values()
         words = [word.strip(",") for word in self.name.split()]
         values = [f"{word} is {show(known[word])}" for word in words if word in known]
@@ -336,7 +337,7 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
 
 
 Alternatives = Sequence[Sequence[str]]
-"""Settings of which a run has one: each item is one way, by the fields that say it."""
+"""Alternatives, of which a run has one: each item is one way, by the fields that express it."""
 
 ALTERNATIVES: tuple[Alternatives, ...] = (
     (("train_iters",), ("train_samples",)),
@@ -350,7 +351,7 @@ ALTERNATIVES: tuple[Alternatives, ...] = (
         ("mock_data",),
     ),
 )
-"""A flag for one way replaces what the file says of the others. A gradient path may add rows."""
+"""A flag for one way replaces the file's setting of the others. A gradient path may add rows."""
 
 
 def check_pairs(config: Config, pairs: Sequence[RefusedPair] = REFUSED_PAIRS) -> None:
@@ -361,7 +362,7 @@ def check_pairs(config: Config, pairs: Sequence[RefusedPair] = REFUSED_PAIRS) ->
 
 
 def tensor_parallel_divides(c: Config) -> str | None:
-    """Heads, query groups, the MLP's width and, where it is cut, the sequence come out even."""
+    """Check that heads, query groups, MLP width and, if sharded, the sequence divide evenly."""
     ranks, model = c.parallel.tensor_model_parallel_size, c.model
     sizes = [
         ("num_attention_heads", model.num_attention_heads),
@@ -381,7 +382,7 @@ def tensor_parallel_divides(c: Config) -> str | None:
 
 
 def vocabulary_covers_ranks(c: Config) -> str | None:
-    """Every tensor-parallel rank holds a token, as far as the flags tell the vocabulary."""
+    """Check that every tensor-parallel rank holds a token, as far as flags give the vocabulary."""
     # A tokenizer may have more tokens than the flag says.
     if c.data.vocab_size is None or c.data.tokenizer_type is not None:
         return None
@@ -405,7 +406,7 @@ def _too_few_tokens(c: Config, size: int) -> str | None:
 
 
 def stages_have_layers(c: Config) -> str | None:
-    """Every stage holds a layer, and what the user says about them adds up."""
+    """Check that every stage holds a layer, and that layer counts of the ends add up."""
     try:
         c.parallel.layer_split(c.model.num_layers)
     except ConfigError as error:
@@ -414,7 +415,7 @@ def stages_have_layers(c: Config) -> str | None:
 
 
 def interleaving_fills_stages(c: Config, dp: int) -> str | None:
-    """Interleaved 1F1B takes microbatches in groups of as many as there are stages."""
+    """Check that interleaved 1F1B gets a multiple of as many microbatches as stages."""
     p, t = c.parallel, c.training
     size = p.num_layers_per_virtual_pipeline_stage
     if size is None or size * p.pipeline_model_parallel_size == c.model.num_layers:
@@ -439,7 +440,7 @@ _NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,127}")
 
 
 def run_is_well_named(c: Config) -> str | None:
-    """The complaint about the run's name, which ends up in paths and job scripts."""
+    """Complain about a run's name that is unsuitable for paths and job scripts."""
     if c.run.run_dir is None:
         field, name, way_out = "configuration's name", c.name, "rename the file or give --run-dir"
     else:
@@ -458,7 +459,7 @@ def _last_part(path: str) -> str:
 
 
 def output_folders_are_safe(c: Config) -> str | None:
-    """The complaint about a place to write to where other things live."""
+    """Complain about an output folder that already has another use."""
     taken = {Path("/"): "the root folder", real_path(os.path.expanduser("~")): "the home folder"}
     taken |= {folder: "a data folder" for folder in _data_folders(c)}
     for name, folder in (("run_dir", c.run.run_dir), ("save", c.checkpoint.save)):
@@ -474,7 +475,7 @@ def output_folders_are_safe(c: Config) -> str | None:
 
 
 def real_path(path: str) -> Path:
-    """Absolute path without symbolic links; a loop of them is left as it is, not an error."""
+    """Return the absolute path without symbolic links; a loop of links is no error."""
     return Path(os.path.realpath(path))
 
 
@@ -490,7 +491,7 @@ Complaint = str | None
 def check(config: Config, givens: Mapping[str, GivenValue] | None = None) -> None:
     """Raise `ConfigError` for the first range, pair or rule that the configuration breaks.
 
-    `givens` tells where values came from, for the messages about ranges.
+    `givens` has the origins of values, for messages about ranges.
     """
     for section_name, section in config.sections.items():
         for spec in specs_of(type(section), section_name).values():
@@ -503,7 +504,7 @@ def check(config: Config, givens: Mapping[str, GivenValue] | None = None) -> Non
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, 0 left out: "8, 12"."""
+    """Return the multiples of `step` around `value`, without 0: "8, 12"."""
     below = value // step * step
     return ", ".join(str(legal) for legal in (below, below + step) if legal > 0)
 
@@ -770,26 +771,26 @@ def check_batch(config: Config, dp: int) -> None:
 
 Notice = str | None
 WORKING_LOSS_SCALE = 2**16
-"""A loss scale at which float16 GPT runs settle."""
+"""Loss scale at which float16 GPT runs settle."""
 LARGEST_CUDNN_HEAD, LARGEST_FLASH_HEAD = 128, 256
-"""Head sizes up to which cuDNN's and flash attention train on every GPU that has them."""
+"""Maximum head size with which cuDNN's and flash attention train on every supported GPU."""
 
 
 def notices(config: Config, given: Container[str]) -> list[str]:
-    """Lines about a checked configuration; `given` are the fields that the user set."""
+    """Return notices about a checked configuration; `given` are the fields that the user set."""
     about = [notice(config) for notice in _ANY] + [notice(config, given) for notice in _DEFAULTS]
     return [line for line in about if line]
 
 
 def cuda_notices(config: Config) -> list[str]:
-    """Lines about settings that keep fast attention away, for a run that has found a GPU."""
+    """Return notices about settings that prevent fast attention, for a run on a GPU."""
     return [line for notice in _ON_CUDA if (line := notice(config))]
 
 
 def describe_recomputation(config: Config) -> str:
     """Describe the recomputation interval of the fullest stage.
 
-    Empty where layers are not recomputed in groups of one length.
+    Empty if layers are not recomputed in groups of one length.
     """
     if config.recompute.recompute_method != "uniform":
         return ""

@@ -15,7 +15,7 @@ from megatron.transfer import to_device
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMicrobatch:
-    """A `Microbatch` on a device; field for field the same, [b, s] each."""
+    """A `Microbatch` on a device, with the same fields, [b, s] each."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -24,11 +24,11 @@ class DeviceMicrobatch:
     document_ids: torch.Tensor | None
     index: int
     counted_tokens: int
-    """Tokens whose loss counts."""
+    """Return the number of tokens whose loss counts."""
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:
-        """Copy to the device, asynchronously where it is a GPU."""
+        """Copy to the device, asynchronously if it is a GPU."""
 
         def place(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else to_device(torch.from_numpy(array), device)
@@ -51,7 +51,7 @@ class DeviceMicrobatch:
 class BatchReader:
     """Reads one rank's microbatches of a data set; any global batch, in any order.
 
-    Raises `DataError` where a sample holds a token outside the vocabulary.
+    Raises `DataError` if a sample has a token outside the vocabulary.
     """
 
     dataset: SampleSource
@@ -60,7 +60,7 @@ class BatchReader:
     device: torch.device
 
     def read(self, first_sample: int, global_batch_size: int) -> Iterator[DeviceMicrobatch]:
-        """This rank's share of samples [first_sample, first_sample + global_batch_size)."""
+        """Yield this rank's share of samples [first_sample, first_sample + global_batch_size)."""
         shares = zip(
             self.sampler.indices(first_sample, global_batch_size),
             self.sampler.numbers(global_batch_size),
@@ -73,7 +73,7 @@ class BatchReader:
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Data of a run; valid and test may be absent."""
+    """The readers of a run; valid and test may be absent."""
 
     train: BatchReader | None
     """None only for a run that does not train (`--skip-train`)."""
