@@ -11,7 +11,7 @@ The loop needs no other change. DDP rebuilds its buckets after the first step, s
 by parameter. Every DDP option that leaves gradients dense works, as does `model.no_sync()`.
 """
 
-# Annotations are not strings here: DDP compares those of the hook with the types themselves.
+# Annotations are not strings here: DDP compares the hook's annotations with the types themselves.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,9 +1,9 @@
 """Radius in a custom training loop: two functions on flat tensors and a process group.
 
-    t % T == 0              rest = sparse_all_reduce(grad, None, residual)      (dense, flushes)
-    else, once selected     rest = sparse_all_reduce(grad, index, residual)     (a short vector)
-    the step was applied    residual = rest
-    ... and t % T == 0      index = select(update, 0.4, group=ranks)
+    t % T == 0                 rest = sparse_all_reduce(grad, None, residual)      (dense, flushes)
+    else, once selected        rest = sparse_all_reduce(grad, index, residual)     (a short vector)
+    the step was applied       residual = rest
+    ... and t % T == 0         index = select(update, 0.4, group=ranks)
 
 The caller owns all state. `grad` and `residual` are 1-D and may hold one tensor or many, but k of n
 entries are selected in the whole: pass each matrix separately, as in the paper, and 1-D parameters

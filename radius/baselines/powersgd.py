@@ -2,8 +2,8 @@
 
 For each matrix M = residual + gradient, a x b, and Q, b x r, of the last step:
 
-    P = M orth(Q) --all-reduce--> P^ = orth(P), Q = M' P^ --all-reduce--> M^ = P^ Q'
-     (1)            (2)            (3)                      (4)           (5)
+    P = M orth(Q)  --all-reduce-->  P^ = orth(P),  Q = M' P^  --all-reduce-->  M^ = P^ Q'
+         (1)           (2)                 (3)                    (4)            (5)
 
 (1) and (2) run when the bucket is full, during backward. (3) and (4) run for all buckets after
 backward, so that the second sums overlap each other. (5) runs bucket by bucket. torch's hook for

@@ -3,7 +3,7 @@
 Every rank selects entries on its own, so positions differ and values cannot be added on the way:
 each rank's message goes to every other rank, and traffic grows with the number of ranks.
 
-    one bucket's message, K entries of all its parameters:  [ K positions | K values | padding ]
+    one bucket's message, K entries of all its parameters:   [ K positions | K values | padding ]
 
 This file is the whole path: settings, reducer, and bytes for the planner.
 """
