@@ -3,7 +3,7 @@
     state = RadiusHook(optimizer, density=0.4, interval=200, start=10_000)
     model.register_comm_hook(state, radius_hook)
 
-    backward:        bucket 0 -> radius_hook ... last bucket -> radius_hook     one all-reduce each
+    backward:  bucket 0 -> radius_hook ... last bucket -> radius_hook     one all-reduce each
     (clipping, unscaling: by the loop; `param.grad` is the mean, zero where nothing was sent)
     optimizer.step:  commit; at a resample also the selection
 

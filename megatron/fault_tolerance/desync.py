@@ -4,7 +4,7 @@ gloo pairs the n-th collective of one rank with the n-th collective of another, 
 Ranks that are one apart abort, time out or receive each other's numbers, far from the cause.
 
     rank 0   bucket  vote  loss    bucket  vote
-    rank 1   bucket  vote  [extra] loss    bucket      they part at [extra]
+    rank 1   bucket  vote  [extra]  loss   bucket      they part at [extra]
 
 Each set of connections has its own count: two ranks are compared over the connections that they
 share.

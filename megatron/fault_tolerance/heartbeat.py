@@ -5,7 +5,7 @@ before it was killed or stopped, so that its peers can name the rank and its pha
 store would not serve: it lives in one rank and is lost with it.
 
     header, 704 bytes     process, host, phase, times; of each group: calls issued and their digest
-    rings, 110 KB         the latest calls of each group
+    rings, 110 KB        the latest calls of each group
 
 A digest covers all calls up to the latest, in order. Ranks with equal digests issued the same
 calls, so a reader of a thousand headers needs the rings of the few ranks whose digests differ.

@@ -39,7 +39,7 @@ BENCH = REPO / "tools" / "bench"
 ROWS = "results.jsonl"
 
 Runner = Callable[[Sequence[str], int, Path], int]
-"""Runs flags of `pretrain_gpt.py` on so many ranks, its words going to a file; the exit code."""
+"""Runs `pretrain_gpt.py` on a number of ranks, with output to a file; returns the code."""
 
 
 class Processes:
@@ -72,7 +72,7 @@ class Processes:
         return code
 
     def stop(self) -> None:
-        """Let every running process save and leave, and start no other."""
+        """Make every running process save and leave, and start no other."""
         with self._lock:
             self.stopping = True
             for process in self._running:
@@ -133,7 +133,7 @@ def _main(options: argparse.Namespace, study: Study) -> int:
 
 
 def prepare(text: Path, folder: Path) -> Path:
-    """A tokenizer and two data sets in `folder`, from the text; kept where they are there."""
+    """Prepare a tokenizer and two data sets in `folder`; existing ones are kept."""
     made = [folder / "tokenizer.json"]
     made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
     if all(path.is_file() for path in made):
@@ -174,11 +174,11 @@ def run_all(
     jobs: int,
     runner: Runner,
 ) -> list[str]:
-    """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
+    """Run everything without a result, at most `jobs` at once, in order, after their dense runs.
 
-    A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
-    gets a row that says so. Returns the names of runs that failed or had to be left out, which are
-    all that have not started when the runner is `stopping`.
+    A row is appended when a run has ended, also when its numbers went wrong (exit code 5). Returns
+    the names of runs that failed or could not run; when the runner is `stopping`, these are all
+    that have not started.
     """
     done = {row["name"] for row in read_rows(results, plan)}
     waiting = [run for run in wanted if run.name not in done]
@@ -223,7 +223,7 @@ def run_all(
 def _ready(
     waiting: Sequence[StudyRun], done: set[str], running: Iterable[StudyRun], jobs: int
 ) -> list[StudyRun]:
-    """The next runs to start. One of several ranks fills the machine by itself."""
+    """Return the next runs to start. A run of several ranks gets the whole machine."""
     busy = sum(min(run.ranks, jobs) for run in running)
     found: list[StudyRun] = []
     for run in waiting:
@@ -236,7 +236,7 @@ def _ready(
 
 
 def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: Runner) -> int:
-    """All starts that a run still takes; the exit code of the last, 0 where it takes none."""
+    """Run all remaining starts of a run; return the last exit code, 0 if none remained."""
     folder = work / "runs"
     flags = flags_of(run, plan, data=data, runs_dir=folder)
     if is_finished(folder / run.name, flags, run.ranks):
@@ -245,7 +245,7 @@ def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: R
     for flags in stages(run, plan, data=data, runs_dir=folder):
         code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
         if code:
-            # torchrun turns every code into 1; the run folder tells the true one.
+            # torchrun turns every code into 1; the run folder has the original code.
             status = read_status(folder / run.name) if run.ranks > 1 else None
             return status.exit_code or code if status is not None else code
     return 0
