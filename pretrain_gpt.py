@@ -107,7 +107,7 @@ GPT_TASK = GPTTask(model_provider, train_valid_test_datasets_provider)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` asks; returns the exit code."""
+    """Train as `argv` asks and return the exit code."""
     return pretrain(GPT_TASK, GRADIENT_PATHS, argv)
 
 

@@ -1,4 +1,4 @@
-"""Behaviour of a tool whose reader, such as `head`, has left."""
+"""Behaviour of a command-line tool whose output pipe was closed by the reader, such as `head`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import signal
 
 
 def end_with_reader() -> None:
-    """End this process silently, as `cat` does, when it writes to a pipe that nobody reads.
+    """End this process silently, as `cat` does, when it writes to a closed pipe.
 
-    Python would turn that into an `OSError`, which a tool reports as a broken file. For tools that
-    only print: a process with sockets needs the error.
+    By default Python raises an `OSError`, which a tool would report as a broken file. Only for
+    tools that print: a process with sockets needs the error.
     """
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,28 +1,28 @@
-"""Errors a user can cause or must know of, each with its exit code (docs/fault-tolerance.md).
+"""Errors that a user can cause or must know of, each with its exit code (docs/fault-tolerance.md).
 
-The message is one line: what is wrong, the value seen, the rule, the way out. Entry scripts turn
-these into that line and the exit code; a traceback appears only with `--debug`.
+The message is one line: the problem, the value, the rule, the way out. Entry scripts print that
+line and exit with the code; a traceback appears only with `--debug`.
 """
 
 from __future__ import annotations
 
 EXIT_DONE = 0
 EXIT_REQUEUE = 75
-"""State is saved and the run wants to be started again."""
+"""The state is saved and the run wants to be started again."""
 
 
 class SparsetronError(Exception):
-    """Base of every error with an exit code of its own."""
+    """Base class of every error with an exit code of its own."""
 
     exit_code = 1
     shared = False
-    """Whether every rank raises this one, so that one of them can tell it for all."""
+    """True if every rank raises this error, so that one rank can report it for all."""
 
     def __str__(self) -> str:
-        """The message on one line.
+        """Return the message on one line.
 
-        Names of files and values may hold line breaks and sequences that command a terminal; those
-        are written as Python writes them in a string.
+        Names of files and values may hold line breaks and terminal control sequences, which are
+        escaped as in a Python string.
         """
         text = super().__str__()
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -47,13 +47,13 @@ class CheckpointError(SparsetronError):
 
 
 class NumericsError(SparsetronError):
-    """The numbers went wrong in a way that going on would hide."""
+    """The numbers went wrong in a way that further training would hide."""
 
     exit_code = 5
 
 
 class PeerError(SparsetronError):
-    """Another rank failed, or a collective did."""
+    """Another rank failed, or a collective failed."""
 
     exit_code = 6
 
@@ -65,5 +65,5 @@ ERRORS_BY_CODE: dict[int, type[SparsetronError]] = {
 
 
 def missing_extra(package: str, extra: str) -> ConfigError:
-    """The error for an optional package that is absent: names the extra that brings it."""
+    """Return the error for an optional package that is absent; it names the extra to install."""
     return ConfigError(f"{package}: not installed; run: pip install 'sparsetron[{extra}]'")

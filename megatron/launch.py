@@ -1,7 +1,8 @@
-"""The start of processes: launcher, device, backend, process group and, beside it, MPI.
+"""Start of a process: launcher, device, backend, process group and MPI.
 
-`detect_launch` reads what torchrun, srun or mpiexec tells a process. `start` chooses the device and
-joins the ranks. This module imports no torch at load, so that a wrong flag is refused quickly.
+`detect_launch` reads the variables of torchrun, srun or mpiexec. `start` chooses the device and
+joins the ranks. This module imports no torch when it is loaded, so that a wrong flag is refused
+quickly.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ START_RIGHT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The rank and world that the launcher gave this process.
+    """The rank and the world size that the launcher gave this process.
 
     `launcher` is torchrun, srun, mpiexec or none.
     """
@@ -66,7 +67,10 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's variables; `ConfigError` names the variable that is missing or off."""
+    """Read the launcher's variables.
+
+    Raises `ConfigError` naming a variable that is missing or malformed.
+    """
     env = os.environ if environ is None else environ
     _check_threads(env.get("OMP_NUM_THREADS", ""))
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -81,7 +85,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _check_threads(text: str) -> None:
-    """Refuse what OpenMP's libraries would wait for without end, or ignore."""
+    """Refuse values at which OpenMP libraries hang or which they ignore."""
     if text and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
         raise ConfigError(
             f"OMP_NUM_THREADS={text!r}: must be a whole number, 1 or more; or unset it"
@@ -89,7 +93,7 @@ def _check_threads(text: str) -> None:
 
 
 def _check_agreement(env: Mapping[str, str]) -> None:
-    """Refuse a process that one launcher calls another rank than the next does."""
+    """Refuse a process to which two launchers give different ranks."""
     slurm = [_SLURM_VARIABLES] if _is_slurm_task(env) else []
     present = [names for names in (*slurm, *(n[:2] for n in _MPI_VARIABLES)) if names[0] in env]
     for names in present[1:]:
@@ -104,8 +108,8 @@ def _check_agreement(env: Mapping[str, str]) -> None:
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     if not all(name in env for name in _SLURM_VARIABLES):
         return False
-    # mpiexec inside an allocation has srun start its own proxies, one on each node, whose variables
-    # reach the ranks: what the proxies say is then the truth.
+    # Inside an allocation mpiexec starts one proxy per node by srun, and the ranks inherit the
+    # proxies' Slurm variables; in that case the variables of mpiexec are right.
     tasks, nodes = (
         _integer(env, "SLURM_STEP_NUM_TASKS"),
         _integer(env, "SLURM_STEP_NUM_NODES", default=1),
@@ -172,7 +176,7 @@ def _integer(env: Mapping[str, str], name: str, *, default: int | None = None) -
         if default is None:
             raise ConfigError(f"{name} is not set though other ranks' variables are; set it")
         return default
-    # str.isdigit alone takes digits of every script, and int refuses some of them.
+    # str.isdigit accepts digits of every script, and int refuses some of them.
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise ConfigError(
             f"{name}={show(text)}: must be a non-negative integer of at most {_MOST_DIGITS} digits"
@@ -194,7 +198,7 @@ def _checked(launch: Launch) -> Launch:
 
 
 def _tasks_on_node(env: Mapping[str, str]) -> int:
-    """Tasks of this step on this node, from Slurm's run-length form such as `2(x3),1`."""
+    """Return the tasks of this step on this node, from Slurm's form such as `2(x3),1`."""
     node = _integer(env, "SLURM_NODEID", default=0)
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -219,18 +223,17 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between two questions, at first and at most."""
+"""Shortest and longest pause between two polls, in seconds."""
 LATE = 1 / 16
-"""What a pause may add to the time waited, as a part of that."""
+"""Largest pause, as a share of the time waited so far."""
 _ADDRESS_BYTES = 300
 _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
 
 def poll(done: Callable[[], bool], *, seconds: float) -> bool:
-    """Ask until it is done; False if it is not after so many seconds.
+    """Poll `done` until it returns True; return False after `seconds`.
 
-    Others may have the core in between, ever longer, so that ranks that share it do not steal it
-    from each other.
+    Pauses grow, so that ranks that share a core do not take it from each other.
     """
     began = time.monotonic()
     while not done():
@@ -242,9 +245,9 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
-    """Start MPI within `seconds`; refuse a start whose launcher gave the ranks none.
+    """Start MPI within `seconds`, and refuse a start whose launcher gave the ranks no MPI.
 
-    All ranks find the same. Needs no torch.
+    All ranks reach the same result. Imports no torch.
     """
     if launch.launcher in ("none", "torchrun"):
         how = "torchrun" if launch.launcher == "torchrun" else "no launcher"
@@ -260,10 +263,10 @@ def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
 
 @contextmanager
 def _ends_within(seconds: float) -> Iterator[None]:
-    """End this process, with its stack on stderr and exit code 1, where MPI does not return.
+    """End this process with exit code 1 and its stack on stderr if the body takes too long.
 
-    It waits for a rank that is gone with the interpreter's lock, so that no thread of Python's
-    could. Nothing else may be watched like this meanwhile.
+    The timer runs in C: while MPI waits for a lost rank it holds the interpreter's lock, so a
+    Python thread could not end the process. Only one such timer may run at a time.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
@@ -273,10 +276,10 @@ def _ends_within(seconds: float) -> Iterator[None]:
 
 
 def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> ModuleType:
-    """mpi4py's module, which starts MPI when it is first imported and may take `seconds` for that.
+    """Return mpi4py's module. Its first import starts MPI and may take `seconds`.
 
-    `instead_of`: other things that would do. Raises `ConfigError` where it is not installed or lets
-    one thread alone call it.
+    `instead_of` names alternatives for the error message. Raises `ConfigError` if mpi4py is not
+    installed or if its MPI lets only one thread call it.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None:
@@ -290,7 +293,8 @@ def _import_mpi(instead_of: str) -> ModuleType:
     try:
         import mpi4py
 
-        # A thread moves messages while the main thread computes; a lock keeps their calls apart.
+        # One thread moves messages while the main thread computes; a lock serialises their MPI
+        # calls.
         mpi4py.rc.thread_level = "serialized"
         from mpi4py import MPI
     except ModuleNotFoundError:
@@ -305,7 +309,7 @@ def _import_mpi(instead_of: str) -> ModuleType:
 
 
 def check_threads(granted: int, needed: int, library: str) -> None:
-    """Refuse a library that does not let a second thread call it."""
+    """Refuse an MPI library in which a second thread may not make calls."""
     if granted < needed:
         name = library.splitlines()[0].strip() if library else "MPI"
         raise ConfigError(
@@ -316,7 +320,7 @@ def check_threads(granted: int, needed: int, library: str) -> None:
 
 
 def check_world(launch: Launch, *, rank: int, size: int) -> None:
-    """Refuse a world of MPI's that is another than the launcher's: ranks are addressed by it."""
+    """Refuse an MPI world that differs from the launcher's: messages go by MPI rank."""
     if (rank, size) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"MPI sees rank {rank} of {size}, {launch.launcher}'s variables say "
@@ -325,10 +329,10 @@ def check_world(launch: Launch, *, rank: int, size: int) -> None:
 
 
 def with_master(launch: Launch, *, seconds: float) -> Launch:
-    """The launch with a place to meet, which rank 0 chooses unless the launcher did.
+    """Return the launch with a rendezvous address, chosen by rank 0 unless the launcher set one.
 
-    Collective over MPI's world. Raises `ConfigError` where that is not the launcher's, `PeerError`
-    where the place is not heard of in time.
+    Collective over MPI's world. Raises `ConfigError` if that world differs from the launcher's,
+    `PeerError` if the address does not arrive in time.
     """
     needs_place = not (launch.master_addr and launch.master_port)
     instead_of = " (or MASTER_ADDR and MASTER_PORT)" if needs_place else ""
@@ -351,11 +355,11 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
 def leave_mpi(code: int) -> None:
     """Leave MPI, if it was started, and end the process with the code.
 
-    All ranks do, at the end of a run that ended well. One that failed must not, since it would wait
-    for peers that are gone.
+    Called by all ranks at the end of a successful run. A failed rank must not call it: it would
+    wait for ranks that are gone.
 
-    MPICH tells mpiexec of an orderly end when C's exit() runs its handlers. A rank that left by
-    _exit() would count as lost, and mpiexec would kill the ranks that are still on their way out.
+    MPICH reports an orderly end to mpiexec in a handler of C's exit(). A rank that left by _exit()
+    would count as lost, and mpiexec would kill the ranks that are still leaving.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
@@ -363,31 +367,32 @@ def leave_mpi(code: int) -> None:
             MPI.Finalize()
             sys.stdout.flush()
             sys.stderr.flush()
-            # PyDLL keeps the interpreter's lock: no Python thread runs beside the handlers of C.
+            # PyDLL keeps the interpreter's lock, so no Python thread runs while C's exit handlers
+            # do.
             ctypes.PyDLL(None).exit(code)
 
 
 def has_cuda(mpi: ModuleType | None = None) -> bool:
-    """Return whether the library says that it reads and writes a CUDA device's memory itself."""
+    """Return whether the MPI library reports that it reads and writes CUDA memory directly."""
     file = (mpi or open_mpi()).__file__
     assert file is not None, "it is an extension module"
-    # Symbols of the MPI library are found through the module that is linked against it.
+    # Symbols of the MPI library are looked up through the extension module that is linked to it.
     library = ctypes.CDLL(file)
     flag = ctypes.c_int(0)
-    try:  # MPICH's; 0 is CUDA
+    try:  # MPICH's query; kind 0 is CUDA
         library.MPIX_GPU_query_support(ctypes.c_int(0), ctypes.byref(flag))
     except AttributeError:
         pass
     else:
         return bool(flag.value)
-    try:  # Open MPI's
+    try:  # Open MPI's query
         return bool(library.MPIX_Query_cuda_support())
     except AttributeError:
         return False
 
 
 def duplicate(world: MPI.Intracomm, *, seconds: float) -> MPI.Intracomm:
-    """A communicator of the same ranks whose messages meet no others. Collective."""
+    """Return a communicator of the same ranks with messages of its own. Collective."""
     comm, request = world.Idup()
     if not poll(request.Test, seconds=seconds):
         raise PeerError(
@@ -415,7 +420,7 @@ _CUDA_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The started process: its launch, and the device its tensors live on."""
+    """The started process: its launch, and the device of its tensors."""
 
     launch: Launch
     device: torch.device
@@ -423,12 +428,12 @@ class Runtime:
 
     @property
     def is_writer(self) -> bool:
-        """Return whether this rank writes logs and other files that exist once."""
+        """True on the rank that writes logs and other files that exist once per run."""
         return self.launch.rank == 0
 
 
 def job_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Facts of the job for records, by allow-list, so that no secret can leak."""
+    """Return facts about the job for records, from an allow-list, so that no secret can leak."""
     env = os.environ if environ is None else environ
     names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "OMP_NUM_THREADS")
     return {name: env[name] for name in (*names, *_CUDA_VARIABLES) if name in env}
@@ -445,17 +450,18 @@ def set_cuda_variables(config: Config, environ: MutableMapping[str, str] | None 
     if config.run.device == "cpu":
         return
     if config.parallel.pipeline_model_parallel_size > 1:
-        # The first launch of a kernel that is loaded lazily may wait until the device is idle,
-        # which the device is not while NCCL's kernel of a receive spins on it.
+        # With lazy loading, the first launch of a kernel may wait until the device is idle, which
+        # never happens while NCCL's receive kernel spins on it.
         env.setdefault(_LOADING, "EAGER")
-        # A spinning receive also holds up the other streams of its hardware queue: 32 queues are
-        # the most that CUDA has, 8 are its default.
+        # A spinning receive also blocks the other streams of its hardware queue. CUDA has at most
+        # 32 queues and uses 8 by default.
         env.setdefault(_CONNECTIONS, "32")
-        # NCCL would otherwise connect what an algorithm needs at its first use, in a step, where
-        # the host waits for the other ranks (NCCL's default is 1).
+        # By default NCCL connects an algorithm at its first use, during a step, and the host then
+        # waits for the other ranks.
         env.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if config.parallel.tensor_model_parallel_size > 1:
-        # A layer's collectives run beside a product that could fill the device first.
+        # Otherwise a product that starts first could fill the device and delay a layer's
+        # collectives.
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
@@ -509,16 +515,16 @@ def finds_compiler(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def needs_mpi(config: Config) -> bool:
-    """Return whether a run must be able to send messages over MPI."""
+    """Return whether the run sends messages over MPI."""
     return config.parallel.pipeline_schedule == "message-driven"
 
 
 def start(launch: Launch, config: Config) -> Runtime:
     """Choose device and backend and join the other ranks. Call once, before any tensor is made.
 
-    MPI, where it is needed, comes first: it may say where the others are. Raises `ConfigError`
-    where what was asked for is not here, `PeerError` where the ranks do not find each other within
-    the timeout.
+    MPI, where it is needed, is joined first, since it may provide the rendezvous address. Raises
+    `ConfigError` if a requested device or backend is not available, `PeerError` if the ranks do not
+    meet within the timeout.
     """
     import torch
 
@@ -541,22 +547,22 @@ def start(launch: Launch, config: Config) -> Runtime:
 
 
 def wait_for_all() -> None:
-    """Leave no earlier than the others.
+    """Wait for all ranks before this process ends.
 
-    For ranks that know of each other that all are alive: launchers end everybody with the first
-    that leaves, even before rank 0 has said why.
+    Only for ranks that know that all others are alive. Launchers end all ranks when the first one
+    ends, possibly before rank 0 has printed the reason.
     """
     if "torch" not in sys.modules:
-        return  # nobody was joined yet, and to load it would take seconds
+        return  # this process has joined no group, and importing torch takes seconds
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # a barrier that is gloo's on every device
+        dist.all_reduce(torch.zeros(1))  # the barrier uses gloo on every device
 
 
 def stop() -> None:
-    """Leave the world; the counterpart of `start`."""
+    """Leave the process group; the counterpart of `start`."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -572,7 +578,7 @@ def _choose_device(launch: Launch, config: Config) -> torch.device:
         raise ConfigError("--device cuda: no CUDA device is seen; use --device cpu")
     if wanted == "cpu" or not seen:
         return torch.device("cpu")
-    bound = seen == 1 and launch.local_world_size > 1  # the launcher shows each rank its own
+    bound = seen == 1 and launch.local_world_size > 1  # the launcher shows each rank one device
     if launch.local_rank >= seen and not bound:
         raise ConfigError(
             f"local rank {launch.local_rank}: only {seen} CUDA devices are seen; start at most "
@@ -592,7 +598,7 @@ def _choose_backend(device: torch.device, wanted: str | None) -> str:
         return "gloo"
     if wanted == "gloo":
         raise ConfigError("--distributed-backend gloo: tensors are on CUDA; use nccl")
-    # Control messages are CPU tensors and go through gloo beside NCCL.
+    # Control messages are CPU tensors and need gloo in addition to NCCL.
     return "cpu:gloo,cuda:nccl"
 
 
@@ -603,9 +609,9 @@ def _join_world(launch: Launch, backend: str, timeout: timedelta) -> None:
     address, port = launch.master_addr or "", launch.master_port or 0
     _check_address(address, port)
     if address in ("127.0.0.1", "localhost"):
-        # gloo binds to what the host name resolves to, which need not exist on this machine.
+        # gloo binds to the address of the host name, which may not exist on this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # torchrun keeps a store of its own there, which ranks of this and of later starts share.
+    # torchrun keeps its own store at this address, shared by ranks of this and of later starts.
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -650,7 +656,7 @@ def _check_address(address: str, port: int) -> None:
 
 
 def _await_ranks(store: Store, launch: Launch, timeout: timedelta) -> None:
-    """Wait for every rank to say that it is here; `PeerError` names those that do not."""
+    """Wait until every rank has arrived; `PeerError` names missing ranks."""
     keys = [f"here/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], "1")
     try:

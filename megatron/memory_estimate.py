@@ -28,10 +28,6 @@ from megatron.parallel.tensor_shard import TensorShard, padded_rows
 from megatron.pipeline.schedule import POSTED, Kind, Operation, StagePosition, interleaved, warm_up
 
 # ---- parameters of each rank ---------------------------------------------------------------------
-#
-# What each rank of a grid holds: the parameters of `model.GPT`, by logical name, without a model.
-#
-# A test holds these against the `ParamInfo`s and the buckets of real ranks.
 
 
 WORD_TABLE = "embedding.word_embeddings.weight"
@@ -39,10 +35,13 @@ WORD_TABLE = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """A configuration on a number of ranks.
+    """A configuration and the grid of ranks that runs it.
 
-    `vocabulary`: entries, before padding; `cap`: entries of a gradient bucket; `device`: "cpu" or
-    "cuda"; `cuda_aware_mpi`: whether MPI reads and writes a GPU's memory itself.
+    Args:
+        vocabulary: Entries of the vocabulary, before padding.
+        cap: Maximum number of entries of a gradient bucket.
+        device: "cpu" or "cuda".
+        cuda_aware_mpi: Whether MPI reads and writes GPU memory directly.
     """
 
     config: GPTConfig
@@ -55,25 +54,25 @@ class RankGrid:
 
     @cached_property
     def split(self) -> list[list[range]]:
-        """Return the runs of layers of each stage."""
+        """Layers of each stage, one range per model chunk."""
         return self.config.parallel.layer_split(self.config.model.num_layers)
 
     def holds_embedding(self, stage: int, chunk: int = 0) -> bool:
-        """Return whether a stage's chunk begins the model."""
+        """Return whether a chunk of the stage begins with the embedding."""
         return stage == 0 and chunk == 0
 
     def holds_head(self, stage: int, chunk: int | None = None) -> bool:
-        """Return whether a stage (None), or one of its chunks, ends the model."""
+        """Return whether a chunk of the stage, or any chunk (None), ends with the output layer."""
         last = len(self.split[stage]) - 1
         return stage == self.dims.pp - 1 and chunk in (None, last)
 
     def rank(
         self, stage: int = 0, tp_rank: int = 0, *, stored: Mapping[str, int] | None = None
     ) -> RankShapes:
-        """Return the shapes that the ranks at this place of the grid hold.
+        """Return the shapes that a rank at this position of the grid holds.
 
-        `stored`: entries here of each parameter that is stored in part (None: as many as the path
-        will store, spread evenly).
+        `stored` has the number of stored entries of parameters that are stored in part; with None,
+        the path's own number is spread evenly over the ranks.
         """
         params = {param.name: param for param in self._params(stage, tp_rank)}
         total = self.path.stored(self.config, params.values())
@@ -91,7 +90,7 @@ class RankGrid:
         )
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Logical shapes of the parameters of a stage, by name."""
+        """Return the logical shapes of a stage's parameters, by name."""
         return {param.name: param.logical_shape for param in self._params(stage, 0)}
 
     def _params(self, stage: int, tp_rank: int) -> Iterator[ParamShape]:
@@ -126,7 +125,7 @@ class RankGrid:
 def logical_shapes(
     config: GPTConfig, path: GradientPath, *, vocabulary: int
 ) -> dict[str, tuple[int, ...]]:
-    """The whole model's parameters by logical name, however they are cut and padded."""
+    """Return the logical shapes of the whole model's parameters, by name."""
     dims = ParallelDims(tp=1, dp=1, pp=config.parallel.pipeline_model_parallel_size)
     # Shapes do not depend on the buckets or the device.
     grid = RankGrid(config=config, dims=dims, path=path, vocabulary=vocabulary, cap=1, device="cpu")
@@ -135,7 +134,7 @@ def logical_shapes(
 
 @dataclass(frozen=True)
 class _Sharder:
-    """Makes parameters of what a tensor-parallel rank holds of a tensor."""
+    """Describes the part of each tensor that one tensor-parallel rank holds."""
 
     grid: RankGrid
     rank: int
@@ -207,23 +206,20 @@ def _rows(
 
 # ---- messages between pipeline stages ------------------------------------------------------------
 #
-# Bytes of messages between pipeline stages on a rank: receives that are posted ahead, and sends
-# that are not known to be done.
+# 1F1B, `GroupTransport`: `POSTED` receives in each direction. Each outgoing edge keeps its last
+# message; on a CPU it keeps all unanswered messages, since gloo does not report completed sends.
 #
-# 1F1B, `GroupTransport`: `POSTED` receives of either kind; each outgoing edge keeps what it sent
-# last, on a CPU, whose gloo does not tell that a send is done, all that was not answered.
-#
-# Message-driven, `MPITransport`: `POSTED` receives of each kind; of sends those that nobody posted
-# a receive for. All microbatches on their way are among the `limit` in flight and `POSTED` of them
-# have a receive, so that no more than the rest wait: those in front of a stage that is slower than
-# others, as the last one with the output layer mostly is. On a GPU whose MPI does not know CUDA
-# they wait in pinned host memory, of which torch takes powers of two, and so do receives; on the
-# device are copies of what has landed, and of what is about to leave.
+# Message-driven, `MPITransport`: `POSTED` receives in each direction, and the sends whose receive
+# is not posted yet. At most `limit` microbatches are in flight and `POSTED` of them have a receive,
+# so at most the others wait, in front of the slowest stage (usually the last one, which has the
+# output layer). On a GPU whose MPI does not know CUDA, all these messages are in pinned host
+# memory, which torch allocates in powers of two; the device has copies of messages that have just
+# arrived or are about to leave.
 
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """Bytes of pipeline messages on the device and in pinned memory of the host."""
+    """The bytes of pipeline messages on the device and in pinned host memory."""
 
     device: int = 0
     pinned: int = 0
@@ -231,16 +227,16 @@ class MessageBytes:
 
 @dataclass(frozen=True)
 class MessageCounts:
-    """Messages at a time: receives that are `posted`, sends that are `kept` until they are done."""
+    """Numbers of messages in memory: `posted` receives, and sends `kept` until they complete."""
 
     posted: int
     kept: int
 
 
 def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int) -> MessageCounts:
-    """The most of a rank of this stage in a step of so many microbatches.
+    """Return the maximum over ranks of this stage in a step of `microbatches`.
 
-    `in_flight`: chunk inputs that it holds at most.
+    `in_flight` is the maximum number of chunk inputs that the stage holds.
     """
     parallel, stages, chunks = grid.config.parallel, grid.dims.pp, len(grid.split[stage])
     place = StagePosition(stage=stage, stages=stages, chunks=chunks)
@@ -281,19 +277,18 @@ def _power_of_two(nbytes: int) -> int:
 
 
 # ---- model state and path state ------------------------------------------------------------------
-#
-# Bytes of model and path state on a rank, by kind, as they lie in memory.
 
 
 CHUNK = {"cpu": CPU_CHUNK, "cuda": CUDA_CHUNK}
-"""Entries that the optimizer takes at a time at most."""
+"""Maximum number of entries that the optimizer updates at a time."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """`kept` from step to step, `passing` while a step is under way, on the device.
+    """The bytes of model state and path state on a rank, by kind.
 
-    On the `host` where the optimizer is offloaded.
+    `kept` persists between steps, `passing` exists only during a step; both are on the device.
+    `host` is in host memory, for an offloaded optimizer.
     """
 
     kept: Mapping[str, int]
@@ -302,12 +297,12 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device."""
+        """Total bytes on the device."""
         return sum(self.kept.values()) + sum(self.passing.values())
 
 
 def state_bytes(grid: RankGrid, rank: RankShapes) -> StateBytes:
-    """Model state and the gradient path's of a rank."""
+    """Return the bytes of a rank's model state and of its gradient path's state."""
     config = grid.config
     own = grid.path.plan_bytes(config, rank)
     grad, param = BYTES[config.precision.grad_dtype], BYTES[config.precision.param_dtype]
@@ -333,7 +328,7 @@ def state_bytes(grid: RankGrid, rank: RankShapes) -> StateBytes:
 
 
 def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
-    """`views`: parameters that are stored whole are views of their master weights."""
+    """Return the bytes of the parameters; with `views`, parameters stored whole cost nothing."""
     return sum(
         each * param.numel
         for name, param in rank.params.items()
@@ -343,19 +338,17 @@ def _parameters(rank: RankShapes, each: int, *, views: bool) -> int:
 
 # ---- activations ---------------------------------------------------------------------------------
 #
-# Bytes of activations on a rank: what autograd saves of our model, how much of it recomputation
-# leaves, and for how many microbatches at a time.
-#
-# Counted as storages: a view costs nothing, and what two operations save is there once. The output
-# of a layer belongs to who saves it, the norm behind it. Tests hold this against the saved tensors
-# of real forward passes. Shapes: rows = b s tokens of a microbatch; t tensor-parallel ranks; u = t
-# where these cut the sequence between layers, else 1; w bytes of an activation.
+# Bytes that autograd saves, the part that recomputation drops, and the microbatches held at a time.
+# Storages are counted: a view costs nothing, and a tensor that two operations save counts once. The
+# output of a layer counts with the norm behind the layer, which saves it. Tests compare with the
+# saved tensors of real forward passes. Shapes: rows = b s tokens of a microbatch; t tensor-parallel
+# ranks; u = t where these shard the sequence between layers, else 1; w bytes of an activation.
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of one microbatch in a chunk of a stage.
+    """The activation bytes of one microbatch in a chunk of a stage.
 
-    `saved` until its backward, and `again`, the most that recomputation makes at a time.
+    `saved` is kept until backward; `again` is the maximum that recomputation allocates at a time.
     """
 
     saved: int
@@ -364,10 +357,10 @@ class ChunkBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Most that a rank holds at a time.
+    """The maximum bytes that a rank holds at a time, by kind.
 
-    Of microbatches in flight, of recomputation, of messages between stages, and of gradients on
-    their way through a layer. `pinned`: of messages, in host memory.
+    The kinds are activations of microbatches in flight, recomputation, messages between stages, and
+    gradients inside a layer. `pinned` messages are in host memory.
     """
 
     saved: int
@@ -379,7 +372,7 @@ class ActivationBytes:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Return the bytes of each kind of state."""
+        """Bytes of each kind of state."""
         return {
             "activations": self.saved,
             "recomputed": self.again,
@@ -389,13 +382,13 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds together."""
+        """Bytes of all kinds together."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Sizes of one microbatch's activations in a grid."""
+    """The sizes of one microbatch's activations in a grid."""
 
     grid: RankGrid
 
@@ -406,7 +399,7 @@ class Activations:
 
     @cached_property
     def _between(self) -> int:
-        """Rows between layers."""
+        """Rows of a hidden state between layers."""
         config, tp = self.grid.config, self.grid.dims.tp
         return self._rows // (tp if config.parallel.sequence_parallel else 1)
 
@@ -420,24 +413,24 @@ class Activations:
 
     @property
     def hidden(self) -> int:
-        """Return the bytes of a hidden state between layers, also a message between stages."""
+        """Bytes of a hidden state between layers, which is also a message between stages."""
         return self._between * self.grid.config.model.hidden_size * self._width
 
     @cached_property
     def norm(self) -> int:
-        """Input, statistics and output of a norm."""
+        """Bytes that a norm saves: input, statistics and output."""
         model, width = self.grid.config.model, self._width
         on_cpu, entries = self.grid.device == "cpu", self._between * model.hidden_size
         if model.normalization == "LayerNorm":
             statistics = 2 * (width if on_cpu else 4)
             return 2 * self.hidden + statistics * self._between
-        # A CPU has no kernel for it: input and quotient are fp32 tensors of their own.
+        # The CPU has no fused kernel: input and quotient are separate fp32 tensors.
         inner = 8 * entries if on_cpu else self.hidden
         return inner + 4 * self._between + self.hidden
 
     @cached_property
     def attention(self) -> int:
-        """The bytes from the first projection's output to the second one's input, inclusive."""
+        """Bytes from the first projection's output to the second one's input, inclusive."""
         config, rows, width = self.grid.config, self._rows, self._width
         model, tp = config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
@@ -451,7 +444,7 @@ class Activations:
         pairs = config.training.micro_batch_size * length * length
         masked = width * pairs if config.data.reset_attention_mask else 0
         if self.grid.device == "cpu" and model.attention_dropout:
-            # No kernel: weights, noise and their product are there whole, all in fp32.
+            # Without a kernel, weights, dropout noise and their product exist whole, in fp32.
             weights = 4 * (3 * heads * pairs + 3 * rows * inner)
             return weights + context + self._head_norms(keeps_mixed=False)
         if self._blocks_attention:
@@ -469,10 +462,10 @@ class Activations:
         )
 
     def _head_norms(self, *, keeps_mixed: bool) -> int:
-        """Return the bytes that the norms of queries and keys save beside their outputs.
+        """Return the bytes that the norms of queries and keys save in addition to their outputs.
 
-        `keeps_mixed`: attention itself saves the first projection's output, of which their inputs
-        are views.
+        `keeps_mixed`: attention itself saves the first projection's output, of which the inputs of
+        these norms are views.
         """
         model, tp, width = self.grid.config.model, self.grid.dims.tp, self._width
         if not model.qk_layernorm:
@@ -489,7 +482,8 @@ class Activations:
         if on_cpu and width == 2 and model.normalization == "RMSNorm":
             inputs = 4 * vectors * model.head_dim  # widened
         else:
-            # The queries of a group lie apart from those of the next one: a copy of them.
+            # The queries of a group are not contiguous with those of the next group, so they are
+            # copied.
             copies = heads if 1 < groups < heads else 0
             inputs = width * self._rows * copies * model.head_dim
             if not keeps_mixed:
@@ -498,13 +492,13 @@ class Activations:
 
     @property
     def _blocks_attention(self) -> bool:
-        """Return whether `model.blocked_attention` serves, on every CPU alike."""
+        """True if `model.blocked_attention` is used, which is the same on every CPU."""
         dropout = self.grid.config.model.attention_dropout
         return self.grid.device == "cpu" and self._width == 2 and not dropout
 
     @property
     def mask(self) -> int:
-        """Return the bytes of the documents' mask, where attention keeps the mask itself."""
+        """Bytes of the documents' mask, if attention keeps the mask itself."""
         config = self.grid.config
         keeps = self._blocks_attention or config.recompute.recompute_granularity is not None
         if not (config.data.reset_attention_mask and keeps):
@@ -513,13 +507,10 @@ class Activations:
 
     @cached_property
     def _scores(self) -> int:
-        """Return the bytes that attention with scores keeps on CUDA, 0 with a fused kernel.
+        """Bytes that attention with a score matrix keeps on CUDA, 0 with a fused kernel.
 
         These are, in fp32, its inputs, with a copy of keys and values for each head, and the
-        weights; with dropout also the remaining weights and a byte of mask each.
-
-        In fp32 its inputs, of keys and values a copy for each head, and the weights; with dropout
-        also the weights that are left, and a byte that says which these are.
+        weights; with dropout also the remaining weights and a mask of one byte per weight.
         """
         config, model, tp = self.grid.config, self.grid.config.model, self.grid.dims.tp
         if self.grid.device == "cpu" or not config.masks_grouped_queries:
@@ -530,38 +521,40 @@ class Activations:
 
     @cached_property
     def mlp(self) -> int:
-        """The bytes from the first projection's output to the second one's input, inclusive."""
+        """Bytes from the first projection's output to the second one's input, inclusive."""
         model = self.grid.config.model
         columns = model.ffn_size // self.grid.dims.tp
         return self._width * self._rows * columns * (4 if model.swiglu else 2)
 
     @cached_property
     def dropout(self) -> int:
-        """Return the bytes that one dropout of hidden states saves: a mask, on a CPU a factor."""
+        """Bytes that one dropout of hidden states saves: a mask, on a CPU a factor."""
         model = self.grid.config.model
         each = self._width if self.grid.device == "cpu" else 1
         return each * self._between * model.hidden_size if model.hidden_dropout else 0
 
     @property
     def layer(self) -> int:
-        """Return the bytes that one layer saves, its input included and its output not."""
+        """Bytes that one layer saves, including its input and excluding its output."""
         return 2 * self.norm + self.attention + self.mlp + 2 * self.dropout
 
     @property
     def embedding(self) -> int:
-        """Return the bytes that the embedding saves beside the batch, which exists anyway."""
+        """Bytes that the embedding saves in addition to the batch."""
         return self.dropout + (8 * self._rows if self.grid.dims.tp > 1 else 0)
 
     @property
     def head(self) -> int:
-        """Final norm, logits and what the loss knows of each token."""
+        """Bytes of the final norm, the logits and the loss's data for each token."""
         tp = self.grid.dims.tp
-        each = 8 if tp == 1 else 17  # with ranks: its target here, and whether it is here
+        each = (
+            8 if tp == 1 else 17
+        )  # with tensor parallelism: the local target, and whether this rank has it
         return self.norm + self.logits + each * self._rows
 
     @property
     def logits(self) -> int:
-        """Return the bytes of the first rank's logits; other ranks have at most as many."""
+        """Bytes of the first rank's logits; other ranks have at most as many."""
         multiple = self.grid.config.model.make_vocab_size_divisible_by
         columns = padded_rows(
             self.grid.vocabulary, rank=0, ranks=self.grid.dims.tp, multiple=multiple
@@ -569,13 +562,13 @@ class Activations:
         return self._width * self._rows * columns
 
     def chunk(self, stage: int, chunk: int = 0) -> ChunkBytes:
-        """Return the bytes of one chunk of a stage, with the ends of the model in the chunk."""
+        """Return the bytes of one chunk of a stage, with the model's ends that are in it."""
         saved = again = 0
         count = len(self.grid.split[stage][chunk])
         for span in recompute_spans(count, self.grid.config.recompute):
             layers = (span.stop - span.start) * self.layer
             saved += self.hidden if span.recomputed else layers
-            # The span's input is saved already.
+            # The input of the recomputed layers is saved already.
             again = max(again, layers - self.hidden if span.recomputed else 0)
         if recomputes_attention(self.grid.config.recompute):
             again = self._core
@@ -586,10 +579,7 @@ class Activations:
 
     @property
     def _core(self) -> int:
-        """Return about the bytes that attention recomputes.
-
-        Rotated or copied projections and statistics.
-        """
+        """Estimated bytes that attention recomputes: rotated or copied projections, statistics."""
         model, tp = self.grid.config.model, self.grid.dims.tp
         inner = model.num_attention_heads * model.head_dim // tp
         heads = model.num_attention_heads // tp
@@ -597,7 +587,7 @@ class Activations:
         return norms + (self._scores or self._rows * (2 * self._width * inner + 4 * heads))
 
     def of_stage(self, stage: int) -> ActivationBytes:
-        """The most that a rank of this stage holds at a time."""
+        """Return the maximum that a rank of this stage holds at a time."""
         count = len(self.grid.split[stage])
         chunks = [self.chunk(stage, chunk) for chunk in range(count)]
         saved, in_flight = _peak([chunk.saved for chunk in chunks], self._order(stage))
@@ -629,7 +619,7 @@ class Activations:
         chunks = len(self.grid.split[stage])
         if parallel.pipeline_schedule == "message-driven":
             return _driven(stage, stages, microbatches, parallel.pipeline_limit or stages)
-        # From there on a schedule repeats itself.
+        # Later microbatches repeat the same pattern.
         enough = min(microbatches, 2 * stages * (chunks + 1))
         if chunks > 1:
             enough = -(-enough // stages) * stages
@@ -637,23 +627,23 @@ class Activations:
 
 
 def microbatches_of(grid: RankGrid) -> int:
-    """Return the microbatches of one pipeline in a step of the whole global batch."""
+    """Return the number of microbatches of one pipeline in a step."""
     training = grid.config.training
     assert training.global_batch_size is not None, "the configuration is resolved"
     return training.num_microbatches(training.global_batch_size, grid.dims.dp)
 
 
 def _driven(stage: int, stages: int, microbatches: int, limit: int) -> Iterator[Operation]:
-    """The most that a message-driven stage can have in flight.
+    """Yield the order that lets a message-driven stage have the most microbatches in flight.
 
-    The last one runs backward at once.
+    The last stage runs the backward of each microbatch at once.
     """
     held = 1 if stage == stages - 1 else min(limit, microbatches)
     yield from (Operation(Kind.FORWARD, number) for number in range(held))
 
 
 def _peak(sizes: list[int], order: Iterable[Operation]) -> tuple[int, int]:
-    """The most bytes, and the most chunk inputs, between forward and backward at a time."""
+    """Return the maximum bytes, and the maximum number of chunk inputs, held at a time."""
     held = most = count = most_count = 0
     for operation in order:
         sign = 1 if operation.kind is Kind.FORWARD else -1

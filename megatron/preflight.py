@@ -1,9 +1,8 @@
-"""A look at every file that a run will read, before any rank starts.
+"""Checks of every file that a run will read, before any rank starts.
 
-A wrong path costs a line at once instead of a wait in a queue.
-
-Only names, permissions and headers are read, and a tokenizer's files where the size of the
-vocabulary matters, so the look takes no longer for more data. Nothing here imports torch.
+A wrong path then costs one line at once instead of a wait in a queue. Only names, permissions and
+headers are read, and a tokenizer's files if the size of the vocabulary matters, so the checks take
+no longer for larger data. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ def check_paths(
 ) -> CheckpointSource | None:
     """Check that data, tokenizer and checkpoint exist; return the checkpoint to start from.
 
-    Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` where nothing
-    says the size of the vocabulary or the vocabulary is too small for the tensor-parallel ranks. A
-    configuration that names no data is only told of: `--dry-run` also shows what a size or a script
-    stands for, before there are data.
+    Raises `DataError` or `CheckpointError` as the run itself would, `ConfigError` if the size of
+    the vocabulary is unknown or too small for the tensor-parallel ranks. A configuration that names
+    no data is only noted: `--dry-run` is also used before data exist.
     """
     if not (_prefixes(config.data) or config.data.mock_data):
         log("note: no data is named; a run needs --data-path, or --mock-data")
     try:
         check_data(config.data)
-        # One rank holds any vocabulary, and no tokenizer has to be read for it.
+        # A single rank accepts any vocabulary, so its tokenizer need not be read.
         shared = config.parallel.tensor_model_parallel_size > 1
         size = vocabulary_size(config.data) if shared else None
     except DataError as error:
@@ -45,7 +43,7 @@ def check_paths(
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise `DataError` for a data set or a tokenizer's file that is missing or cannot be read."""
+    """Raise `DataError` for a data set or a tokenizer file that is missing or cannot be read."""
     from megatron.data.indexed_dataset import check_header
     from megatron.data.vocabulary import find_vocabulary
 
@@ -64,12 +62,10 @@ def check_data(data: DataConfig) -> None:
 
 
 def vocabulary_size(data: DataConfig) -> int | None:
-    """Entries of the vocabulary of the run, before padding.
+    """Return the number of entries of the run's vocabulary, before padding.
 
-    None where the run names no data, and where the tokenizer may be one of the hub: a look at files
-    downloads nothing.
-
-    Raises as `find_vocabulary` does, which gives a run its vocabulary.
+    None if the run names no data, or if the tokenizer may have to be downloaded from the hub: a dry
+    run downloads nothing. Raises the errors of `find_vocabulary`.
     """
     from megatron.data.vocabulary import find_vocabulary
 
@@ -82,7 +78,7 @@ def vocabulary_size(data: DataConfig) -> int | None:
 
 
 def _prefixes(data: DataConfig) -> list[str]:
-    """Prefixes of the data sets, none for a run that names no data."""
+    """Return the prefixes of the data sets, empty if the run names no data."""
     from megatron.data.vocabulary import data_prefixes
 
     named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
@@ -92,7 +88,7 @@ def _prefixes(data: DataConfig) -> list[str]:
 def _is_path(data: DataConfig) -> bool:
     """Return whether the tokenizer's model is a path.
 
-    A name without a folder may be one of the hub.
+    A name without a folder may be a model of the hub.
     """
     model = data.tokenizer_model or ""
     return data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer") or (

@@ -1,9 +1,9 @@
-"""Pretrain a task's model with one of several gradient paths: parse, build, train.
+"""Training of a task's model with one of several gradient paths: parse, build, train.
 
     pretrain --> parse, check --> run --> build_groups, build_trainer --> Trainer.train
 
-A rank may be started alone, by torchrun, srun or mpiexec. Nothing here loads torch before the
-configuration is checked.
+A rank may be started alone, by torchrun, srun or mpiexec. Torch is loaded only after the
+configuration was checked.
 """
 
 from __future__ import annotations
@@ -77,17 +77,19 @@ usage: pretrain_{task}.py --config {example} [--FLAG VALUE ...]
 
 LEAST_BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
-"""Megatron's default bucket: the larger of these two, so that each rank's share of a bucket is
-long enough for the network to reach its rate."""
+"""Megatron's default bucket size is the larger of these two.
+
+Each rank's share of a bucket is then long enough for the network to reach its bandwidth.
+"""
 
 
 def pretrain(task: Task, paths: Paths, argv: Sequence[str]) -> int:
     """Train a task as `argv` asks.
 
-    A mistake of the user is one line on stderr. Every failure is reported before this returns.
+    A user's mistake is one line on stderr. Every failure is reported before this function returns.
 
     Args:
-        task: What is trained.
+        task: The model and its data.
         paths: The gradient paths that `--grad-path` may name.
         argv: The command line without the name of the program.
 
@@ -100,13 +102,13 @@ def pretrain(task: Task, paths: Paths, argv: Sequence[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code, in order with the other ranks where MPI asks for it."""
-    # Only ranks that all ended well may leave MPI in order: an orderly end waits for the others. It
-    # ends the process; without MPI the process goes on below.
+    """End this process with an exit code; successful MPI ranks leave together."""
+    # Leaving MPI in order waits for the other ranks, so only successful ranks may do it. It ends
+    # the process; without MPI the function continues below.
     if code in (EXIT_DONE, EXIT_REQUEUE):
         leave_mpi(code)
-    # All is written and closed, and torch's own threads sometimes abort an interpreter that takes
-    # itself apart.
+    # Everything is written and closed. `os._exit` is used because torch's threads sometimes abort
+    # the interpreter while it shuts down.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -148,14 +150,14 @@ def usage(config: type[Config]) -> str:
 
 
 def check_files(task: Task, paths: Paths, config: Config) -> None:
-    """Look at every file that the run will read; see `megatron.preflight`."""
+    """Check every file that the run will read; see `megatron.preflight`."""
     path = paths[config.gradient.grad_path]
 
     def log(text: str) -> None:
         print(text, file=sys.stderr)
 
     origin = task.check_files(config, name_run_dir(config), log=log)
-    # A run that goes on has the state of its path in its checkpoint.
+    # A resumed run has the state of its gradient path in its checkpoint.
     if origin is None or not origin.own:
         path.check_files(config, lambda: task.logical_shapes(config, path))
 
@@ -174,11 +176,13 @@ def run(
     The caller closes `held` after it has reported how the run ended.
     """
     requests = ExitSignals(run_dir if launch.rank == 0 else None)
-    # A scheduler's warning may come while torch is imported; the others may end a start that waits.
+    # A scheduler's warning may come while torch is imported. The other signals are not caught yet,
+    # so they end a start that waits for ranks.
     requests.install(signal.SIGUSR1)
     runtime = start(launch, config)
     groups = build_groups(config, launch)
-    # One name for this start on every rank: what earlier starts left behind is told by it.
+    # All ranks agree on one name for this start, which distinguishes it from what earlier starts
+    # wrote.
     told = groups.world.all_gather_str(f"{secrets.token_hex(6)} {socket.gethostname()}")
     failures.attempt = told[0].split()[0]
     hosts = [text.partition(" ")[2] for text in told]
@@ -223,12 +227,12 @@ def run(
             if outcome.left:
                 step = trainer.progress.iteration
                 metrics.log(f"saved step {step} ({outcome.left}); the same command goes on")
-            # Trackers may take long; once all are through, ranks leave together.
+            # Trackers may take long to close; the ranks leave together after that.
             metrics.close()
             groups.world.barrier()
             trainer.pipeline.transport.close()
         except BaseException as error:
-            # Told before anything is closed, which may take long.
+            # Report before anything is closed, since closing may take long.
             failures.report(error)
             raise
     heartbeat.close()
@@ -244,7 +248,10 @@ def open_run(
     attempt: str,
     log: Callable[[str], None],
 ) -> CheckpointSource | None:
-    """Rank 0 opens the folder and decides for all where to start from. Collective."""
+    """Open the run folder and choose the checkpoint to start from, on rank 0 for all ranks.
+
+    Collective over the world.
+    """
     from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
     from megatron.fault_tolerance.consistency import compare_starts
 
@@ -261,7 +268,7 @@ def open_run(
 
 
 def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
-    """This rank's whereabouts, where its peers can read them if there are any."""
+    """Open the heartbeat of this rank; with several ranks it is a file that peers can read."""
     if launch.world_size == 1:
         return Heartbeat(attempt=attempt)
     return Heartbeat(
@@ -273,7 +280,7 @@ def open_heartbeat(launch: Launch, run_dir: Path, attempt: str) -> Heartbeat:
 
 
 def build_groups(config: Config, launch: Launch) -> ProcessGroups:
-    """Process groups of the grid. Collective over the world."""
+    """Build the process groups of the grid. Collective over the world."""
     from megatron.parallel.dims import ParallelDims
     from megatron.parallel.groups import ProcessGroups
 
@@ -290,7 +297,7 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
 def open_metrics(
     task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: CheckpointSource | None
 ) -> Metrics:
-    """Log, metrics files and trackers of the writing rank."""
+    """Open the log, the metrics files and the trackers, on the writing rank only."""
     from megatron.checkpoint.verify import read_manifest
     from megatron.metrics import Metrics, NullMetrics
 
@@ -323,7 +330,7 @@ def build_trainer(
     heartbeat: Heartbeat | None = None,
     requests: ExitSignals | None = None,
 ) -> Trainer:
-    """Put a run together, at the state of `origin` if there is one. Collective."""
+    """Build a run, in the state of `origin` if given. Collective over the world."""
     from megatron.checkpoint.checkpointer import Checkpointer
     from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
@@ -399,7 +406,7 @@ def build_engine(
 ) -> GradientEngine:
     """Build the gradient engine of this rank.
 
-    Collective over the world. Collective over the world.
+    Collective over the world.
     """
     import torch
 
@@ -436,12 +443,12 @@ def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptim
 
 
 def build_timers(config: Config, *, on_cuda: bool) -> Timers:
-    """Stopwatches of the detail that is asked for."""
+    """Build the timers of the requested level."""
     import torch
 
     from megatron.timers import Timers
 
-    # Not the device: its other streams may wait for messages that neighbours send later.
+    # Not the whole device: its other streams may wait for messages that neighbours send later.
     synchronize = (lambda: torch.cuda.current_stream().synchronize()) if on_cuda else None
     return Timers(config.logging.timing_log_level, synchronize=synchronize)
 
@@ -459,7 +466,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Build the pipeline that runs a batch through this rank's stage.
 
-    Collective. Collective.
+    Collective over the world.
     """
     from megatron.pipeline.message_driven import MessageDriven
     from megatron.pipeline.runner import Pipeline
@@ -509,7 +516,7 @@ def open_stage_transport(
 ) -> Transport:
     """Open the transport between this rank's stage and its neighbours.
 
-    Collective. Collective.
+    Collective over the world.
     """
     import torch
 
@@ -541,7 +548,8 @@ def build_parts(
     from megatron.checkpoint.checkpointer import opened
 
     with ExitStack() as stack:
-        # By itself: a path may ask other ranks while it is built, and must find them all there.
+        # In a step of its own: a path may communicate while it is built, so all ranks must get
+        # there.
         start = groups.world.raise_on_all_ranks(
             lambda: stack.enter_context(opened(origin, config, identity))
         )
@@ -549,9 +557,9 @@ def build_parts(
 
 
 def bucket_elements(config: Config, data_parallel_size: int) -> int:
-    """Entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
+    """Return the entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
 
-    AxoNN's k x bsize where the optimizer is offloaded.
+    With an offloaded optimizer, AxoNN's k x bsize.
     """
     if config.offload.optimizer_cpu_offload:
         return config.offload.chunk

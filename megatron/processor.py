@@ -1,8 +1,8 @@
-"""The instruction sets of the CPU, and what they decide.
+"""The CPU's instruction sets, and the choices that depend on them.
 
 A CPU without 16-bit multiply-add units still runs 16-bit matrix products, by converting one entry
-at a time: on an AVX2 machine at a sixth to a thirtieth of the rate of fp32. `multiplies_natively`
-is how products and attention choose between 16-bit and widened operands.
+at a time: on an AVX2 machine at a sixth to a thirtieth of the rate of fp32. Products and attention
+ask `multiplies_natively` whether to widen their operands.
 """
 
 from __future__ import annotations

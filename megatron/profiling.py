@@ -1,4 +1,4 @@
-"""`--profile`: a window of steps under torch's profiler, or between CUDA profiler marks."""
+"""`--profile`: records a range of steps by torch's profiler, or marks it for the CUDA profiler."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from megatron.config import Config
 
 
 class Profiler:
-    """Profiles the steps after `start` up to `end`, as Megatron counts, of the ranks asked for.
-
-    Does nothing on the others.
+    """Profiles the steps after `start` up to `end`, as Megatron counts, on the chosen ranks.
 
     With `--use-pytorch-profiler`, or without a GPU, writes `profile/rank_N.json` (open it in
-    Perfetto) and `rank_N.txt` (where the time went) into the run folder; else brackets the steps
+    Perfetto) and `rank_N.txt` (a table of times) into the run folder; otherwise marks the steps
     with the CUDA profiler's start and stop, for `nsys profile -c cudaProfilerApi`.
     """
 
@@ -31,7 +29,7 @@ class Profiler:
         self._running = False
 
     def before_step(self, iteration: int) -> None:
-        """Open the window before its first step, or in its midst where the run resumes there."""
+        """Start profiling before the range's first step, or at once if the run resumes in it."""
         if not self._wanted or self._running or not self._first < iteration <= self._end:
             return
         self._running = True
@@ -41,12 +39,12 @@ class Profiler:
             self._torch.start()
 
     def after_step(self, iteration: int) -> None:
-        """Close the window after its last step."""
+        """Stop profiling after the last step of the range."""
         if iteration >= self._end:
             self.close()
 
     def close(self) -> None:
-        """End a window that is open, and write what was seen."""
+        """Stop profiling, if it is on, and write the records."""
         if not self._running:
             return
         self._running = False

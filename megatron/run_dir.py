@@ -1,4 +1,4 @@
-"""The run folder around a run: opened, announced, closed."""
+"""The run folder during a run: locking, configuration, announcement, final status."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "m
 
 
 def name_run_dir(config: Config) -> Path:
-    """The run folder: `--run-dir`, by default `runs/<name of the configuration file>`."""
+    """Return the run folder: `--run-dir`, by default `runs/<name of the configuration file>`."""
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
 def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], None]:
-    """Make the folder and keep other runs out of it; call the result to let them in again.
+    """Create the run folder and lock it against other runs; call the result to unlock it.
 
-    Raises `ConfigError` where that cannot be: at once, and before anything in it is touched.
+    Raises `ConfigError` if that fails, before any file of the folder is changed.
     """
     with _failing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
@@ -56,9 +56,10 @@ def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], N
 
 
 def prepare_run_dir(run_dir: Path, *, attempt: str = "") -> None:
-    """Write into the folder that a run has begun.
+    """Write to the run folder that a run has begun.
 
-    Raises `ConfigError` where it cannot be written: at once, not after the first interval.
+    Raises `ConfigError` if the folder cannot be written, at once instead of after the first
+    interval.
     """
     with _failing(run_dir):
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
@@ -71,7 +72,7 @@ def _failing(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in NO_SPACE
         way_out = "free some space or " if full else ""
-        # Not `resolve`, which a loop of links makes fail.
+        # Not `resolve`, which fails for a loop of links.
         raise ConfigError(
             f"run_dir: {os.path.abspath(run_dir)}: {error.strerror}; "
             f"{way_out}choose a folder that can be written"
@@ -79,11 +80,10 @@ def _failing(run_dir: Path) -> Iterator[None]:
 
 
 def keep_config(config: Config, run_dir: Path) -> None:
-    """Write the resolved configuration and the versions, once it is sure that they are the run's.
+    """Write the resolved configuration and the versions, once the run is sure to train with them.
 
-    A refused start, or one that only evaluates, leaves those of the run that trained.
-
-    Raises `ConfigError` where they cannot be written, and then leaves no part of them.
+    A start that was refused or that only evaluates leaves the files of the run that trained. Raises
+    `ConfigError` if the files cannot be written, and then leaves no partial file.
     """
     if config.training.skip_train and (run_dir / CONFIG).exists():
         return
@@ -93,7 +93,7 @@ def keep_config(config: Config, run_dir: Path) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Versions, commit and job this run can be traced to. No variable outside an allow-list."""
+    """Return versions, commit and job of this run; variables only from an allow-list."""
     return {
         "commit": _commit(),
         "python": platform.python_version(),
@@ -105,7 +105,7 @@ def environment() -> dict[str, object]:
 
 
 def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
-    """Say what is about to run: configuration, grid, device, and what was ignored or changed."""
+    """Log what is about to run: configuration, grid, device, and settings that were changed."""
     launch = runtime.launch
     metrics.log(
         f"configuration:\n{to_yaml(config).rstrip()}",
@@ -129,7 +129,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
 
 
 def _processor(config: Config) -> str:
-    """Name the CPU's instruction set, and what happens to products that the CPU has none for."""
+    """Return the CPU's instruction set, and how 16-bit products run on the CPU."""
     import torch
 
     line = f"processor: {processor_model()}, {vector_instructions()} instructions"
@@ -142,7 +142,7 @@ def _processor(config: Config) -> str:
 
 
 def write_pictures(run_dir: Path, metrics: Metrics) -> None:
-    """The report and the loss curve; a run that trained does not fail for want of a picture."""
+    """Write the report and the loss curve; failing to draw them does not fail the run."""
     from megatron.report import write_report
 
     try:
@@ -159,7 +159,7 @@ def finish(
     *,
     attempt: str = "",
 ) -> None:
-    """Write how the run ended, and what its steps came to."""
+    """Write how the run ended, with the means over its steps."""
     status = Status(
         state="left" if outcome.left else "done",
         left=outcome.left or "",
@@ -172,7 +172,7 @@ def finish(
 
 
 def signed(status: Status) -> Status:
-    """The status with the job and the version it comes from."""
+    """Return the status with the job and the program's version filled in."""
     job = job_environment().get("SLURM_JOB_ID", "")
     return dataclasses.replace(status, job_id=job, version=_version("sparsetron"))
 
@@ -185,7 +185,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the code that runs, `-dirty` where it was changed since; None outside git."""
+    """Return the commit of the running code, with `-dirty` if changed; None outside git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -1,7 +1,8 @@
-"""status.json of a run folder: how the run stands or why it ended, for people and launchers.
+"""status.json of a run folder: the state of a run or the cause of its end.
 
-Launchers change exit codes on their way (torchrun makes 1 of all), so this file is what counts.
-It is replaced as a whole, and of several ranks that fail the first cause stays in it.
+People and launchers read it. Launchers change exit codes (torchrun turns every code into 1), so
+this file is the authority. It is replaced as a whole, and the first cause of several failures stays
+in it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ def _now() -> str:
 class Status:
     """The state of a run, as one process knows it.
 
-    `state`: running; done (all steps); left (saved and stopped early, `left` says why, such as
-    "exit-interval"); failed (`reason` is the first cause, seen by `rank` in `phase`).
-    `exit_code` is None while running. `attempt` is the same for all ranks of one start and
-    different for the next; without it a start is told by its "running".
-    `next_command` is what to do now. `others` are later failures, as one line each. `throughput`
-    is what the steps of this start came to (`metrics.throughput.Throughput`), empty before.
+    Attributes:
+        state: running; done (all steps); left (saved and stopped early); failed.
+        exit_code: None while running.
+        reason: First cause of a failure, seen by `rank` in `phase`.
+        left: Why the run stopped early, such as "exit-interval".
+        next_command: Always empty: `tools/status.py` computes the command, and the key stays for
+            readers of the file.
+        attempt: Name of this start, the same on all its ranks. Without one, "running" marks a
+            start.
+        others: Later failures, one line each.
+        throughput: Means over the steps of this start (`metrics.throughput.Throughput`), empty
+            before the end.
     """
 
     state: State
@@ -66,10 +73,15 @@ class Status:
 def write_status(run_dir: str | Path, status: Status) -> bool:
     """Replace status.json; any rank may call it, at any time.
 
-    A failure that is there already stays: a later failure of the same attempt joins its `others`,
-    and with an `attempt` named nothing else of that attempt hides it. Only a failure that blames a
-    peer (exit code 6) gives way to one that does not, since it is the consequence that was written
-    first. Returns whether `status` is now the file's main content. Raises OSError.
+    A failure in the file stays: a later failure of the same attempt is appended to its `others`,
+    and no other status of a named attempt replaces it. The exception is a failure that blames a
+    peer (exit code 6), which is a consequence: it gives way to a failure that does not.
+
+    Returns:
+        Whether `status` is now the file's main content.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     path = Path(run_dir) / STATUS
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +100,9 @@ def write_status(run_dir: str | Path, status: Status) -> bool:
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """The status of a run folder, or None where there is none or it is not ours.
+    """Return the status of a run folder; None if the file is absent or malformed.
 
-    Every value that is returned has the type of its field.
+    Every returned value has the type of its field.
     """
     try:
         values = json.loads((Path(run_dir) / STATUS).read_text(encoding="utf-8"))
@@ -103,7 +115,7 @@ def read_status(run_dir: str | Path) -> Status | None:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Return whether a value of the file may stand in the field of that name."""
+    """Return whether a value of the file fits the field of that name."""
     match name:
         case "state":
             return value in get_args(State)
@@ -128,14 +140,14 @@ def _is_figure(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    # A lone surrogate, which JSON can hold, cannot be written to a file or terminal.
+    # JSON can hold a lone surrogate, which cannot be written to a file or terminal.
     return isinstance(value, str) and not any("\ud800" <= mark <= "\udfff" for mark in value)
 
 
 def _leads(old: Status, new: Status) -> bool:
     """Return whether the new status becomes the main content.
 
-    Two ranks may tell the same of a third in the same second: only the first of them leads.
+    Two ranks may report the failure of a third one in the same second: only the first report leads.
     """
     same = old.attempt == new.attempt
     if old.state != "failed":
@@ -156,8 +168,8 @@ def _merge(old: Status, new: Status, *, leads: bool) -> Status:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    # Ranks fail within milliseconds of each other. Some network file systems have no locks; then
-    # the order of two writers may be lost, never the file.
+    # Ranks fail within milliseconds of each other. Some network file systems have no locks; there
+    # the order of two writers may be lost, but never the file.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -168,7 +180,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Write into the blocks that the old file has: on a full disk there are no others."""
+    """Overwrite the old file in place: on a full disk no new blocks can be had."""
     data = text.encode()
     with open(path, "rb+", buffering=0) as file:
         if len(data) > max(os.fstat(file.fileno()).st_size, _BLOCK):
@@ -178,7 +190,10 @@ def _overwrite(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a small file, so that a reader sees the old text or the new. Raises OSError."""
+    """Replace a small file atomically, so that a reader sees the old or the new text.
+
+    Raises OSError.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

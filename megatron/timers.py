@@ -1,6 +1,6 @@
-"""Named stopwatches with Megatron-LM's names and levels; one that is off costs next to nothing.
+"""Named timers with Megatron-LM's names and levels; a timer that is off costs next to nothing.
 
-Aggregation over ranks is the caller's, since only it holds the groups.
+The caller aggregates over ranks, since only the caller has the process groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _OFF: AbstractContextManager[None] = nullcontext()
 
 
 class _Timer:
-    """One stopwatch; as a context manager it adds the time spent inside."""
+    """One timer; as a context manager it adds the time spent inside."""
 
     __slots__ = ("_clock", "_started", "_synchronize", "seconds")
 
@@ -40,11 +40,11 @@ class _Timer:
 
 
 class Timers:
-    """`with timers("forward-compute", level=1): ...` adds up seconds under that name.
+    """Timers by name: `with timers("forward-compute", level=1): ...` adds up seconds.
 
     Timers above `level` (`--timing-log-level`) measure nothing. `synchronize` is called at both
     ends of a measurement, so that a device's queued work counts where it was queued. A timer may
-    not be entered inside itself; others nest. Not for use by several threads.
+    not be nested in itself; different timers may nest. Not thread-safe.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Timers:
         self._timers: dict[str, _Timer] = {}
 
     def __call__(self, name: str, *, level: int = 0) -> AbstractContextManager[None]:
-        """The context manager of this name, or one that does nothing where `level` is off."""
+        """Return the context manager of this name, or one that does nothing if `level` is off."""
         if level > self.level:
             return _OFF
         timer = self._timers.get(name)
@@ -70,9 +70,9 @@ class Timers:
         return timer
 
     def elapsed(self, *, reset: bool = True) -> dict[str, float]:
-        """Seconds by name since the last reset, in order of first use; `reset` starts anew.
+        """Return seconds by name since the last reset, in order of first use.
 
-        A timer that runs at this moment is in the answer after it has stopped.
+        With `reset`, set them to 0. A timer that is running is counted after it has stopped.
         """
         seconds = {name: timer.seconds for name, timer in self._timers.items()}
         if reset:

@@ -45,10 +45,10 @@ from megatron.timers import Timers
 class TrainState:
     """The progress of a run.
 
-    `iteration` counts steps tried, `applied_samples` only those of steps that were applied:
-    schedules follow it, so that a skipped step does not advance them. `skipped_in_row` are the
-    latest steps that count for `--max-skipped-steps`; `losses` the latest losses, kept where spikes
-    are skipped.
+    `iteration` counts all steps; `applied_samples` counts samples of applied steps only, and
+    schedules follow it, so that a skipped step does not advance them. `skipped_in_row` is the
+    current number of skipped steps in a row for `--max-skipped-steps`; `losses` has the latest
+    losses if loss spikes are skipped.
     """
 
     iteration: int = 0
@@ -60,10 +60,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """The end of `train`.
-
-    `left` names the reason for leaving before the last step, None for a complete run.
-    """
+    """The outcome of `train`; `left` is the reason for leaving early, None for a complete run."""
 
     exit_code: int
     left: str | None = None
@@ -73,20 +70,20 @@ class Saver(Protocol):
     """Writes checkpoints. Every rank calls it at the same step boundaries."""
 
     def save(self, progress: TrainState, *, wait: bool) -> None:
-        """Save the present step; with `wait` it is committed when this returns."""
+        """Save the current step; with `wait` the checkpoint is committed when this returns."""
         ...
 
     def settle(self, *, wait: bool = False) -> None:
-        """Called after each step: raises what went wrong in a save that was not waited for.
+        """Raise the error of an earlier asynchronous save; called after each step.
 
-        With `wait` none is being written when this returns.
+        With `wait`, also wait until no save is in progress.
         """
         ...
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, put together by `megatron.pretrain`.
+    """Everything a run needs, built by `megatron.pretrain`.
 
     `measures` names what batches count and what the last chunk sums up. `buffers` are the model's
     tensors without gradients. `workload` is what the steps are measured by at the end. `heartbeat`
@@ -129,7 +126,7 @@ class Trainer:
     # ---- the run -------------------------------------------------------------------------------
 
     def train(self) -> TrainOutcome:
-        """Train to the end, or to the first reason to leave; the last step is always saved."""
+        """Train to the end or until a reason to leave; the last step is always saved."""
         try:
             return self._run()
         finally:
@@ -158,7 +155,7 @@ class Trainer:
         try:
             return self._train_steps()
         except NumericsError:
-            # Every rank is here, and a save in progress is older than the error.
+            # All ranks are here, and a save in progress began before the error.
             self.heartbeat.at("save")
             self.saver.settle(wait=True)
             raise
@@ -209,7 +206,7 @@ class Trainer:
             self.requests.left()
 
     def _rule_out_failure(self) -> None:
-        """Raise `PeerError` where the SIGTERM was a launcher's answer to a rank that failed."""
+        """Raise `PeerError` if a launcher sent SIGTERM because another rank failed."""
         self.requests.wait_out_sigterm()
 
         def check() -> None:
@@ -219,7 +216,7 @@ class Trainer:
         self.groups.world.raise_on_all_ranks(check)
 
     def _guard(self) -> None:
-        """Raise `NumericsError`, on every rank, where going on would hide wrong numbers."""
+        """Raise `NumericsError`, on every rank, if further training would hide wrong numbers."""
         limit = self.config.training.max_skipped_steps
         if self.progress.skipped_in_row >= limit:
             error = NumericsError(
@@ -265,8 +262,8 @@ class Trainer:
                 clip_norm=self.config.optimizer.clip_grad,
                 request=self._pending(),
             )
-            # The sum of losses queues behind sums of gradients that are still arriving, so the
-            # loss comes last, unless the step depends on it.
+            # The sum of losses queues behind gradient sums that are still arriving, so it is
+            # computed last, unless the step depends on the loss.
             loss_last = step.arriving and self.config.training.skip_loss_spikes is None
             means = [] if loss_last else self._means_over_ranks(sums, counted)
             self.pipeline.settle()
@@ -308,7 +305,7 @@ class Trainer:
         batch_size: int,
         loss_scale: float,
     ) -> StepRecord:
-        """Return the record of the step just finished. Collective where the step is logged."""
+        """Return the record of the finished step. Collective if the step is logged."""
         stats = self.engine.stats(full=self._is_logged())
         for note in stats.notes:
             self.metrics.log(note)
@@ -339,7 +336,7 @@ class Trainer:
         )
 
     def _is_good(self, step: Step, loss: float) -> bool:
-        """Return whether the step is applied; all ranks find the same, from numbers they share."""
+        """Return whether to apply the step, from numbers that all ranks share."""
         progress, sigmas = self.progress, self.config.training.skip_loss_spikes
         good = step.ok
         if good and sigmas is not None:
@@ -352,10 +349,10 @@ class Trainer:
         return good
 
     def _share_of_ranks(self) -> int:
-        """Return how many times less than the loss scale a mean over ranks is scaled by.
+        """Return the divisor that turns the loss scale into the scale of a mean over ranks.
 
         In fp16 backward begins with the same scale on every grid, so that the same steps overflow
-        on all of them, and the mean of what ranks find is that much smaller than their sum.
+        on all of them; the mean over ranks is then smaller than the sum by this factor.
         """
         means = self.config.precision.fp16 and not sums_gradients(self.config)
         return self.groups.dp.size if means else 1
@@ -385,8 +382,8 @@ class Trainer:
     def _evaluate(self, kind: str, reader: Reader | None) -> ExitRequest:
         """Means over the first `eval_iters` global batches of a split, or over all of it.
 
-        The same samples every time, so that evaluations of a run compare with each other. A rank
-        that is asked to leave ends it, on every rank, without a result; returns that request.
+        Every evaluation reads the same samples, so that the evaluations of a run are comparable. If
+        a rank is asked to leave, all ranks stop without a result and return that request.
         """
         request = ExitRequest.NONE
         if reader is None or not (iterations := self._batches_of(reader)):
@@ -422,13 +419,13 @@ class Trainer:
         return whole if evaluation.full_validation else min(evaluation.eval_iters, whole)
 
     def _has_test_loss(self) -> bool:
-        """Return whether an earlier start of the run got as far as evaluating the test set."""
+        """Return whether an earlier start of the run evaluated the test set."""
         mine = self.metrics.has_evaluation(iteration=self.progress.iteration, kind="test")
         known = torch.tensor([int(mine)])
         self.groups.world.all_reduce(known, dist.ReduceOp.MAX)
         return bool(known.item())
 
-    # ---- small questions -----------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------
 
     def _count(self, batches: Sequence[Batch]) -> int:
         """Tokens or images of the global batch whose losses count.
@@ -438,7 +435,7 @@ class Trainer:
         mine = sum(batch.counted for batch in batches)
         if not any(batch.uneven for batch in batches):
             return mine * self.groups.dp.size
-        # On the CPU, where it was counted: the host would wait for a device to bring it back.
+        # Counted on the CPU: the host would have to wait for a GPU to return it.
         count = torch.tensor([mine], dtype=torch.int64)
         self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
         return max(1, int(count.item()))
@@ -452,16 +449,16 @@ class Trainer:
         return [total / counted for total in sums.tolist()]
 
     def _bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank sent inside its copy of the model since the last call, by axis.
+        """Return the bytes sent to model-parallel ranks since the last call, by axis.
 
-        Those of the gradient path are counted by it.
+        The gradient path counts the bytes of the data-parallel axis.
         """
         axes = {"bytes_tp": self.groups.tp, "bytes_pp": self.groups.pp}
         sent = {name: group.traffic.take() for name, group in axes.items()}
         return {name: count for name, count in sent.items() if axes[name].size > 1}
 
     def _pending(self) -> ExitRequest:
-        """The most urgent request that reached this rank."""
+        """Return the most urgent request that reached this rank."""
         minutes = self.config.training.exit_duration_in_mins
         time_is_up = bool(minutes) and time.monotonic() - self._began > minutes * 60
         return max(
@@ -469,7 +466,7 @@ class Trainer:
         )
 
     def _agree_on(self, request: ExitRequest, *, tag: int) -> ExitRequest:
-        """The most urgent request of all ranks; `PeerError` unless all are at the same `tag`."""
+        """Return the most urgent request of all ranks; raise `PeerError` if their `tag`s differ."""
         vote = torch.tensor([int(request), tag, -tag], dtype=torch.int64)
         self.groups.world.all_reduce(vote, dist.ReduceOp.MAX, about=f"vote {tag}")
         most_urgent, newest, oldest = map(int, vote.tolist())
@@ -493,7 +490,7 @@ class Trainer:
         return self.optimizer.params_norm() if wanted else None
 
     def _timings(self) -> dict[str, list[float]]:
-        """Seconds of each timer since the last logged step, one value for each rank."""
+        """Return the seconds of each timer since the last logged step, one value per rank."""
         if not self.config.logging.timing_log_level or not self._is_logged():
             return {}
         mine = self.timers.elapsed()

@@ -6,11 +6,11 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on `device`, without a wait of the host for the device.
+    """Copy a tensor to `device` without making the host wait for the device.
 
-    CUDA copies from page-locked memory alone beside the host's work: from other memory it first
-    finishes what the stream was given before. The page-locked copy belongs to torch's caching host
-    allocator, which gives its memory out again only after the device has read it.
+    CUDA copies asynchronously from page-locked memory only; from other memory the host first waits
+    for all earlier work of the stream. The page-locked copy belongs to torch's caching host
+    allocator, which reuses its memory only after the device has read it.
     """
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)

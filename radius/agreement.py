@@ -1,9 +1,9 @@
-"""Agreement of ranks that choose entries on their own, from equal numbers.
+"""Comparison of the entries that ranks selected on their own.
 
-The numbers are equal only as far as the ranks compute alike: processors with other instruction sets
-round the optimizer's update differently in its last bits, and the smallest of the chosen entries
-are not the same ones then. Values travel without their positions, so ranks with different entries
-would add up gradients of different weights. A hash of what is chosen tells.
+Ranks select by equal numbers, but only as far as they compute alike: processors with different
+instruction sets round the optimizer's update differently in its last bits, and may then disagree
+about the smallest selected entries. Values travel without positions, so ranks with different
+entries would add gradients of different weights. A hash of the selection reveals that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radius.index import BucketIndex
 
 
 class IndexChoice(NamedTuple):
-    """The choice in `[start, start + length)` of an index."""
+    """The selection in `[start, start + length)` of an index."""
 
     index: BucketIndex
     start: int
@@ -27,12 +27,12 @@ class IndexChoice(NamedTuple):
 
     @property
     def octets(self) -> torch.Tensor:
-        """Packed, on the CPU. Makes the host wait."""
+        """Return the selection as packed bits on the CPU. Synchronizes with the device."""
         return self.index.packed(self.start, self.length)
 
 
 def hash_of(choices: Iterable[IndexChoice]) -> int:
-    """64 bits, as a signed number."""
+    """Return a hash of 64 bits, as a signed number."""
     digest = hashlib.blake2b(digest_size=8)
     for choice in choices:
         digest.update(choice.octets.numpy().data)
@@ -42,13 +42,13 @@ def hash_of(choices: Iterable[IndexChoice]) -> int:
 def take_first_choice(
     choices: Sequence[IndexChoice], group: dist.ProcessGroup | None, device: torch.device
 ) -> int:
-    """Compare the ranks' choices by a hash; where they differ, use the first rank's choice.
+    """Compare the ranks' selections by a hash; if they differ, use the first rank's selection.
 
-    Returns the bytes that this rank handed to collectives, whose tensors are on `device`: 16, and
-    one bit for each entry where choices differed.
+    Returns the bytes that this rank passed to collectives, whose tensors are on `device`: 16, plus
+    one bit per entry if the selections differ.
     """
     mine = hash_of(choices)
-    # The largest complement is that of the smallest hash.
+    # The largest complement belongs to the smallest hash.
     extremes = torch.tensor([mine, ~mine], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     sent = extremes.nbytes

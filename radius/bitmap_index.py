@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 
 class RangeCounts:
-    """`count_on_device(start, stop)` counts the chosen entries of a range and makes the host wait.
+    """The number of selected entries in consecutive ranges of `[0, length)`, 0 at first.
 
-    At first there are none in `[0, length)`.
+    `count_on_device(start, stop)` counts the selected entries of a range and blocks the host.
     """
 
     def __init__(self, length: int, count_on_device: Callable[[int, int], int]) -> None:
         self._count_on_device = count_on_device
-        # Ranges in order: range i is [_starts[i], _starts[i + 1]) and holds _counts[i].
+        # Range i is [_starts[i], _starts[i + 1]) and has _counts[i] selected entries.
         self._starts = [0, length]
         self._counts = [0]
         self.total = 0
 
     def replace(self, start: int, stop: int, count: int | None) -> None:
-        """`[start, stop)` now holds `count` entries, None where only the device can tell."""
+        """Record that `[start, stop)` has `count` selected entries; None: ask the device."""
         first, last = self._cut(start), self._cut(stop)
         if count is None:
             count = self._count_on_device(start, stop)
@@ -58,12 +58,12 @@ class RangeCounts:
         self._counts[first:last] = [count]
 
     def count(self, start: int, stop: int) -> int:
-        """Return how many are chosen in `[start, stop)`."""
+        """Return the number of selected entries in `[start, stop)`."""
         first, last = self._cut(start), self._cut(stop)
         return sum(self._counts[first:last])
 
     def _cut(self, position: int) -> int:
-        """Make a range begin at the position; which one that is."""
+        """Split the ranges at a position; return the number of the range that begins there."""
         number = bisect_left(self._starts, position)
         if self._starts[number] == position:
             return number
@@ -79,7 +79,7 @@ class RangeCounts:
 
 
 CUDA_CHUNK = 64 * CHUNK
-"""Entries placed among zeros together for an update rule that has no kernel here."""
+"""Entries that are expanded together for an update rule without a kernel."""
 
 
 class BitmapIndexBase(ABC):
@@ -95,19 +95,19 @@ class BitmapIndexBase(ABC):
     @property
     @abstractmethod
     def bits(self) -> Bits:
-        """Return which entries these are."""
+        """Bitmap of the entries."""
 
     @property
     @abstractmethod
     def numel(self) -> int:
-        """Return how many these are."""
+        """Number of the entries."""
 
     def gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Write the entries at the positions to `out`, of the same dtype."""
         self._kernels.compact(self.bits, flat, out)
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather times `scale` and leave zeros where the entries were, in one pass."""
+        """Gather times `scale` and set the gathered entries to zero, in one pass."""
         self._kernels.compact(self.bits, flat, out, scale=scale, clear=True)
 
     def clear(self, flat: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class BitmapIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on every chunk, its values placed among zeros just before."""
+        """Apply the rule to every chunk, with values expanded among zeros just before."""
         assert reduced.steps_accumulated is None, "sums of several steps belong to frozen rests"
         bits, length = self.bits, weight.numel()
         scratch = torch.empty(min(self._chunk, length), dtype=torch.float32, device=weight.device)
@@ -182,14 +182,14 @@ class BitmapIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on the chosen entries alone, taken together and put back.
+        """Apply the rule to the selected entries only: gather, update, scatter.
 
-        A CPU does so within cache; a GPU would have to be waited for to tell how many there are in
-        each piece.
+        On a CPU this happens within cache. A GPU would have to be waited for, to learn the number
+        of entries in each piece.
         """
         bits, at = self.bits, 0
         length = weight.numel()
-        # Half a chunk: copies of all states of a piece that is sent whole stay in cache.
+        # Half a chunk, so that copies of all states of a piece that is sent whole stay in cache.
         together = CHUNK // 2 if weight.device.type == "cpu" else length
         for start in range(0, length, together):
             cut = slice(start, min(start + together, length))
@@ -205,16 +205,16 @@ class BitmapIndexBase(ABC):
                 None if reduced.steps_accumulated is None else reduced.steps_accumulated[values]
             )
             if here is not bits and counts is not None and bool((counts == 1).all()):
-                counts = None  # which spares the rule a few passes
+                counts = None  # without a factor the rule makes fewer passes
             rule.apply(held[0], reduced.values[values].float() * factor, held[1:], hyper, counts)
             for state, mine in zip(states, held, strict=True):
                 self._kernels.place(here, mine, state)
 
 
 class FlushedBitmapIndex(BitmapIndexBase):
-    """Chosen positions and whole ranges, for one step.
+    """Selected positions and whole ranges, for one step.
 
-    Only blocks that a range meets are copied: the others stay those of the index it was made from.
+    Only blocks that meet a range are copied; the others are shared with the original index.
     """
 
     def __init__(self, bits: Bits, runs: Sequence[IndexRange], numel: int) -> None:
@@ -237,7 +237,7 @@ class FlushedBitmapIndex(BitmapIndexBase):
         return self._numel
 
     def keep(self, start: int, stop: int) -> None:
-        """The words of `[start, stop)` are about to change: copy them all unless copied already."""
+        """Copy the words of `[start, stop)` before they change, unless they are copied already."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         if not any(a <= first and last <= b for a, b in self._spans):
             self._bits = dataclasses.replace(self._bits, words=self._bits.words.clone())
@@ -289,7 +289,7 @@ def _kernels_for(device: torch.device) -> ModuleType:
 
 
 class BitmapIndex(BitmapIndexBase):
-    """The positions chosen in a bucket of `length` entries, none to begin with."""
+    """The positions selected in a bucket of `length` entries; none at first."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         super().__init__(device)
@@ -306,7 +306,7 @@ class BitmapIndex(BitmapIndexBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps on the device."""
+        """Bytes on the device."""
         return self._words.nbytes + self.bits.counts.nbytes + self.bits.offsets.nbytes
 
     @property
@@ -317,11 +317,11 @@ class BitmapIndex(BitmapIndexBase):
         return self._bits
 
     def choose(self, start: int, selection: Selection) -> None:
-        """Replace what is chosen in `[start, start + selection.n)`."""
+        """Replace the selection in `[start, start + selection.n)`."""
         stop = start + selection.n
         if start == stop:
             return
-        # While the range's old entries can still be counted.
+        # Count the range's old entries while they are still there.
         self._tally.count(start, stop)
         flushed = self._flushed() if self._flushed is not None else None
         if flushed is not None:
@@ -329,7 +329,7 @@ class BitmapIndex(BitmapIndexBase):
         if isinstance(selection, LargestSelection) and selection.values.device.type != "cpu":
             found = selection
             where = (found.values, found.threshold, found.cutoff, found.shard)
-            # Places told by a list of runs are looked up, which no kernel does.
+            # Positions given by runs need a lookup, which no kernel does.
             kernels = self._kernels if found.shard.runs is None else reference
             kernels.write_bits(self._words, start, *where)
         else:
@@ -339,9 +339,9 @@ class BitmapIndex(BitmapIndexBase):
         self._bits = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
-        """Return an index of these positions and all of the ranges `[start, stop)`.
+        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
 
-        Ranges are ascending and disjoint; their places among the values are the `runs`.
+        Ranges are ascending and disjoint; their positions among the values are the `runs`.
         """
         runs: list[IndexRange] = []
         at = upto = 0
@@ -357,16 +357,16 @@ class BitmapIndex(BitmapIndexBase):
         return flushed
 
     def count(self, start: int, length: int) -> int:
-        """Return how many are chosen in `[start, start + length)`."""
+        """Return the number of selected entries in `[start, start + length)`."""
         return self._tally.count(start, start + length)
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """`clear` within `[start, start + length)`."""
+        """Set the selected entries within `[start, start + length)` to 0."""
         for lo, hi, chosen in self._chosen(start, start + length):
             flat[lo:hi].masked_fill_(chosen, 0.0)
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the unchosen entries of `[start, start + length)` to `out`, in order."""
+        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
         at = 0
         for lo, hi, chosen in self._chosen(start, start + length):
             rest = flat[lo:hi][~chosen]
@@ -374,7 +374,7 @@ class BitmapIndex(BitmapIndexBase):
             at += rest.numel()
 
     def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        """Scatter what `gather_rest` gathered; selected entries are not changed."""
         at = 0
         for lo, hi, chosen in self._chosen(start, start + length):
             rest = ~chosen
@@ -383,7 +383,7 @@ class BitmapIndex(BitmapIndexBase):
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the choice in `[start, start + length)` as packed bits.
+        """Return the selection in `[start, start + length)` as packed bits.
 
         uint8 on the CPU, bit 7 first, as numpy packs.
         """
@@ -395,12 +395,12 @@ class BitmapIndex(BitmapIndexBase):
         return octets
 
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Take back what `packed` gave."""
+        """Load a selection that `packed` returned."""
         bits = np.unpackbits(packed.numpy(), count=length).astype(np.bool_)
         self.choose(start, GivenSelection(torch.from_numpy(bits)))
 
     def _chosen(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
+        """Yield chunks of the range: `[lo, hi)` and the selection in it, as booleans."""
         for lo, hi in aligned_pieces(start, stop):
             words = self._words.view(-1)[lo // 32 : -(-hi // 32)]
             skipped = lo // 32 * 32
@@ -411,7 +411,7 @@ class BitmapIndex(BitmapIndexBase):
 
 
 def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:
-    """Return whether each of [start, stop) is chosen: bool, on the CPU."""
+    """Return whether each of [start, stop) is selected: bool, on the CPU."""
     if isinstance(selection, LargestSelection) and selection.values.device.type == "cpu":
         return selection.mask(start, stop)
     chosen = torch.zeros(stop - start, dtype=torch.bool)

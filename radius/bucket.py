@@ -1,4 +1,4 @@
-"""One gradient bucket under Radius: what is chosen in it, what waits, and what a step sends."""
+"""One gradient bucket under Radius: its selection, its residual, and its message of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radius.index import BucketIndex, IndexPart, new_index
 from radius.residual import Residual, squares
 
 INDEX = "index/"
-"""What a checkpoint calls the chosen entries of a parameter, with its name behind it."""
+"""Prefix of the selection's state in a checkpoint, before the name of the parameter."""
 
 
 class Phase(Enum):
@@ -31,13 +31,17 @@ class Phase(Enum):
 
 @dataclass
 class RadiusBucket:
-    """`parts`: its matrices, none where it is always sent whole.
+    """A bucket with its selection and residual, and the state of the current step.
 
-    `bits`: whether the index is a bitmap. Of the step under way: `phase`; `sent` and
-    `steps_accumulated` (as in `ReducedGrad`), and the parts `flushed`, of which those that have
-    entries on this rank are the runs of `sent`; `mean`, copies of the mean gradient for each part
-    in which it is selected from. `flushed_norm`: the squared norm of what the latest step, a
-    resample, sent of earlier ones.
+    Attributes:
+        parts: Its matrices; none if the bucket is always sent whole.
+        bits: Whether the index is a bitmap.
+        phase: Kind of message in this step.
+        flushed: Parts that are sent whole; those with entries on this rank are the runs of `sent`.
+        sent: Positions that are sent.
+        steps_accumulated: As in `ReducedGrad`.
+        mean: Copies of the mean gradient of each part, if entries are selected by it.
+        flushed_norm: Squared norm of the residual that the latest step, a resample, has sent.
     """
 
     bucket: GradBucket
@@ -56,7 +60,7 @@ class RadiusBucket:
     # ---- sending -------------------------------------------------------------------------------
 
     def gather_chosen(self) -> torch.Tensor:
-        """The chosen entries of the gradient."""
+        """Gather the selected entries of the gradient."""
         assert self.index is not None, "a sparse step comes after a resample"
         self.sent = self.index
         values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
@@ -64,14 +68,14 @@ class RadiusBucket:
         return values
 
     def gather_all(self, loss_scale: float) -> torch.Tensor:
-        """The gradient, with what waits."""
+        """Add the residual to the gradient and return it."""
         if self.index is not None:
             self.flushed_norm = self.residual.squared_norm(self.index)
         self.residual.join(self.index, loss_scale)
         return self.bucket.grad
 
     def gather_rolling(self, flushed: Sequence[IndexPart], loss_scale: float) -> torch.Tensor:
-        """The chosen entries, and all of some parts with what waits there."""
+        """Gather the selected entries, and whole parts with their residual."""
         index, grad = self.index, self.bucket.grad
         assert index is not None, "a rolling step comes after a resample"
         for part in flushed:
@@ -85,8 +89,8 @@ class RadiusBucket:
     def count_steps(self, steps: int) -> None:
         """Fill `steps_accumulated` for the values of `gather_rolling`.
 
-        `steps` where only the flush sends an entry. The flushed part of the gradient, which was
-        read already, serves as scratch.
+        An entry that is sent only because its part is flushed sums `steps` steps. The flushed part
+        of the gradient was gathered already and serves as scratch.
         """
         index, sent, grad = self.index, self.sent, self.bucket.grad
         assert index is not None and sent is not None
@@ -104,14 +108,14 @@ class RadiusBucket:
             self.residual.prepare(loss_scale)
 
     def forget_step(self) -> None:
-        """The step is over."""
+        """Drop the state of the step."""
         self.flushed, self.sent, self.steps_accumulated, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A vector for what is sent.
+        """Return a vector for values to send.
 
-        A CPU's is kept for the next step: to get its pages anew from the system takes as long as to
-        fill it.
+        On a CPU it is kept for the next step: getting its pages from the system takes as long as
+        filling it.
         """
         grad = self.bucket.grad
         if grad.device.type != "cpu":
@@ -120,12 +124,12 @@ class RadiusBucket:
             self._kept[kind] = grad.new_empty(numel, dtype=dtype)
         return self._kept[kind][:numel]
 
-    # ---- choosing ------------------------------------------------------------------------------
+    # ---- selecting -----------------------------------------------------------------------------
 
     def of_parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of what a reduced vector holds of the parts in which is chosen anew.
+        """Return views of a reduced vector for each part whose entries are selected again.
 
-        Those that are flushed, or all.
+        These are the flushed parts, or all parts.
         """
         if self.sent is not None:
             runs = iter(self.sent.runs)
@@ -135,9 +139,9 @@ class RadiusBucket:
         return [values[part.start : part.stop] for part in self.parts]
 
     def open_index(self) -> bool:
-        """Have an index, without a choice at first, and tell whether there was one.
+        """Create the index, without a selection, and return whether it existed before.
 
-        It stays so on a tensor-parallel rank that holds no entry of the bucket.
+        It stays empty on a tensor-parallel rank that holds no entry of the bucket.
         """
         if self.index is not None:
             return True
@@ -148,15 +152,16 @@ class RadiusBucket:
         return new_index(self.bucket.numel, self.bucket.grad.device, bits=self.bits)
 
     def choose(self, part: IndexPart, selection: Selection, *, compare: bool) -> tuple[int, int]:
-        """Choose anew in a part.
+        """Select entries of a part.
 
-        With `compare`, how many were chosen on this rank, and how many of those are again.
+        With `compare`, return how many entries of this rank were selected before, and how many of
+        these are selected again.
         """
         assert self.index is not None, "opened at the first resample"
         if not compare:
             self.index.choose(part.start, selection)
             return 0, 0
-        start = part.start // 8 * 8  # of a byte, which may begin in another part
+        start = part.start // 8 * 8  # the start of a byte, which may belong to another part
         before = self.index.packed(start, part.stop - start)
         old = self.index.count(part.start, part.length)
         self.index.choose(part.start, selection)
@@ -167,7 +172,7 @@ class RadiusBucket:
     # ---- state ---------------------------------------------------------------------------------
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the residual, or of the one that the latest step sent."""
+        """Return the squared norm of the residual, or of the residual that the latest step sent."""
         if self.flushed_norm is not None:
             return float(self.flushed_norm)
         pending = self.residual.pending
@@ -177,14 +182,14 @@ class RadiusBucket:
         return float(squares(pending))
 
     def chosen_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Return which entries are chosen, by name."""
+        """Yield the selection by name."""
         if self.index is not None:
             for part in self.parts:
                 values = partial(self.chosen, part)
                 yield f"{INDEX}{part.name}", PerEntryState(param=part.name, values=values)
 
     def waiting_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Yield the residual by name; nothing where it is zero for certain."""
+        """Yield the residual by name; nothing if it is zero for certain."""
         pending = self.residual.pending
         if pending is not None and self.index is not None:
             self.index.clear(pending)
@@ -194,14 +199,14 @@ class RadiusBucket:
                 yield part.name, PerEntryState(param=part.name, values=values, unless=unless)
 
     def chosen(self, part: IndexPart) -> torch.Tensor:
-        """Return whether each entry of a part is chosen: bool, on the CPU. Makes the host wait."""
+        """Return whether each entry of a part is selected: bool, on the CPU. Blocks the host."""
         if self.index is None:
             return torch.zeros(part.length, dtype=torch.bool)
         bits = np.unpackbits(self.index.packed(part.start, part.length).numpy(), count=part.length)
         return torch.from_numpy(bits.view(np.bool_))
 
     def load(self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> None:
-        """Take back both."""
+        """Load selection and residual."""
         if not self.parts:
             return
         index = self.index = self._new_index()

@@ -1,17 +1,17 @@
-"""Radius as a communication hook of `DistributedDataParallel`, for training loops of any kind.
+"""Radius as a communication hook of `DistributedDataParallel`, for other training loops.
 
     state = RadiusHook(optimizer, density=0.4, interval=200, start=10_000)
     model.register_comm_hook(state, radius_hook)
 
     backward:  bucket 0 -> radius_hook ... last bucket -> radius_hook     one all-reduce each
-    (clipping, unscaling: the loop's affair; `param.grad` is the mean, zero where nothing was sent)
+    (clipping, unscaling: by the loop; `param.grad` is the mean, zero where nothing was sent)
     optimizer.step:  commit; at a resample also the selection
 
-Nothing else changes in the loop. DDP cuts its buckets anew after the first step, so everything is
-kept by parameter. Every DDP option that leaves gradients dense works, `model.no_sync()` as well.
+The loop needs no other change. DDP rebuilds its buckets after the first step, so all state is kept
+by parameter. Every DDP option that leaves gradients dense works, as does `model.no_sync()`.
 """
 
-# Annotations stay objects here: DDP compares those of the hook with the types themselves.
+# Annotations are not strings here: DDP compares the hook's annotations with the types themselves.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,10 +33,10 @@ APPLIED = "applied"
 
 @dataclass
 class MatrixState:
-    """The state of Radius for one matrix, flat and in the order of its memory.
+    """The state of Radius for one matrix, flat and in memory order.
 
-    `residual`: the gradients not sent yet, fp32, without loss scale; entries in the index mean
-    nothing there. `local`: this rank's gradient from backward to step.
+    `residual` has the gradients not sent yet, fp32, without loss scale; its values at selected
+    entries are meaningless. `local` is this rank's gradient from backward to step.
     """
 
     index: BucketIndex
@@ -45,7 +45,7 @@ class MatrixState:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, density: Fraction) -> Self:
-        """Nothing chosen, nothing waiting."""
+        """Create the initial state: nothing selected, residual zero."""
         bits = keeps_bits(parameter.device.type, density)
         return cls(
             index=new_index(parameter.numel(), parameter.device, bits=bits),
@@ -55,37 +55,48 @@ class MatrixState:
 
     @property
     def rest(self) -> int:
-        """Number of entries that are not chosen."""
+        """Number of entries that are not selected."""
         return self.residual.numel() - self.index.numel
 
 
 class RadiusHook:
     """State of `radius_hook`: the schedule of Algorithm 1, residuals and indices of this rank.
 
-    Steps are counted by t, the update of `optimizer` that they become. Until the first t from
-    `start` on that `interval` divides, all gradients are sent as DDP does; at this t and every
-    `interval` steps after it so are the residuals with them, and the share `density` of largest
-    update is chosen in each matrix; in between only that is sent. Parameters of fewer than two
-    dimensions or in no group of the optimizer are always sent whole. The paper starts after 15 to
-    20 % of the training steps. Density 1 is DDP without the hook, bit for bit.
+    A step is numbered by t, the optimizer's update that it becomes. The first resample is the first
+    multiple of `interval` from `start` on; before it gradients are sent as DDP sends them. A
+    resample sends gradients plus residuals and selects, in each matrix, the share `density` of
+    entries with the largest update. Other steps send the selected entries only. Parameters with
+    fewer than two dimensions, or in no group of the optimizer, are always sent whole. The paper
+    starts after 15 to 20 % of the training steps. Density 1 equals DDP without the hook, bit for
+    bit.
 
-    Ranks choose on their own and compare a hash of what they chose. Where it differs, as between
-    processors with different instruction sets, all take the choice of the group's first rank, so
-    `optimizer.step` is collective over `group` at these steps.
+    Ranks select on their own and compare a hash of the selection. If it differs, as between
+    processors with different instruction sets, all ranks use the selection of the group's first
+    rank. So `optimizer.step` is collective over `group` at resamples.
 
-    A step counts when `optimizer.step` has run. A backward after which it has not, or not really
-    (`torch.amp.GradScaler`), is forgotten at the next one: residuals and indices stay as they were,
-    and a resample is tried again. So call `model.no_sync()` around all but the last backward of a
-    step, as DDP advises anyway. Whether to step is the loop's decision: as under DDP, a gradient
-    that is not finite on one rank makes the mean of its parameter so on every rank, sent or not.
+    A step counts when `optimizer.step` has run. If it has not run, or skipped the update
+    (`torch.amp.GradScaler`), the next backward drops the step: residuals and indices stay
+    unchanged, and a resample is repeated. So call `model.no_sync()` around all but the last
+    backward of a step, as DDP advises. The loop decides whether to step: as under DDP, a non-finite
+    gradient on one rank makes the mean of its parameter non-finite on every rank, whether or not
+    the entry is sent.
 
-    Beside residual and index a copy of each matrix's gradient is kept from backward to step. A
-    matrix that no rank uses in a resample keeps what waits and what is chosen only if its `grad`
-    is None then, as `zero_grad` leaves it by default.
+    In addition to residual and index, a copy of each matrix's gradient is kept from backward to
+    step. A matrix that no rank uses in a resample keeps its residual and selection only if its
+    `grad` is None then, which is the default of `zero_grad`.
 
-    `loss_scale`: the factor by which gradients are too large during backward and step,
-    `scaler.get_scale` of a `GradScaler`. `applied`: updates that were taken before this. `group`:
-    DDP's, None for all ranks. Raises `ConfigError` for other optimizers than AdamW, Adam and SGD.
+    Args:
+        optimizer: AdamW, Adam or SGD of torch.
+        start: First t at which a resample may happen.
+        density: Share of each matrix that is sent between resamples.
+        interval: Steps between resamples.
+        group: DDP's group; None for all ranks.
+        loss_scale: Returns the factor by which gradients are too large during backward and step,
+            such as `scaler.get_scale` of a `GradScaler`.
+        applied: Updates that were applied before.
+
+    Raises:
+        ConfigError: Another optimizer, or a value out of range.
     """
 
     def __init__(
@@ -106,7 +117,7 @@ class RadiusHook:
         self.interval, self.start, self.group = interval, start, group
         self.applied = applied
         self.payload_bytes = 0
-        """Handed to all-reduce by this rank so far, and to broadcast where choices differed."""
+        """Bytes that this rank passed to all-reduce, and to broadcast where selections differed."""
         self.kept: dict[torch.Tensor, MatrixState] = {}
         self._loss_scale = loss_scale
         self._optimizer, self._update = optimizer, TorchUpdate(optimizer)
@@ -117,14 +128,14 @@ class RadiusHook:
 
     @property
     def resamples(self) -> bool:
-        """Return whether the step under way chooses anew."""
+        """True if the current step selects entries."""
         t = self.applied + 1
         return self.density < 1 and t >= self.start and t % self.interval == 0
 
     # ---- backward ------------------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Launch the mean of a bucket; buckets come in order of their numbers."""
+        """Start the mean of a bucket; DDP calls it in bucket order."""
         if bucket.index() == 0:
             self._under_way = []
         self._complete = bucket.is_last()
@@ -147,7 +158,7 @@ class RadiusHook:
     def _reduce_chosen(
         self, buffer: torch.Tensor, parts: list[torch.Tensor], matrices: list[MatrixState | None]
     ) -> torch.futures.Future[torch.Tensor]:
-        """One short vector for the bucket: what is chosen of matrices, all of the others."""
+        """Reduce one short vector: the selected entries of matrices, all entries of the others."""
         sizes = [
             part.numel() if kept is None else kept.index.numel
             for part, kept in zip(parts, matrices, strict=True)
@@ -172,7 +183,7 @@ class RadiusHook:
         return self._mean(values).then(place)
 
     def _mean(self, values: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-        # Divided first, as DDP does: a 16-bit sum can overflow where its mean does not.
+        # Divide first, as DDP does: a 16-bit sum can overflow where its mean does not.
         values.mul_(1.0 / dist.get_world_size(self.group))
         self.payload_bytes += values.nbytes
         work = dist.all_reduce(values, group=self.group, async_op=True)
@@ -187,7 +198,7 @@ class RadiusHook:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Fused optimizers are called by a GradScaler in any case and skip on the device.
+        # GradScaler always calls fused optimizers, which skip the update on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         if self._complete and (found_inf is None or float(found_inf) == 0):
             self._commit()
@@ -222,10 +233,10 @@ class RadiusHook:
     # ---- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state between steps, by place in the optimizer's groups.
+        """Return the state between steps, by position in the optimizer's groups.
 
-        It holds the applied updates, packed index bits (equal on all ranks) and the residual (this
-        rank's own: save it on each rank).
+        It has the number of applied updates, packed index bits (equal on all ranks) and this rank's
+        residual, so save it on each rank.
         """
         found = {APPLIED: torch.tensor(self.applied)}
         for number, parameter in enumerate(self._parameters()):
@@ -238,9 +249,9 @@ class RadiusHook:
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state_dict` gave on this rank.
+        """Load what `state_dict` returned on this rank.
 
-        Raises `ConfigError` where it is not of these parameters.
+        Raises `ConfigError` if it does not fit these parameters.
         """
         kept: dict[torch.Tensor, MatrixState] = {}
         unknown = set(state) - {APPLIED}

@@ -1,13 +1,13 @@
-"""Radius in a training loop of your own: two functions on flat tensors and a process group.
+"""Radius in a custom training loop: two functions on flat tensors and a process group.
 
     t % T == 0                 rest = sparse_all_reduce(grad, None, residual)      (dense, flushes)
-    else, once chosen          rest = sparse_all_reduce(grad, index, residual)     (a short vector)
+    else, once selected        rest = sparse_all_reduce(grad, index, residual)     (a short vector)
     the step was applied       residual = rest
     ... and t % T == 0         index = select(update, 0.4, group=ranks)
 
-All state is the caller's. `grad` and `residual` are 1-D and may hold one tensor or many, but k of n
-entries are chosen of the whole: give each matrix its own, as the paper does, and 1-D parameters to
-a plain all-reduce. `docs/examples/radius_by_hand.py` is a whole loop.
+The caller owns all state. `grad` and `residual` are 1-D and may hold one tensor or many, but k of n
+entries are selected in the whole: pass each matrix separately, as in the paper, and 1-D parameters
+to a plain all-reduce. `docs/examples/radius_by_hand.py` is a complete loop.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from radius.index import BucketIndex, keeps_bits, new_index, num_selected
 
 
 def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | None) -> BucketIndex:
-    """Index of the k = ceil(density n) entries of largest magnitude; of equal ones the first.
+    """Return the index of the k = ceil(density n) largest magnitudes; of equal ones the first.
 
-    `update`: 1-D, what the optimizer has just subtracted from the weights but for the learning
-    rate: m^ / (sqrt(v^) + eps) + lambda w for AdamW, the velocity for SGD. Ranks whose
-    processors round differently may differ in its last bits, and so in what they select.
-
-    `group`: the ranks that hold this very tensor and send its entries to each other, such as
-    `dist.group.WORLD` in plain data parallelism. These ranks compare a hash of 8 bytes, and where
-    the hash differs, all of them take the index of the first rank, one bit for each entry:
-    collective over `group`. With None this rank selects alone.
+    Args:
+        update: 1-D, the change that the optimizer has just applied, without the learning rate: m^ /
+            (sqrt(v^) + eps) + lambda w for AdamW, the velocity for SGD. It may differ in its last
+            bits between processors that round differently, and so may the selection.
+        density: Share of the entries to select.
+        group: Ranks that hold this tensor and exchange its entries, such as `dist.group.WORLD` in
+            plain data parallelism. They compare a hash of 8 bytes; if it differs, all use the index
+            of the first rank, sent as one bit per entry. Collective over `group`. None: this rank
+            selects alone.
     """
     require_flat("update", update)
     exact = exact_density(density)
@@ -52,13 +53,13 @@ def sparse_all_reduce(
     residual: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Put the mean gradient over the ranks into `grad` and return the residual that follows.
+    """Write the mean gradient over the ranks to `grad`, and return the next residual.
 
     With an index, only its entries are sent; the others become 0 and their gradient is part of the
-    result. With None all entries are sent together with `residual`, and the result is 0. `residual`
-    does not change, so that a step is dropped by forgetting the result; a gradient that is not
-    finite on any rank leaves one in `grad` on every rank, whether or not it was sent. Collective
-    over `group` (None: all ranks), blocking. Keep the residual in fp32.
+    result. With None, all entries are sent together with `residual`, and the result is 0.
+    `residual` is not changed, so a step is dropped by ignoring the result. A non-finite gradient on
+    any rank makes `grad` non-finite on every rank, whether or not the entry is sent. Keep the
+    residual in fp32. Collective over `group` (None: all ranks); blocks.
     """
     require_flat("grad", grad)
     if residual.shape != grad.shape:
@@ -83,18 +84,18 @@ def sparse_all_reduce(
 def gather_sent(grad: torch.Tensor, index: BucketIndex, out: torch.Tensor) -> None:
     """Write the entries to send to `out`.
 
-    One of them becomes NaN if any of `grad` is not finite: an entry that stays here is otherwise
-    seen by nobody until the next resample.
+    One of them becomes NaN if any entry of `grad` is not finite: other ranks would not see an
+    unsent entry until the next resample.
     """
     index.gather(grad, out)
-    # A sum is not finite if an entry is not, in a third of the time of `isfinite().all()`; that of
-    # fp16 would overflow where no entry does.
+    # A sum is non-finite if an entry is, and takes a third of the time of `isfinite().all()`. An
+    # fp16 sum could overflow although no entry is non-finite.
     total = grad.sum(dtype=torch.float32) if grad.dtype == torch.float16 else grad.sum()
     out[:1].add_(total * 0)
 
 
 def exact_density(density: float) -> Fraction:
-    """The density as written: ceil(0.07 * 100) is 8 in floating point."""
+    """Return the density as an exact decimal fraction: ceil(0.07 * 100) is 8 in floating point."""
     if not 0 < density <= 1:
         raise ConfigError(f"density={density}: must be above 0 and at most 1, as in density=0.4")
     return Fraction(str(density))

@@ -1,7 +1,4 @@
-"""The interface of an index of sent entries, and the choice of its form.
-
-Loads no torch. Loads no torch.
-"""
+"""The interface of an index of sent entries, and the choice of its form. Loads no torch."""
 
 from __future__ import annotations
 
@@ -21,22 +18,25 @@ if TYPE_CHECKING:
     from megatron.sparse.shard import FlatShard
 
 LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
-"""The least density at which a bitmap serves on a CPU, by instruction set: where gathering and
-placing by it take about as long as by offsets (`tools/bench/native_kernels`)."""
+"""Least density at which a bitmap is used on a CPU, by instruction set.
+
+At this density gathering and scattering by a bitmap takes about as long as by offsets
+(`tools/bench/native_kernels`).
+"""
 
 
 def num_selected(density: Fraction, entries: int) -> int:
-    """Return how many of so many entries are sent: k = ceil(d n), so that no tensor is left out."""
+    """Return k = ceil(d n), the number of entries to send, so that no tensor is left out."""
     return -(-density.numerator * entries // density.denominator)
 
 
 @dataclass(frozen=True)
 class IndexPart:
-    """A parameter, or one of the T parts that a rolling schedule cuts it into.
+    """A parameter, or one of the T parts of a parameter in a rolling schedule.
 
-    `wanted` of its entries are sent between resamples. Those on this rank, `places` tells which,
-    lie in the bucket from `start` on; there may be none, and how many of them are chosen is known
-    once they are. `within`: the parameter, where this is a part of one.
+    `wanted` entries of it are sent between resamples. `places` has the positions of this rank's
+    entries, which are in the bucket from `start` on; there may be none, and how many of them are
+    selected is known only after the selection. `within` is the parameter of a part.
     """
 
     name: str
@@ -47,21 +47,21 @@ class IndexPart:
 
     @property
     def of(self) -> str:
-        """The parameter that it is of."""
+        """The parameter, also for a part."""
         return self.within or self.name
 
     @property
     def length(self) -> int:
-        """Number of its entries on this rank."""
+        """Number of entries on this rank."""
         return self.places.numel
 
     @property
     def stop(self) -> int:
-        """Return where it ends."""
+        """End in the bucket."""
         return self.start + self.length
 
     def cut(self, number: int, parts: int, density: Fraction) -> IndexPart:
-        """The `number`-th of about equal `parts`, which together choose as many as the whole."""
+        """Return the `number`-th of nearly equal parts; all parts select as many as the whole."""
         if parts == 1:
             return self
         lo = self.places.total * number // parts
@@ -73,25 +73,25 @@ class IndexPart:
 
 
 class BucketIndex(SparseIndex, Protocol):
-    """The entries chosen in one bucket, none to begin with. Ranges are positions in the bucket."""
+    """The entries selected in one bucket; none at first. Ranges are positions in the bucket."""
 
     def choose(self, start: int, selection: Selection) -> None:
-        """Replace what is chosen in `[start, start + selection.n)`."""
+        """Replace the selection in `[start, start + selection.n)`."""
         ...
 
     def count(self, start: int, length: int) -> int:
-        """Return how many are chosen in `[start, start + length)`."""
+        """Return the number of selected entries in `[start, start + length)`."""
         ...
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
-        """Return an index of these positions and all of the ranges `[start, stop)`.
+        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
 
-        Ranges are ascending and disjoint; their places among the values are its `runs`.
+        Ranges are ascending and disjoint; their positions among the values are the `runs`.
         """
         ...
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather finite entries times `scale` and leave zeros where they were."""
+        """Gather finite entries times `scale` and set the gathered entries to zero."""
         ...
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, whatever they are."""
+        """Set the entries at the positions to 0, also non-finite ones."""
         ...
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
@@ -107,27 +107,27 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order."""
+        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
         ...
 
     def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        """Scatter what `gather_rest` gathered; selected entries are not changed."""
         ...
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the choice in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
+        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
         ...
 
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Take back what `packed` gave."""
+        """Load a selection that `packed` returned."""
         ...
 
 
 def keeps_bits(device: str, density: Fraction) -> bool:
     """Return whether an index on "cpu" or "cuda" is a bitmap.
 
-    On a CPU that takes the kernels of `native.c`, and a density at which most cache lines hold a
-    chosen entry; offsets need not read the others.
+    On a CPU a bitmap needs the kernels of `native.c` and a density at which most cache lines hold a
+    selected entry; offsets need not read the other lines.
     """
     if device != "cpu":
         return True

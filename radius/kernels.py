@@ -1,7 +1,7 @@
-"""Triton kernels that bring together a flat bucket and the compact vector of its chosen entries.
+"""Triton kernels between a flat bucket and the compact vector of its selected entries.
 
-`reference.py` has the same functions in plain torch, but for AdamW, which it takes from torch.
-How a program finds its values is told in `megatron.sparse.kernels`. Imported on CUDA alone.
+`reference.py` has the same functions in plain torch, except AdamW, which is torch's own.
+`megatron.sparse.kernels` explains how a program finds its values. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron.sparse.kernels import count_blocks as count_blocks
 from megatron.sparse.kernels import write_bits as write_bits
 from megatron.sparse.reference import BLOCK, GROUP, Bits
 
-# Blocks of a program: as many as its registers allow several programs to share a multiprocessor.
+# Blocks per program, limited by registers so that several programs share a multiprocessor.
 _TO_COMPACT, _TO_EXPAND, _TO_UPDATE = 2, GROUP, 1
 LEAST = 1e-38
-"""Stands for a beta2 of 0, which has no logarithm."""
+"""Replacement for a beta2 of 0, which has no logarithm."""
 
 
 def compact(
@@ -69,11 +69,12 @@ def adamw(
     eps: float,
     t: int,
 ) -> None:
-    """Take AdamW's step `t` on fp32 weight and moments, with gradients at chosen entries.
+    """Apply AdamW's step `t` to fp32 weight and moments, with gradients at the selected entries.
 
-    To rounding this is torch's fused kernel on a gradient of `values` times `factor` at the chosen
-    entries and 0 at the others; `frozen` others keep weight and moments. `steps_accumulated`: fp32
-    c for each value, which the second moment takes as c gradients of square g^2 / c each.
+    Up to rounding this is torch's fused kernel on a gradient of `values` times `factor` at the
+    selected entries and 0 elsewhere; with `frozen`, other entries keep weight and moments.
+    `steps_accumulated`: fp32 c for each value, which the second moment takes as c gradients of
+    square g^2 / c each.
     """
     beta1, beta2 = betas
     launch_over(

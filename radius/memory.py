@@ -11,7 +11,7 @@ from radius.index import index_bytes, keeps_bits, num_selected
 from radius.native_library import instruction_sets
 
 PAPERS = 1 + 4
-"""Bytes a parameter that the paper's implementation adds: a boolean and an fp32 residual."""
+"""Bytes per parameter that the paper's implementation adds: a boolean and an fp32 residual."""
 
 
 def radius_bytes(
@@ -23,11 +23,11 @@ def radius_bytes(
     value_bytes: int,
     bits: bool,
 ) -> dict[str, int]:
-    """Bytes by kind for matrices of so many entries.
+    """Return bytes by kind for matrices of `entries` entries.
 
-    `bits`: see `index.keeps_bits`. `values`: what is sent, in `value_bytes` each, and the counts of
-    steps that a rolling schedule adds to them; a CPU keeps their memory from step to step, on a GPU
-    they are there while they are sent.
+    `bits`: see `index.keeps_bits`. `values` are the values sent, `value_bytes` each, and the step
+    counts of a rolling schedule; on a CPU they are kept from step to step, on a GPU they exist only
+    while they are sent.
     """
     sizes = list(matrices)
     if density >= 1:
@@ -45,7 +45,7 @@ def radius_bytes(
 
 
 def memory_note(entries: int, kinds: dict[str, int], device: str, *, bits: bool) -> str:
-    """The sentence for the log of a rank whose matrices have so many entries."""
+    """Return the log line of a rank whose matrices have `entries` entries."""
     index, residual, values = (_size(kinds[kind]) for kind in ("index", "residual", "values"))
     papers = f"(the paper: {_size(PAPERS * entries)} of booleans and residual)"
     if device == "cpu":
@@ -67,9 +67,9 @@ def _size(size: int) -> str:
 
 
 class SelectedCounts(NamedTuple):
-    """The entries of a bucket to choose from, and how many are chosen.
+    """Return the matrix entries of a bucket, and how many of them are selected.
 
-    On ranks that share a tensor, chosen entries are assumed to be spread evenly over the ranks.
+    Selected entries of a shared tensor are assumed to be spread evenly over its ranks.
     """
 
     bucket: int
@@ -86,10 +86,10 @@ def planned_bytes(
     rolling_interval: int | None,
     value_bytes: int,
 ) -> PathBytes:
-    """Once entries are chosen and others wait.
+    """Return the bytes once entries are selected and a residual exists.
 
-    `values`: see `memory.radius_bytes`, which counts entries where this counts buckets, to the
-    byte.
+    `values`: see `memory.radius_bytes`, which counts entries where this function counts buckets, to
+    the byte.
     """
     index = waiting = values = rest = everything = 0
     bits = keeps_bits(rank.device, density)
@@ -105,7 +105,7 @@ def planned_bytes(
         rest += (bucket.entries - bucket.chosen) * (residual != "none")
     kept, lasting = {"index": index, "residual": waiting}, rank.device == "cpu"
     compact = {"values": values}
-    # A checkpoint has what is chosen, a bit for each entry, and what waits elsewhere.
+    # A checkpoint has one bit per entry for the selection, and the residual of unselected entries.
     return PathBytes(
         kept=kept | compact if lasting else kept,
         passing={} if lasting else compact,
@@ -124,9 +124,9 @@ def planned_traffic(
     steps: int,
     value_bytes: int,
 ) -> list[StepTraffic]:
-    """Return the traffic of a run of `steps` steps, none of which is skipped.
+    """Return the traffic of a run of `steps` steps without skipped steps.
 
-    Dense steps up to the first resample, then the steps of the schedule.
+    Steps are dense up to the first resample, and then follow the schedule.
     """
     whole = [
         PlannedCollective("all-reduce", value_bytes * bucket.numel, number)
@@ -149,7 +149,7 @@ def planned_traffic(
 
 
 def _chosen(rank: RankShapes, density: Fraction) -> Iterator[SelectedCounts]:
-    """Yield the counts of each bucket of matrices."""
+    """Yield the entry counts of each bucket of matrices."""
     if density >= 1:
         return
     for number, bucket in enumerate(rank.buckets):
@@ -168,5 +168,5 @@ def _counts(rank: RankShapes, names: Sequence[str], density: Fraction) -> tuple[
 
 
 def _flushed(bucket: SelectedCounts, interval: int) -> int:
-    """Return the entries that a rolling step sends beside the chosen ones, on average."""
+    """Return the mean number of entries that a rolling step sends besides the selected ones."""
     return -(-(bucket.entries - bucket.chosen) // interval)

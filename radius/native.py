@@ -1,6 +1,6 @@
-"""The functions of `reference.py` but `write_bits`, by `native.c`, to the last bit.
+"""The functions of `reference.py`, except `write_bits`, by `native.c`, with bit-identical results.
 
-Entries of other sizes than 2 and 4 bytes are left to the reference. Tensors that do not go with the
+Entries of other sizes than 2 and 4 bytes are left to the reference. Tensors that do not fit the
 bitmap raise `ValueError`.
 """
 
@@ -22,12 +22,12 @@ SIZES = (2, 4)
 _library: Any = native_library()
 _BEST = len(instruction_sets())
 _in_use: ContextVar[int] = ContextVar("instruction set", default=_BEST)
-"""The number of the instruction set in use, by default the best one."""
+"""Number of the instruction set in use; the best one by default."""
 
 
 @contextmanager
 def using(instruction_set: str) -> Iterator[None]:
-    """Let the kernels use another of `instruction_sets()`, so that a test covers each of them."""
+    """Use another of `instruction_sets()`, so that tests can cover each of them."""
     token = _in_use.set(1 + INSTRUCTION_SETS.index(instruction_set))
     try:
         yield
@@ -119,7 +119,7 @@ def _expand(
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:
-    """Address of a tensor."""
+    """Return the address of a tensor's data."""
     if tensor is None:
         return None
     _require(tensor.is_contiguous() and tensor.device.type == "cpu")

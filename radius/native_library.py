@@ -1,9 +1,7 @@
-"""The compiled kernels of `native.c`, where there are any.
+"""The compiled kernels of `native.c`, if they are installed. Loads no torch.
 
-Loads no torch. Loads no torch.
-
-pip builds them where it finds a C compiler; nothing needs them. They are a module of their own
-beside the packages, so that a clone finds those that were installed in its environment.
+pip builds them if it finds a C compiler; nothing requires them. They are a top-level module next to
+the packages, so that a clone finds the module installed in its environment.
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ from importlib.util import find_spec
 
 MODULE = "sparsetron_native"
 VERSION = 3
-"""The version in `native.c`, raised in both places with every change, so that an older build is
-not used.
+"""Version in `native.c`, so that an older build is not used.
+
+It is raised in both files with every change.
 """
 INSTRUCTION_SETS = ("AVX2", "AVX-512")
-"""What the kernels are compiled for, as `native.c` numbers them from 1 on."""
+"""Instruction sets for which kernels are compiled, numbered from 1 as in `native.c`."""
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _BITMAP = [_POINTER, _POINTER, _POINTER]
 _FROM_TO = [_POINTER, _INT64, _POINTER, _INT64]
@@ -34,7 +33,8 @@ _ARGUMENTS = {
 def native_library() -> ctypes.CDLL | None:
     """Return the library, or None.
 
-    None: not built, of another version, or on a processor without its instruction sets.
+    None if it is not built, of another version, or if the processor has none of its instruction
+    sets.
     """
     origin = _origin()
     if origin is None:
@@ -53,7 +53,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The instruction sets of this processor that the kernels can use; the last is the best."""
+    """Return this processor's instruction sets that the kernels can use; the last is the best."""
     library = native_library()
     return () if library is None else INSTRUCTION_SETS[: library.sparsetron_instruction_set()]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class OffsetPiece:
     """Sent entries in `[start, stop)`, within one chunk.
 
-    They lie at `offsets` (int32, from `start`), or fill the range where that is None.
+    Their positions are `offsets` (int32, relative to `start`); None if they fill the range.
     """
 
     start: int
@@ -32,12 +32,12 @@ class OffsetPiece:
 
     @property
     def values(self) -> slice:
-        """Return where their values lie in the compact vector."""
+        """Slice of their values in the compact vector."""
         count = self.stop - self.start if self.offsets is None else self.offsets.numel()
         return slice(self.at, self.at + count)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of the piece of a bucket-sized tensor."""
+        """Return the view of a bucket-sized tensor for this piece."""
         return flat[self.start : self.stop]
 
 
@@ -51,7 +51,7 @@ class OffsetIndexBase(ABC):
     @property
     @abstractmethod
     def pieces(self) -> Sequence[OffsetPiece]:
-        """The pieces of the sent entries, ascending."""
+        """Pieces of the sent entries, ascending."""
 
     @property
     def numel(self) -> int:
@@ -63,14 +63,14 @@ class OffsetIndexBase(ABC):
             _gather(piece, flat, out[piece.values])
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather finite entries times `scale` and leave zeros where they were."""
+        """Gather finite entries times `scale` and set the gathered entries to zero."""
         for piece in self.pieces:
             part, values = piece.of(flat), out[piece.values]
             _gather(piece, flat, values)
             if piece.offsets is None:
                 part.zero_()
             else:
-                # A finite number less itself is 0, and takes two thirds of the time of a fill.
+                # A finite number minus itself is 0, which takes two thirds of the time of a fill.
                 part.index_add_(0, piece.offsets, values, alpha=-1)
         if scale != 1.0:
             out.mul_(scale)
@@ -86,7 +86,7 @@ class OffsetIndexBase(ABC):
                 part.index_add_(0, piece.offsets, mine)
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, whatever they are."""
+        """Set the entries at the positions to 0, also non-finite ones."""
         for piece in self.pieces:
             if piece.offsets is None:
                 piece.of(flat).zero_()
@@ -119,7 +119,7 @@ class OffsetIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on every chunk, its values placed among zeros just before."""
+        """Apply the rule to every chunk, with values expanded among zeros just before."""
         scratch = torch.empty(min(CHUNK, self.length))
         pieces = list(reversed(self.pieces))
         for start in range(0, self.length, CHUNK):
@@ -138,7 +138,7 @@ class OffsetIndexBase(ABC):
         hyper: Hyper,
         factor: float,
     ) -> None:
-        """The rule on the sent entries alone, taken together and put back."""
+        """Apply the rule to the sent entries only: gather, update, scatter."""
         states = (weight, *moments)
         for piece in self.pieces:
             grad = reduced.values[piece.values].float() * factor
@@ -148,7 +148,7 @@ class OffsetIndexBase(ABC):
                 else reduced.steps_accumulated[piece.values]
             )
             if counts is not None and counts.amax() == 1:
-                counts = None  # which spares the rule a few passes
+                counts = None  # without a factor the rule makes fewer passes
             parts = [piece.of(state) for state in states]
             if piece.offsets is None:
                 rule.apply(parts[0], grad, parts[1:], hyper, counts)
@@ -168,8 +168,8 @@ def _gather(piece: OffsetPiece, flat: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(part)
         return
     if piece.in_runs:
-        # Between runs lie stretches of memory that a processor does not fetch ahead across. To read
-        # all of it once, in order, and then gather out of the cache takes half the time.
+        # The processor does not prefetch across the gaps between runs. Reading all memory once, in
+        # order, and then gathering from cache takes half the time.
         part.sum()
     torch.index_select(part, 0, piece.offsets, out=out)
 
@@ -187,7 +187,7 @@ def _place(
 
 
 class OffsetIndex(OffsetIndexBase):
-    """The positions chosen in a bucket of `length` entries, none to begin with."""
+    """The positions selected in a bucket of `length` entries; none at first."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -204,11 +204,11 @@ class OffsetIndex(OffsetIndexBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes it keeps."""
+        """Bytes of the offsets."""
         return sum(offsets.nbytes for offsets in self._offsets)
 
     def choose(self, start: int, selection: Selection) -> None:
-        """Replace what is chosen in `[start, start + selection.n)`."""
+        """Replace the selection in `[start, start + selection.n)`."""
         for number, lo, hi in self._cut(start, selection.n):
             base, old = number * CHUNK, self._offsets[number]
             new = selection.positions(lo - start, hi - start) + (lo - base)
@@ -218,15 +218,15 @@ class OffsetIndex(OffsetIndexBase):
         self._pieces = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedOffsetIndex:
-        """Return an index of these positions and all of the ranges `[start, stop)`.
+        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
 
-        Ranges are ascending and disjoint; their places among the values are the `runs`.
+        Ranges are ascending and disjoint; their positions among the values are the `runs`.
         """
         cut = _cut(self.length, self._offsets, self._in_runs, ranges)
         return FlushedOffsetIndex(self.length, *cut)
 
     def count(self, start: int, length: int) -> int:
-        """Return how many are chosen in `[start, start + length)`."""
+        """Return the number of selected entries in `[start, start + length)`."""
         total = 0
         for number, lo, hi in self._cut(start, length):
             base = number * CHUNK
@@ -235,14 +235,14 @@ class OffsetIndex(OffsetIndexBase):
         return total
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """`clear` within `[start, start + length)`."""
+        """Set the selected entries within `[start, start + length)` to 0."""
         for number, lo, hi in self._cut(start, length):
             base, offsets = number * CHUNK, self._offsets[number]
             first, last = _ranks(offsets, (lo - base, hi - base))
             flat[base : base + CHUNK].index_fill_(0, offsets[first:last].long(), 0.0)
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the entries of `[start, start + length)` that are not chosen to `out`, in order."""
+        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
         at = 0
         for lo, hi, chosen in self._chosen(start, length):
             rest = flat[lo:hi][~chosen]
@@ -250,7 +250,7 @@ class OffsetIndex(OffsetIndexBase):
             at += rest.numel()
 
     def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Put back what `gather_rest` gave; chosen entries stay as they are."""
+        """Scatter what `gather_rest` gathered; selected entries are not changed."""
         at = 0
         for lo, hi, chosen in self._chosen(start, length):
             count = int((~chosen).sum())
@@ -258,7 +258,7 @@ class OffsetIndex(OffsetIndexBase):
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the choice in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
+        """Return the selection in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
         out = torch.empty(-(-length // 8), dtype=torch.uint8)
         for done in range(0, length, CHUNK):
             here = start + done, min(CHUNK, length - done)
@@ -268,12 +268,12 @@ class OffsetIndex(OffsetIndexBase):
         return out
 
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Take back what `packed` gave."""
+        """Load a selection that `packed` returned."""
         bits = np.unpackbits(packed.numpy(), count=length)
         self.choose(start, GivenSelection(torch.from_numpy(bits).bool()))
 
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """The range by chunks: the chunk's number, and which of its entries."""
+        """Yield chunks of the range: the chunk's number, and a slice of its offsets."""
         stop = start + length
         while start < stop:
             number = start // CHUNK
@@ -282,7 +282,7 @@ class OffsetIndex(OffsetIndexBase):
             start = upto
 
     def _chosen(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The range by chunks: `[lo, hi)` and which of it is chosen, as booleans."""
+        """Yield chunks of the range: `[lo, hi)` and the selection in it, as booleans."""
         for number, lo, hi in self._cut(start, length):
             base, offsets = number * CHUNK, self._offsets[number]
             first, last = _ranks(offsets, (lo - base, hi - base))
@@ -292,7 +292,7 @@ class OffsetIndex(OffsetIndexBase):
 
 
 class FlushedOffsetIndex(OffsetIndexBase):
-    """Chosen positions and whole ranges, for one step."""
+    """Selected positions and whole ranges, for one step."""
 
     def __init__(
         self, length: int, pieces: Sequence[OffsetPiece], runs: Sequence[IndexRange]
@@ -306,13 +306,13 @@ class FlushedOffsetIndex(OffsetIndexBase):
 
 
 def _in_runs(offsets: torch.Tensor) -> bool:
-    """Return whether most follow upon the one before, by a look at a hundred of them."""
+    """Return whether most offsets follow the previous one directly, from a sample of a hundred."""
     some = offsets[: offsets.numel() // 2 * 2].view(-1, 2)[:: max(1, offsets.numel() // 128)]
     return bool((some[:, 1] - some[:, 0] == 1).float().mean() > 0.9)
 
 
 def _ranks(offsets: torch.Tensor, bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return how many offsets lie below each bound."""
+    """Return the number of offsets below each bound."""
     first, last = torch.searchsorted(offsets, torch.tensor(bounds, dtype=torch.int32)).tolist()
     return first, last
 
@@ -323,7 +323,7 @@ def _cut(
     in_runs: Sequence[bool],
     ranges: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[OffsetPiece], list[IndexRange]]:
-    """Offsets by chunk and whole ranges, ascending and disjoint, as pieces; the ranges as runs."""
+    """Return pieces of offsets by chunk and of ranges, ascending and disjoint; ranges as runs."""
     pieces: list[OffsetPiece] = []
     left = [bounds for bounds in reversed(ranges) if bounds[0] < bounds[1]]
     places: dict[int, int] = {}
@@ -332,7 +332,7 @@ def _cut(
         stop = min(start + CHUNK, length)
         while left and left[-1][0] < stop:
             lo, hi = left.pop()
-            if hi > stop:  # goes on in the next chunk
+            if hi > stop:  # continues in the next chunk
                 left.append((stop, hi))
                 hi = stop
             first, last = _ranks(offsets, (lo - start, hi - start))

@@ -1,7 +1,4 @@
-"""Settings that Radius cannot run with, each with its reason and the way out. Loads no torch.
-
-`--grad-path radius`, as the composition root sees it. Imports torch only to build.
-"""
+"""`--grad-path radius`: settings, refused pairs, and construction. Imports torch only to build."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: st
 
 
 def _options(config: Config) -> Any:
-    """Any: its class is declared where these pairs are offered."""
+    """Any, since the class is declared in the module that uses these pairs."""
     return config.extensions["radius"]
 
 
@@ -70,7 +67,7 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
 
 
 START_FRACTION = 0.2
-"""Share of the run after which large gradients keep their places, as the paper finds."""
+"""Share of the run after which large gradients keep their positions, according to the paper."""
 
 
 @section
@@ -118,11 +115,11 @@ class RadiusConfig:
 
     @property
     def density(self) -> Fraction:
-        """Exactly as it was written."""
+        """Density as an exact decimal fraction."""
         return Fraction(str(self.radius_density))
 
     def start(self, total: int) -> int:
-        """The step from which a run of `total` may resample."""
+        """Return the first step at which a run of `total` steps may resample."""
         if self.radius_start_iter is not None:
             return self.radius_start_iter
         fraction = self.radius_start_fraction
@@ -130,7 +127,7 @@ class RadiusConfig:
 
 
 class RadiusPath(GradientPath):
-    """A fixed set of entries of each matrix, chosen anew every T steps, with error feedback."""
+    """A fixed set of entries of each matrix, selected again every T steps, with error feedback."""
 
     name = "radius"
     sections = {"radius": RadiusConfig}
@@ -155,7 +152,7 @@ class RadiusPath(GradientPath):
 
         options, total = self._options(config), config.total_iterations()
         if not config.training.skip_train:
-            # Only the number of ranks tells how many steps so many samples are.
+            # The number of steps of a number of samples depends on the number of ranks.
             _check_length(options, total)
         settings = RadiusSettings(
             density=options.density,
@@ -170,7 +167,10 @@ class RadiusPath(GradientPath):
         return RadiusReducer(exchange, matrices, settings, ModelShard(infos, groups))
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """All of it lasts on a CPU; on a GPU `values` are there while they are sent."""
+        """Return the bytes of the path's state.
+
+        On a CPU all of it persists; on a GPU `values` exist only while they are sent.
+        """
         options = self._options(config)
         rolling = options.radius_schedule == "rolling"
         return planned_bytes(

@@ -1,6 +1,6 @@
-"""The places of a rank's stored entries in tensors that tensor-parallel ranks share.
+"""Positions of a rank's stored entries in tensors that tensor-parallel ranks share.
 
-Radius chooses entries from whole tensors, so that a rank needs to know the places of its part.
+Radius selects entries from whole tensors, so a rank needs the positions of its part.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 def find_places(
     model: ModelShard, stored: Mapping[str, int], layout: BucketLayout | None
 ) -> dict[str, FlatShard]:
-    """Return where this rank's stored entries lie among the stored entries of whole tensors.
+    """Return the positions of this rank's stored entries among the stored entries of whole tensors.
 
     Collective over the tensor-parallel group.
 
     Args:
-        model: the parameters of this rank and its groups.
-        stored: number of stored entries of each parameter, in the order of their buckets.
-        layout: which entries are stored; None for all.
+        model: The parameters of this rank and its groups.
+        stored: Number of stored entries of each parameter, in the order of their buckets.
+        layout: Which entries are stored; None for all.
 
     Raises:
-        ConfigError: tensor-parallel ranks would choose entries in different orders.
+        ConfigError: Tensor-parallel ranks would select entries in different orders.
     """
     found = {name: FlatShard(numel, numel) for name, numel in stored.items()}
     parts = {name: part for name in stored if (part := model.tp_shard(name)) is not None}
@@ -62,7 +62,7 @@ def _among_stored(
 ) -> FlatShard:
     """Return the shards of a partly stored tensor.
 
-    Ranks exchange how much of each row they store.
+    Ranks exchange how many entries of each row they store.
     """
     shard = FlatShard.of(part)
     row = shard.numel if shard.is_run else shard.row

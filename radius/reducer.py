@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RadiusWork:
-    """A reduction under way, and the function that makes the reduced gradient of its result."""
+    """A reduction in progress, and the function that turns its result into the reduced gradient."""
 
     under_way: Work
     read: Callable[[torch.Tensor], ReducedGrad]
@@ -56,19 +56,24 @@ class RadiusWork:
 
 
 STEPS = "radius/steps"
-"""What a checkpoint calls the start, the first resample and the latest one, in t."""
+"""Name in a checkpoint of the start, the first resample and the latest one, in t."""
 CHOOSING = (Phase.RESAMPLE, Phase.ROLLING)
-"""Steps that choose entries anew."""
+"""Phases that select entries."""
 
 
 class RadiusReducer(GradientReducer):
-    """Means of whole buckets at resamples and of chosen entries between them.
+    """Reducer that averages whole buckets at resamples and selected entries between them.
 
-    `entries`: for each parameter that may be sent in part the number of its logical entries on this
-    rank, which come first in its slice; buckets of others are always sent whole. With density 1
-    everything is, and nothing is kept. `model_shard`: this rank's part of the model, None for a
-    whole model. The k of a parameter, the order of equal entries, draws and the T parts of a
-    rolling schedule are those of the whole tensor, so that every grid chooses the same.
+    With density 1 everything is sent, and no state is kept. The k of a parameter, ties, draws and
+    the T parts of a rolling schedule refer to the whole tensor, so that every grid selects the same
+    entries.
+
+    Args:
+        exchange: Collectives over data-parallel ranks.
+        entries: Number of logical entries on this rank, which come first in the slice, of each
+            parameter that may be sent in part; other parameters' buckets are always sent whole.
+        settings: The settings of Radius.
+        model_shard: This rank's part of the model; None for a whole model.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class RadiusReducer(GradientReducer):
         self._own: list[RadiusBucket] = []
         self._step = StepContext(t=0)
         self._first = self._last = 0
-        self._telling = RadiusStats(settings, self.model_shard)
+        self._stats = RadiusStats(settings, self.model_shard)
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
         assert not self._first, "which entries exist is settled before Radius starts"
@@ -100,13 +105,13 @@ class RadiusReducer(GradientReducer):
         bits = bool(buckets) and self._all_keep_bits(buckets[0].grad.device)
         self._own = [self._take_on(bucket, places, bits) for bucket in buckets]
         if buckets:
-            self._telling.attached()
+            self._stats.attached()
 
     def _all_keep_bits(self, device: torch.device) -> bool:
-        """Return whether all ranks keep bitmaps.
+        """Return whether all ranks keep bitmaps. Collective over the world.
 
-        Ranks with another kind of index would update frozen entries in other pieces, whose last few
-        round differently. Collective.
+        Ranks with another kind of index would update frozen entries in pieces of other lengths,
+        whose last few entries round differently.
         """
         mine = keeps_bits(device.type, self.settings.density)
         if device.type != "cpu":
@@ -135,11 +140,11 @@ class RadiusReducer(GradientReducer):
         self._step = step
         own.phase = self._phase(step) if own.parts else Phase.WHOLE
         values = self._to_send(own, step)
-        self._telling.sent(bucket, values.numel())
+        self._stats.sent(bucket, values.numel())
         sending = dataclasses.replace(bucket, grad=values)
         work = RadiusWork(self._whole.reduce(sending, step), partial(self._received, own))
         if bucket.index == len(self._own) - 1:
-            # What leaves last is waited for most, so all of this is done meanwhile.
+            # The last message is waited for longest, so the residuals are prepared meanwhile.
             for each in self._own:
                 each.prepare(step.loss_scale)
         return work
@@ -150,7 +155,7 @@ class RadiusReducer(GradientReducer):
             return Phase.WHOLE
         if self._first and settings.schedule == "rolling":
             return Phase.ROLLING
-        # Updates may be counted anew (`--no-load-optim`) where entries are chosen already.
+        # With `--no-load-optim` updates are counted from 1 again although entries are selected.
         if t % settings.interval == 0 and (self._first or t >= settings.start):
             return Phase.RESAMPLE
         return Phase.CHOSEN if self._first else Phase.WHOLE
@@ -164,7 +169,9 @@ class RadiusReducer(GradientReducer):
             cuts = [part.cut(number, interval, settings.density) for part in own.parts]
             values = own.gather_rolling([cut for cut in cuts if cut.places.total], step.loss_scale)
             if settings.residual != "none":
-                since = step.t - self._first  # below 1 in the first step that is counted anew
+                since = (
+                    step.t - self._first
+                )  # below 1 in the first step that is counted from 1 again
                 own.count_steps(since if 0 < since < interval else interval)
             return values
         if own.phase is Phase.RESAMPLE:
@@ -173,7 +180,7 @@ class RadiusReducer(GradientReducer):
 
     def _received(self, own: RadiusBucket, values: torch.Tensor) -> ReducedGrad:
         if self.settings.select == "gradient" and own.phase in CHOOSING:
-            # The optimizer may overwrite it before it is known that the step is applied.
+            # The optimizer may overwrite it before all ranks know that the step is applied.
             own.mean = [part.clone() for part in own.of_parts(values)]
         rest = "frozen" if own.phase is Phase.ROLLING else "zero"
         return ReducedGrad(
@@ -188,7 +195,7 @@ class RadiusReducer(GradientReducer):
         own = self._own[bucket.index]
         values = self._to_select_by(own, update) if own.phase in CHOOSING else ()
         if own.phase is Phase.RESAMPLE:
-            # First of all: the update may lie where the residual does.
+            # First, since the update may share memory with the residual.
             self._resample(own, values)
         if own.phase in (Phase.WHOLE, Phase.RESAMPLE):
             own.residual.empty()
@@ -211,12 +218,12 @@ class RadiusReducer(GradientReducer):
             return ""
         return why_no_resample(settings.start, first, last, settings.interval)
 
-    # ---- choosing ------------------------------------------------------------------------------
+    # ---- selecting -----------------------------------------------------------------------------
 
     def _to_select_by(
         self, own: RadiusBucket, update: OptimizerUpdate | None
     ) -> Sequence[torch.Tensor | None]:
-        """Values for each part in which is chosen anew, None where that is drawn."""
+        """Return the values by which to select in each part; None for a random draw."""
         if self.settings.select == "seeded":
             return [None] * len(own.parts if own.phase is Phase.RESAMPLE else own.flushed)
         if self.settings.select == "gradient":
@@ -225,7 +232,7 @@ class RadiusReducer(GradientReducer):
         return own.of_parts(update.values)
 
     def _resample(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
-        """Choose anew in the whole bucket, by values for each part."""
+        """Select entries in the whole bucket, by values for each part."""
         settings = self.settings
         compare = own.open_index()
         pieces = settings.interval if settings.schedule == "rolling" else 1
@@ -238,18 +245,18 @@ class RadiusReducer(GradientReducer):
         self._choose(own, cuts, compare=compare)
         if not self._first:
             self._first = self._step.t
-            self._telling.switched(self._step.t)
+            self._stats.switched(self._step.t)
         self._last = self._step.t
 
     def _roll(self, own: RadiusBucket, values: Sequence[torch.Tensor | None]) -> None:
-        """Choose anew in the parts that were flushed, by values for each."""
-        # What is kept is asked of the first part, as often as with the paper's schedule.
+        """Select entries in the flushed parts, by values for each part."""
+        # Compare the first part's selections only, as often as in the paper's schedule.
         compare = self._step.t % self.settings.interval == 0
         for part in own.flushed:
             own.residual.flush(part)
         self._choose(own, list(zip(own.flushed, values, strict=True)), compare=compare)
         if self._step.t < self._last:
-            # Updates are counted anew: what waits has done so for whole rounds.
+            # Updates are counted from 1 again: every residual has waited for a whole interval.
             self._first = -self.settings.interval
         self._last = self._step.t
 
@@ -260,10 +267,10 @@ class RadiusReducer(GradientReducer):
         *,
         compare: bool,
     ) -> None:
-        """Choose the largest values of each part, or draw them.
+        """Select the largest values of each part, or draw entries.
 
-        Every rank makes the same choices, and those that share a tensor make them together, whether
-        they have any of a part or not.
+        Every rank selects the same entries. Ranks that share a tensor select together, even if they
+        have no entry of a part.
         """
         largest = self._largest([(part, each) for part, each in parts if each is not None])
         for part, each in parts:
@@ -271,7 +278,7 @@ class RadiusReducer(GradientReducer):
                 continue
             selection = self._drawn(part) if each is None else largest[part.name]
             chosen, kept = own.choose(part, selection, compare=compare)
-            self._telling.chose(own.bucket, chosen, kept)
+            self._stats.chose(own.bucket, chosen, kept)
 
     def _drawn(self, part: IndexPart) -> Selection:
         seed, step, total = self.settings.seed, self._step.t, part.places.total
@@ -280,10 +287,10 @@ class RadiusReducer(GradientReducer):
         )
 
     def _largest(self, parts: Sequence[tuple[IndexPart, torch.Tensor]]) -> dict[str, Selection]:
-        """Return the selection of the largest values of each part, by its name.
+        """Return the selection of the largest values of each part, by the part's name.
 
-        Parts that this rank holds alone are selected in one batch, parts that tensor-parallel ranks
-        share in another.
+        Parts of tensors that this rank holds alone are selected in one batch, parts of shared
+        tensors in another.
         """
         found: dict[str, Selection] = {}
         model = self.model_shard
@@ -291,7 +298,7 @@ class RadiusReducer(GradientReducer):
         shared = [(part, each) for part, each in parts if model.holders(part.of) is not None]
         for some in (alone, shared):
             sum_bins = model.sum_bins(some[0][0].of) if some else None
-            # Of what it shares a rank may have nothing, and counts with the others all the same.
+            # A rank without entries of a shared tensor must still take part in the counting.
             held = [
                 (part, each)
                 for part, each in some
@@ -303,9 +310,10 @@ class RadiusReducer(GradientReducer):
         return found
 
     def _compare_choices(self) -> None:
-        """Raise `PeerError` where data-parallel ranks have chosen different entries.
+        """Raise `PeerError` if data-parallel ranks have selected different entries.
 
-        After each resample, and with a rolling schedule as often, since a GPU waits for it.
+        Called after each resample. With a rolling schedule it runs once per interval, since it
+        waits for the GPU.
         """
         if not (self._first and self._last == self._step.t) or self.exchange.ranks == 1:
             return
@@ -329,10 +337,10 @@ class RadiusReducer(GradientReducer):
                 "start the same command again on machines of one kind, from the last checkpoint"
             )
 
-    # ---- telling -------------------------------------------------------------------------------
+    # ---- statistics ----------------------------------------------------------------------------
 
     def stats(self, *, full: bool = False) -> ReducerStats:
-        return self._telling.stats(self._whole.stats(), self._own, on=bool(self._first), full=full)
+        return self._stats.stats(self._whole.stats(), self._own, on=bool(self._first), full=full)
 
     # ---- state ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The reference, in plain torch, of `native.py` and of `kernels.py` but for AdamW."""
+"""The functions of `native.py` and of `kernels.py`, except AdamW, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.sparse.reference import write_bits as write_bits
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
 ) -> None:
-    """Write the chosen entries of `flat`, times `scale` unless that is 1, to `out` (of its dtype).
+    """Write the selected entries of `flat`, times `scale`, to `out` (of its dtype).
 
-    `clear` leaves 0 in their places.
+    With `clear`, set them to 0 in `flat`.
     """
     for piece, at, values in _pieces(bits, flat, out):
         torch.index_select(piece, 0, at, out=values)
@@ -27,7 +27,7 @@ def compact(
 
 
 def clear(bits: Bits, flat: torch.Tensor) -> None:
-    """Set the chosen entries of `flat` to 0."""
+    """Set the selected entries of `flat` to 0."""
     for piece, at, _ in _pieces(bits, flat, flat):
         piece.index_fill_(0, at, 0)
 
@@ -35,7 +35,7 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
-    """Place `values` at the chosen entries of `out` from block `first` on, 0 at the others.
+    """Write `values` to the selected entries of `out` from block `first` on, and 0 elsewhere.
 
     Values are cast to the dtype of `out`, and then multiplied by `scale`.
     """
@@ -47,7 +47,7 @@ def expand(
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Place `values` at the chosen entries of `out`, cast to its dtype; the others stay."""
+    """Write `values` to the selected entries of `out`, cast to its dtype."""
     for piece, at, some in _pieces(bits, out, values):
         piece.index_copy_(0, at, some.to(out.dtype))
 
@@ -55,7 +55,7 @@ def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
 def _pieces(
     bits: Bits, flat: torch.Tensor, compacted: torch.Tensor, first: int = 0
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield each chunk's part of `flat`, chosen positions in it, and part of the compact vector.
+    """Yield each chunk's part of `flat`, selected positions in it, and part of the compact vector.
 
     `flat` begins at block `first`.
     """

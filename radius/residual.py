@@ -1,7 +1,8 @@
-"""Gradients that were not sent yet, bucket by bucket: where they wait, and how they are sent.
+"""Residuals: gradients that were not sent yet, by bucket.
 
-Algorithm 1 of the Radius paper adds what is not selected to a residual (line 16) and sends that
-with the gradient at a resample (lines 8 to 10). A residual is kept as in the paper, or not.
+Algorithm 1 of the Radius paper adds unselected entries to a residual (line 16), which a resample
+sends with the gradient (lines 8 to 10). `--radius-residual` keeps the residual as in the paper, or
+drops unsent gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from radius.index import BucketIndex, IndexPart
 
 
 class Residual:
-    """No error feedback: what `bucket` does not send is lost. The others build on this."""
+    """Base class without error feedback: gradients that are not sent are lost."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self.bucket = bucket
@@ -23,13 +24,12 @@ class Residual:
     def pending(self) -> torch.Tensor | None:
         """The residual, fp32 in unscaled units, as long as the bucket.
 
-        None where all of it is zero for certain. Entries that the index has chosen mean nothing
-        there.
+        None if it is zero for certain. Its values at selected entries are meaningless.
         """
         return None
 
     def open(self) -> torch.Tensor:
-        """The place of `pending`, to be filled from a checkpoint."""
+        """Return the memory of `pending`, to be filled from a checkpoint."""
         raise AssertionError("nothing waits here")
 
     def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
@@ -40,37 +40,35 @@ class Residual:
         return None
 
     def join(self, index: BucketIndex | None, loss_scale: float) -> None:
-        """Add all that waits to the gradient; saved state does not change."""
+        """Add the residual to the gradient; saved state does not change."""
 
     def join_part(self, index: BucketIndex, part: IndexPart, loss_scale: float) -> None:
-        """Add what waits in one part to the gradient; saved state does not change."""
+        """Add the residual of one part to the gradient; saved state does not change."""
 
     def prepare(self, loss_scale: float) -> None:
-        """Find the next residual while the sent entries travel; uses up the gradient.
+        """Compute the next residual while the sent entries travel.
 
-        It takes effect once the step is applied.
-
-        The gradient is used up.
+        It takes effect once the step is applied. The gradient is overwritten.
         """
 
     def keep(self, loss_scale: float) -> None:
-        """The step was applied and sent what is chosen: the rest of the gradient waits from now."""
+        """Keep the unselected entries of the gradient; an applied step sent the selected ones."""
 
     def flush(self, part: IndexPart) -> None:
-        """The step was applied and sent all of this part."""
+        """Clear the residual of a part, after an applied step that sent the whole part."""
 
     def empty(self) -> None:
-        """The step was applied and sent everything."""
+        """Clear the residual, after an applied step that sent everything."""
 
 
 class SeparateResidual(Residual):
-    """A buffer of its own, as in the paper.
+    """A residual in a buffer of its own, as in the paper.
 
-    Its sum with the gradient is formed in the gradient's memory while what is sent is on its way,
-    and the two trade places when the step is applied, so that a dropped step leaves it as it was.
-    It cannot trade with 16-bit gradients, which are added to it then. Chosen entries are added as
-    well, which is a plain sum of two vectors, and cleared when it is next sent; the index stays the
-    same until then.
+    The sum of residual and gradient is computed in the gradient's memory while the selected entries
+    travel. When the step is applied, the two buffers are exchanged, so a dropped step leaves the
+    residual unchanged. 16-bit gradients cannot be exchanged and are added to the buffer instead.
+    Selected entries are added, too, since a plain sum of two vectors is faster; they are cleared
+    before the residual is next sent, while the index is still the same.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
@@ -81,7 +79,7 @@ class SeparateResidual(Residual):
 
     @property
     def _buffer(self) -> torch.Tensor:
-        """Made when something is first to wait: coordinates may be others before that."""
+        """The buffer, allocated at first use: the layout may change before that."""
         if self._made is None:
             self._made = torch.zeros_like(self.bucket.grad, dtype=torch.float32)
         return self._made
@@ -141,16 +139,16 @@ RESIDUALS: dict[str, type[Residual]] = {
 
 
 def squares(values: torch.Tensor) -> torch.Tensor:
-    """Their sum (fp64 []), by rows: one long sum in fp32 would be far off."""
+    """Return the sum of squares (fp64 []), by rows: one long sum in fp32 would be inaccurate."""
     whole = values.numel() // ALIGNMENT * ALIGNMENT
     rows = torch.linalg.vector_norm(values[:whole].view(-1, ALIGNMENT), dim=1).double()
     return rows.square().sum() + values[whole:].double().square().sum()
 
 
 def _add(total: torch.Tensor, more: torch.Tensor, factor: float) -> None:
-    """`total` += `factor` x `more`, in fp32 whatever their types are.
+    """Add `factor` x `more` to `total` in place, in fp32 whatever their dtypes are.
 
-    A CPU takes six times as long to add tensors of two types as to widen them in cache first.
+    Adding tensors of two dtypes takes a CPU six times as long as widening them in cache first.
     """
     if total.dtype == more.dtype or total.device.type != "cpu":
         total.add_(more, alpha=factor)

@@ -1,7 +1,4 @@
-"""The settings of Radius, and the check that a resample falls into a run.
-
-Loads no torch. Loads no torch.
-"""
+"""The settings of Radius, and the check that a resample falls into a run. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class RadiusSettings:
-    """The settings of `RadiusReducer`.
+    """The settings of `RadiusReducer`, named as the `--radius-*` flags.
 
-    `density`: share of each matrix that is sent between resamples; `start`: the t from which a
-    resample may come; the words are those of the `--radius-*` flags; `seed` is of the draws of
-    `select="seeded"`.
+    `density` is the share of each matrix that is sent between resamples, `start` the first t at
+    which a resample may happen, `seed` the seed of `select="seeded"`.
     """
 
     density: Fraction
@@ -30,14 +26,14 @@ class RadiusSettings:
 def fitting_interval(first: int, last: int, interval: int) -> int:
     """Return `interval` if one of the updates `first` to `last` is a multiple of it.
 
-    Otherwise returns the largest interval that would do, 0 if there are no such updates.
+    Otherwise return the largest interval that has a multiple there, 0 if there are no updates.
     """
     longest = min(interval, last)
     return next((t for t in range(longest, 0, -1) if last // t * t >= max(first, 1)), 0)
 
 
 def why_no_resample(start: int, first: int, last: int, interval: int) -> str:
-    """Why none comes in the updates `first` to `last`, and what would help; "" where one does."""
+    """Return why no resample happens in the updates `first` to `last`, and a remedy; else ""."""
     begin = max(start, first)
     fitting = fitting_interval(begin, last, interval)
     if fitting == interval:

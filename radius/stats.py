@@ -1,6 +1,6 @@
-"""Statistics of Radius: numbers for log line and metrics, and sentences said once.
+"""Statistics of Radius: numbers for log line and metrics, and notes for the log.
 
-All of it is of the whole model: each entry is counted by one rank of those that hold a copy.
+All numbers are of the whole model: of the ranks that hold a copy of an entry, one counts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from radius.schedule import RadiusSettings
 
 
 class RadiusStats:
-    """Count from one call of `stats` to the next. `model_shard`: this rank's part of the model."""
+    """Counters between two calls of `stats`. `model_shard`: this rank's part of the model."""
 
     def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
         self._settings, self._model_shard = settings, model_shard
@@ -27,7 +27,7 @@ class RadiusStats:
         self._notes: list[str] = []
 
     def attached(self) -> None:
-        """Note that buckets exist whose memory the next `stats` reports."""
+        """Note that the buckets exist; the next `stats` reports their memory."""
         self._tells_memory = self._settings.density < 1
 
     def sent(self, bucket: GradBucket, entries: int) -> None:
@@ -37,13 +37,13 @@ class RadiusStats:
             self._sent += entries
 
     def chose(self, bucket: GradBucket, before: int, kept: int) -> None:
-        """Record that `kept` of `before` chosen entries were chosen again."""
+        """Record that `kept` of `before` selected entries were selected again."""
         if self._model_shard.owns(bucket):
             self._chosen += before
             self._kept += kept
 
     def switched(self, t: int) -> None:
-        """Entries are chosen for the first time, after update `t`."""
+        """Note that entries are selected for the first time, after update `t`."""
         settings = self._settings
         how = (
             f"all of it again every {settings.interval} steps"
@@ -60,7 +60,7 @@ class RadiusStats:
     ) -> ReducerStats:
         """Return the statistics, with bytes and waits of `whole`.
 
-        `on`: entries are chosen already. Collective over the ranks of a copy of the model.
+        `on`: entries are selected. Collective over the ranks of a copy of the model.
         """
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         if self._tells_memory:
@@ -81,7 +81,7 @@ class RadiusStats:
         return dataclasses.replace(whole, density=density, extra=extra, notes=notes)
 
     def _memory(self, buckets: Sequence[RadiusBucket]) -> str:
-        """Return the sentence on memory; "" where there is no matrix."""
+        """Return the note on memory; "" if there is no matrix."""
         settings, grad = self._settings, buckets[0].bucket.grad
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         matrices = [part.length for own in counted for part in own.parts]

@@ -1,8 +1,8 @@
-"""The update of an optimizer of `torch.optim`, before the learning rate.
+"""The update of a `torch.optim` optimizer, before the learning rate.
 
-Radius selects by it (Algorithm 2, line 5, of the paper): AdamW changes a weight by this and not by
-its gradient. It is taken from the optimizer's own state right after its step, never from the change
-of the weight, which vanishes where the learning rate does.
+Radius selects by it (Algorithm 2, line 5, of the paper), since AdamW changes a weight by this
+update and not by its gradient. It is computed from the optimizer's state right after the step, and
+not from the change of the weight, which vanishes with the learning rate.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from megatron.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of parameters that may be sent in part."""
+"""Dtypes of parameters that may be sent in part."""
 
 
 class TorchUpdate:
     """Corrected updates of the matrices of an Adam, AdamW or SGD optimizer.
 
-    `before_step` just before the step to look at, `matrices` and `forget` after it. Raises
-    `ConfigError` for other optimizers.
+    Call `before_step` just before a step, `matrices` and `forget` after it. Raises `ConfigError`
+    for other optimizers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -36,7 +36,7 @@ class TorchUpdate:
         self._old_grads: dict[torch.Tensor, torch.Tensor] = {}
 
     def before_step(self) -> None:
-        """Copy the weights that the coming update contains, and gradients that it may overwrite."""
+        """Copy the weights that the update contains, and gradients that the step may overwrite."""
         self._old_weights = {
             parameter: parameter.detach().clone()
             for group in self.optimizer.param_groups
@@ -44,7 +44,7 @@ class TorchUpdate:
             for parameter in group["params"]
             if _is_matrix(parameter)
         }
-        # torch's kernels for many tensors at a time add Nesterov's momentum to the gradient itself.
+        # torch's foreach kernels add Nesterov's momentum to the gradient itself.
         self._old_grads = {
             parameter: parameter.grad.clone()
             for group in self.optimizer.param_groups
@@ -55,9 +55,9 @@ class TorchUpdate:
 
     @torch.no_grad()
     def matrices(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Every parameter that may be sent in part and was just updated, with its update.
+        """Yield every just updated parameter that may be sent in part, with its update.
 
-        Fp32, 1-D, in the order in which its entries lie in memory.
+        The update is fp32, 1-D, in memory order.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -66,7 +66,7 @@ class TorchUpdate:
                     yield parameter, in_memory_order(update)
 
     def forget(self) -> None:
-        """Free what `before_step` copied."""
+        """Free the copies of `before_step`."""
         self._old_weights, self._old_grads = {}, {}
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
@@ -81,9 +81,9 @@ class TorchUpdate:
         return update
 
     def _adds_weights(self, group: dict[str, Any]) -> bool:
-        """Return whether lambda w is added to the update itself.
+        """Return whether lambda w is part of the update.
 
-        Where decay is part of the gradient, as in Adam and SGD, the moments have it already.
+        If decay is part of the gradient, as in Adam and SGD, the moments include it.
         """
         if isinstance(self.optimizer, torch.optim.Adam):
             return bool(group["decoupled_weight_decay"])
@@ -91,9 +91,9 @@ class TorchUpdate:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The entries of a tensor as they lie in memory, 1-D.
+    """Return the entries of a tensor in memory order, 1-D.
 
-    DDP lays a gradient out as its parameter is, which for channels-last weights is not the logical
+    DDP lays out a gradient like its parameter, which for channels-last weights is not the logical
     order.
     """
     axes = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -106,7 +106,7 @@ def _is_matrix(parameter: torch.Tensor) -> bool:
 
 
 def _adam_update(group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-    """m^ / (sqrt(v^) + eps)."""
+    """Return m^ / (sqrt(v^) + eps)."""
     beta1, beta2 = map(float, group["betas"])
     t = float(state["step"])
     square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
@@ -116,7 +116,7 @@ def _adam_update(group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
 
 
 def _sgd_update(group: dict[str, Any], state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
-    """The velocity, or the gradient as far as it is used itself."""
+    """Return the velocity, or the gradient as far as the step uses it directly."""
     velocity = state.get("momentum_buffer")
     if velocity is not None and not group["nesterov"]:
         return velocity.to(torch.float32, copy=True)

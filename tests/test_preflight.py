@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from megatron.memory_estimate import logical_shapes
 from samo.mask_file import check_mask_file, packed_bytes
 from tests.data.pairs import write_pair
 from tests.training.harness import TINY
+
+FROZEN = Path(__file__).resolve().parent / "frozen" / "dense"
 
 
 def dry(folder: Path, *flags: str, data: str = "--mock-data") -> int:
@@ -78,6 +81,28 @@ def test_damaged_headers_are_found(tmp_path: Path, capsys: pytest.CaptureFixture
     flags = ("--grad-path", "samo", "--samo-pruning", "file", "--samo-mask-file", str(masks))
     assert dry(tmp_path, *flags) == 3
     assert "not a mask file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "manifest"])
+def test_damaged_checkpoints_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    shutil.copytree(FROZEN, tmp_path / "old")
+    step = tmp_path / "old" / "checkpoints" / "step_00000005"
+    assert dry(tmp_path, "--load", str(tmp_path / "old")) == 0
+    tensors = step / "rank_00000.safetensors"
+    match damage:
+        case "truncated":
+            tensors.write_bytes(tensors.read_bytes()[:-4])
+        case "missing":
+            tensors.unlink()
+        case _:
+            (step / "manifest.json").write_text("{")
+    capsys.readouterr()
+    assert dry(tmp_path, "--load", str(tmp_path / "old")) == 4
+    said = capsys.readouterr().err
+    assert "checkpoint not used" in said and "no checkpoint in it verifies" in said
+    assert step.is_dir(), "a dry run renames nothing"
 
 
 def test_a_folder_that_may_not_be_read(

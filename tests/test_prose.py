@@ -1,4 +1,4 @@
-"""Docstrings begin with the noun or the verb that they are about."""
+"""Docstrings open with their subject and repeat no sentence; no class name is used twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-TOPS = ("pretrain_gpt.py", "megatron", "radius", "samo", "tools", "tests", "docs/examples")
+PRODUCT = ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")
+TOPS = (*PRODUCT, "tests", "docs/examples")
 OPENERS = re.compile(r"(Of|By|That|Those|Both|The same|As|See)\b")
 """First words after which the subject of a sentence is missing or elsewhere."""
 
@@ -35,11 +36,53 @@ def test_a_bad_opener_is_found() -> None:
     assert badly_opened(source) == [2, 6]
 
 
-def test_docstrings_open_with_their_subject() -> None:
+def repeated(source: str) -> list[int]:
+    """Return the lines of docstrings that hold a sentence twice."""
     found = []
-    for top in TOPS:
-        path = REPO / top
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            lines = badly_opened(file.read_text(encoding="utf-8"))
-            found += [f"{file.relative_to(REPO)}:{line}" for line in lines]
-    assert found == []
+    for line, text in docstrings(source):
+        sentences = [part.rstrip(".") for part in re.split(r"(?<=\.)\s+", " ".join(text.split()))]
+        long = [sentence for sentence in sentences if re.search(r"[A-Za-z]{5}", sentence)]
+        found += [line] * (len(long) > len(set(long)))
+    return found
+
+
+def class_names(source: str) -> list[str]:
+    """Return the names of all classes, nested ones too."""
+    return [n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
+
+
+def sources(*tops: str) -> dict[str, str]:
+    """Return the text of the Python files below `tops`, by path."""
+    files = [file for top in tops for file in sorted((REPO / top).rglob("*.py"))]
+    files += [REPO / top for top in tops if top.endswith(".py")]
+    return {str(f.relative_to(REPO)): f.read_text(encoding="utf-8") for f in files}
+
+
+def test_docstrings_open_with_their_subject() -> None:
+    texts = sources(*TOPS)
+    assert len(texts) > 500
+    assert [f"{name}:{line}" for name, text in texts.items() for line in badly_opened(text)] == []
+
+
+def test_a_repeated_sentence_is_found() -> None:
+    assert repeated('"""Return it. Collective over all.\n\n    Collective over all.\n"""') == [1]
+    assert repeated('"""Return a. Return b. E.g. this. E.g. that."""') == []
+
+
+def test_docstrings_say_everything_once() -> None:
+    texts = sources(*TOPS)
+    assert [f"{name}:{line}" for name, text in texts.items() for line in repeated(text)] == []
+
+
+def test_no_class_name_is_used_twice() -> None:
+    assert class_names("class A:\n    class B: ...\ndef f():\n    class A: ...\n") == [
+        "A",
+        "B",
+        "A",
+    ]
+    where: dict[str, list[str]] = {}
+    for file, text in sources(*PRODUCT).items():
+        for name in class_names(text):
+            where.setdefault(name, []).append(file)
+    assert len(where) > 300
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

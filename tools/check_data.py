@@ -1,10 +1,12 @@
-"""Check a .bin/.idx pair and say what it holds.
+"""Check a .bin/.idx pair and print its contents.
 
     python tools/check_data.py PREFIX [--vocab-size N] [--eod ID] [--full] [--sha256]
 
-Where the data's PREFIX.json records the hash of both files (tools/preprocess_data.py writes it),
-both are read whole and compared; a run itself compares only their sizes when it starts.
-Exit status: 0 a good pair, 2 a wrong command line, 3 a bad pair (one line on stderr says why).
+If PREFIX.json of the data records the hash of both files (tools/preprocess_data.py writes it), both
+files are read completely and compared; a run compares only their sizes when it starts.
+
+Exit status: 0 a good pair, 2 a wrong command line, 3 a bad pair (one line on stderr gives the
+reason).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _CHUNK = 1 << 22
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; returns its exit status."""
+    """Run the tool and return its exit status."""
     options = _parse(argv)
     prefix = without_suffix(options.prefix)
     try:
@@ -108,7 +110,7 @@ def _report(prefix: str, options: argparse.Namespace) -> None:
 
 
 def _check_files(prefix: str, recorded: Mapping[str, DataFileRecord], *, show: bool) -> None:
-    """Hash both files whole; DataError where one is not what its writer recorded."""
+    """Hash both files; DataError if one differs from the recorded hash."""
     for suffix in SUFFIXES:
         path = f"{prefix}{suffix}"
         try:
@@ -132,7 +134,7 @@ def _described(sidecar: dict[str, object] | None, key: str) -> int | None:
 
 
 def _ends(data: IndexedDataset, eod: int) -> tuple[int, int]:
-    """Documents whose last token is `eod`, and documents that have a token at all."""
+    """Return the documents whose last token is `eod`, and the documents that have a token."""
     tokens = data.read(0, data.num_tokens)
     ended = filled = 0
     for places in _last_tokens(data):
@@ -142,7 +144,7 @@ def _ends(data: IndexedDataset, eod: int) -> tuple[int, int]:
 
 
 def _last_tokens(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """Place in the file of the last token of each document that has one, in blocks."""
+    """Yield the positions in the file of the last token of each non-empty document, in blocks."""
     before = 0
     marks = data.document_indices
     for start in range(0, data.num_documents, _CHUNK):
@@ -155,7 +157,7 @@ def _last_tokens(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
 
 
 def _scan(data: IndexedDataset, vocab_size: int | None) -> tuple[int, int]:
-    """Smallest and largest id; DataError at the first one outside [0, vocab_size)."""
+    """Return the smallest and the largest id; DataError for an id outside [0, vocab_size)."""
     low, high = int(data.read(0, 1)[0]), 0
     for start in range(0, data.num_tokens, _CHUNK):
         part = data.read(start, min(_CHUNK, data.num_tokens - start))

@@ -2,10 +2,10 @@
 
     python tools/configuration.py             print the page
     python tools/configuration.py --write     write docs/configuration.md
-    python tools/configuration.py --check     exit code 1 if docs/configuration.md is another page
+    python tools/configuration.py --check     exit code 1 if docs/configuration.md differs
 
-The page keeps its beginning, which is written by hand, down to the line MARK. What follows comes
-from megatron/config and the gradient paths, as `pretrain_gpt.py --help` and `--help-compat` do.
+The page keeps its hand-written beginning, down to the line MARK. The rest comes from
+megatron/config and the gradient paths, as in `pretrain_gpt.py --help` and `--help-compat`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAGE = REPO / "docs" / "configuration.md"
 MARK = "<!-- Everything below this line is written by tools/configuration.py. -->\n"
 FIELDS = fields_by_section(GRADIENT_PATHS)
 _CODE = re.compile(r"(?<![\w/-])(--[a-z][\w-]*\w|\w+/\w+\.(?:py|yaml)|\w+_\w*|_\w+)(?![\w/-])")
-"""Flags, files and names with an underscore, within a sentence."""
+"""Flags, files and names with an underscore, in a sentence."""
 _KINDS = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="configuration.py",
         description=__doc__,
@@ -66,7 +66,7 @@ def page(old: str) -> str:
 
 
 def flags() -> str:
-    """Return one table of flags for each section."""
+    """Return one table of flags per section."""
     parts = ["## Flags\n"]
     for section, specs in FIELDS.items():
         parts.append(f"### {section}\n")
@@ -102,7 +102,7 @@ def pairs() -> str:
 
 
 def megatron_flags() -> str:
-    """Return the tables of Megatron-LM's flags that are no flags of their own here."""
+    """Return the tables of Megatron-LM's flags that are not settings here."""
     refused = [
         (code(name.flag), ", ".join(map(code, name.accepted)) or "none", text(name.reason))
         for name in REFUSED
@@ -148,7 +148,7 @@ def other_programs() -> str:
 
 
 def values(spec: FieldSpec) -> str:
-    """Return which values a setting may have."""
+    """Return the values that a setting accepts."""
     words = ", ".join(map(code, spec.choices)) or _KINDS[spec.kind]
     if spec.within is not None:
         words += f", {spec.within}"
@@ -158,7 +158,7 @@ def values(spec: FieldSpec) -> str:
 
 
 def default(spec: FieldSpec) -> str:
-    """Return the default as one writes it on the command line."""
+    """Return the default as written on the command line."""
     if spec.required:
         return "required"
     items = spec.default if spec.many and spec.default is not None else (spec.default,)
@@ -177,7 +177,7 @@ def code(word: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
     return "".join([lines[0], "|---" * len(header) + "|\n", *lines[1:]])
 

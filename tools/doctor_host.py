@@ -1,8 +1,8 @@
-"""What one machine brings to a run: versions, name, disk and clock; `tools/doctor.sh` calls it.
+"""Checks of one machine for a run: versions, host name, disk and clock; part of tools/doctor.sh.
 
     python tools/doctor_host.py RUN_DIR [--nodes N]
 
-Exit code 2 where something is wrong, each in a line that begins with PROBLEM. Needs no torch.
+Exit code 2 if there is a problem; each is a line that begins with PROBLEM. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LEAST_FREE = 2**30
 MPI_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
 
 Finding = tuple[str, str, bool]
-"""Area, what is found, and whether that is a problem."""
+"""An area, what was found there, and whether that is a problem."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all findings; returns the exit code."""
+    """Print all findings and return the exit code."""
     parser = argparse.ArgumentParser(prog="doctor_host.py", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--nodes", type=int, default=1)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    """Python, packages, the MPI library and Slurm."""
+    """Check Python, packages, the MPI library and Slurm."""
     old = sys.version_info < (3, 11)
     python = f"python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} CPUs"
     yield "versions", python + ("; 3.11 or newer is needed" if old else ""), old
@@ -74,7 +74,7 @@ def versions() -> Iterator[Finding]:
     found += [f"{name} {version}" for name in OPTIONAL if (version := _version(name))]
     yield "versions", ", ".join(found), False
     if _version("mpi4py") is not None:
-        # By itself: an MPI that cannot start aborts its process.
+        # In a process of its own: an MPI that cannot start aborts its process.
         answer = _answer([sys.executable, "-c", MPI_LIBRARY])
         yield "versions", f"MPI library: {answer or 'mpi4py is here, but finds none'}", False
     slurm = _answer(["srun", "--version"]) if shutil.which("srun") else None
@@ -82,7 +82,7 @@ def versions() -> Iterator[Finding]:
 
 
 def network(nodes: int) -> Iterator[Finding]:
-    """Yield the address of this host's own name, by which its peers look for it."""
+    """Check the address of this host's name, by which its peers look for it."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -98,7 +98,7 @@ def network(nodes: int) -> Iterator[Finding]:
 
 
 def disk(run_dir: Path, nodes: int) -> Iterator[Finding]:
-    """Space, speed, kind, locks and clock of the disk under the run folder."""
+    """Check space, speed, type, locks and clock of the disk of the run folder."""
     probe = run_dir / f".doctor.{socket.gethostname()}.{os.getpid()}"
     with ExitStack() as stack:
         try:
@@ -136,7 +136,7 @@ def disk(run_dir: Path, nodes: int) -> Iterator[Finding]:
 
 
 def _write(probe: Path) -> tuple[bool, float]:
-    """Write and sync a file; whether it can be locked, and how far its time stamp is ahead."""
+    """Write and sync a file; return whether it can be locked, and how far its time is ahead."""
     block = os.urandom(2**20)
     with open(probe, "xb") as file:
         for _ in range(PROBE_BYTES // len(block)):
@@ -159,7 +159,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _kind(folder: Path) -> str:
-    """Kind of the file system, by the longest mount point above the folder."""
+    """Return the type of the file system, by the longest mount point above the folder."""
     path, best, kind = str(folder.resolve()), "", "unknown"
     try:
         mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")

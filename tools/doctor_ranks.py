@@ -1,7 +1,7 @@
-"""One rank of `tools/doctor.sh`: who is here, and an all-reduce over every group of small grids.
+"""One rank of `tools/doctor.sh`: reports its host, and runs all-reduces over every kind of group.
 
-Started by scripts/launch.sh in place of pretrain_gpt.py. The first cause of a failure goes to
-status.json of its run folder, as that of a run does.
+Started by scripts/launch.sh in place of pretrain_gpt.py. The first cause of a failure is written to
+status.json of the run folder, as in a run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ FLAGS = (
     f"--train-iters 1 --lr 1 --mock-data --distributed-timeout-minutes {TIMEOUT_MINUTES}"
 )
 ENTRIES = 4 * 2**20
-"""fp32 numbers of the message whose time is taken."""
+"""fp32 entries of the timed message."""
 ROUNDS = 5
 CLOCK_SECONDS = 5.0
-"""More apart than this, two clocks make logs hard to read together."""
+"""Maximum difference of clocks, in seconds.
+
+With a larger one, logs of several hosts are hard to read together.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks; returns the exit code."""
+    """Run all checks and return the exit code."""
     parser = argparse.ArgumentParser(prog="doctor_ranks.py", allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = parser.parse_args(arguments).run_dir
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
-    """Every check that needs the others; `place` says which one is under way."""
+    """Run every check that needs other ranks; `place` receives the name of the current check."""
     import torch
 
     from megatron.parallel.groups import ProcessGroups
@@ -97,7 +100,7 @@ def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
 
 
 def grids(world: int) -> Iterator[ParallelDims]:
-    """Grids that have every kind of group that so many ranks can form."""
+    """Return grids that together have every kind of group that these ranks can form."""
     yield ParallelDims(tp=1, dp=world, pp=1)
     if world % 2 == 0:
         yield ParallelDims(tp=2, dp=world // 2, pp=1)
@@ -107,7 +110,7 @@ def grids(world: int) -> Iterator[ParallelDims]:
 def _tell_ranks(
     launch: Launch, runtime: Runtime, all_gather_str: Callable[[str], list[str]]
 ) -> None:
-    all_gather_str("")  # so that all look at their clocks together
+    all_gather_str("")  # so that all ranks read their clocks at the same time
     mine = [socket.gethostname(), str(runtime.device), time.time()]
     everyone = [json.loads(text) for text in all_gather_str(json.dumps(mine))]
     if launch.rank:
@@ -123,7 +126,7 @@ def _tell_ranks(
 
 
 def _bandwidth(world: Group, runtime: Runtime) -> str:
-    """Seconds of an all-reduce, and what each rank sends in one by the ring model."""
+    """Return the seconds of an all-reduce, and the bytes that each rank sends by the ring model."""
     import torch
 
     tensor = torch.zeros(ENTRIES, device=runtime.device)

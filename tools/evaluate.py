@@ -3,20 +3,20 @@
     python tools/evaluate.py RUN --task lambada FILE
     python tools/evaluate.py RUN --task multiple-choice FILE [--limit 100] [--json]
 
-FILE is JSON lines (also .gz, .bz2, .xz). Of lambada each line is {"text": ...}, whose last word is
-to be predicted, or {"context": ..., "continuation": ...}. Printed are the share of words of which
-every token is the model's first choice, and the perplexity of a word, exp of its mean negative
-log-likelihood (Paperno et al. 2016). Of multiple-choice each line is
+FILE is JSON lines (also .gz, .bz2, .xz). A line of lambada is {"text": ...}, whose last word is
+predicted, or {"context": ..., "continuation": ...}. The output is the share of words of which every
+token is the model's first choice, and the perplexity of a word, exp of its mean negative
+log-likelihood (Paperno et al. 2016). A line of multiple-choice is
 
     {"context": "The sky is", "choices": ["blue", "loud"], "answer": 0}
 
-`answer` counts from 0. A choice is chosen by its log-likelihood after the context, and, in the
-second figure, by that divided by its number of characters. One blank is put between a context and
-what follows it where neither has any.
+`answer` counts from 0. The model chooses by log-likelihood after the context and, for the second
+figure, by log-likelihood per character. A space is inserted between context and continuation if
+neither has one there.
 
-Any grid's checkpoint will do. Texts longer than the run's sequences lose the beginning of their
-context; how many did is told. Exit code 2 for wrong usage, 3 for a bad file or where no tokenizer
-can be had, 4 for a missing or damaged checkpoint.
+Checkpoints of any grid work. Texts longer than the run's sequences lose the beginning of their
+context; the output gives their number. Exit code 2 for wrong usage, 3 for a bad file or if no
+tokenizer is found, 4 for a missing or damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         _check(options)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the task by name."""
+    """Return the figures of the task by name."""
     task = TASKS[options.task]
     examples = list(islice(_examples(options.file, task.read), options.limit))
     if not examples:
@@ -116,9 +116,9 @@ def _score(saved: SavedModel, asked: Sequence[Continuation], batch_size: int) ->
 
 
 def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) -> Continuation:
-    """Return the tokens to predict: those that the ending adds to its context.
+    """Return the tokens to predict, which the ending adds to its context.
 
-    A token that spans context and ending counts as the ending's.
+    A token that spans context and ending belongs to the ending.
     """
     from megatron.model.likelihood import Continuation
 
@@ -134,18 +134,18 @@ def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) ->
             f"{example.where}: {len(whole) - shared} tokens are to be predicted, the run's "
             f"sequences have {length}"
         )
-    # The end mark begins a document, as it did in training.
+    # The end mark begins a document, as in training.
     return Continuation(
         context=tuple(whole[:shared] or [tokenizer.eod]), tokens=tuple(whole[shared:])
     )
 
 
-# ---- what the tasks are ------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """The reading of a line (its place is for errors), and the use of the scores."""
+    """A function that reads a line (its position is for errors), and one that uses the scores."""
 
     read: Callable[[Mapping[str, Any], str], Example]
     figures: Callable[[Sequence[Example], Sequence[Sequence[Likelihood]]], dict[str, float]]
@@ -176,8 +176,8 @@ def _multiple_choice(line: Mapping[str, Any], where: str) -> Example:
 
 
 def _joined(context: str, endings: Sequence[str], where: str, answer: int = 0) -> Example:
-    # With the blank at the context's end, tokenizers would cut what follows in another way than
-    # they did in training.
+    # If the space ended the context, tokenizers would split the continuation differently than in
+    # training.
     bare = context.rstrip(" ")
     blank = " " if bare and not bare[-1].isspace() else ""
     parts = tuple(e if not blank or e[0].isspace() else blank + e for e in endings)

@@ -1,13 +1,13 @@
-"""Write the model of a run as Hugging Face's transformers read it.
+"""Export the model of a run to the format of Hugging Face's transformers.
 
     python tools/export_hf.py RUN|CHECKPOINT OUT [--step N] [--dtype float32|bfloat16|float16]
 
-OUT gets config.json, model.safetensors and, where the tokenizer of the run has such files, those.
-The format is GPT-2's; Llama's for models that are exactly Llama (rotary, RMSNorm, SwiGLU, no
-biases). Weights are the fp32 ones of the optimizer, of any grid and gradient path, without padding
-of the vocabulary; entries that are pruned away are zeros. One tensor at a time is in memory.
+OUT gets config.json, model.safetensors and, if the tokenizer of the run has them, tokenizer files.
+The format is GPT-2's, or Llama's for models that are exactly Llama (rotary, RMSNorm, SwiGLU, no
+biases). Weights are the optimizer's fp32 weights, of any grid and gradient path, without padding of
+the vocabulary; pruned entries are zeros. One tensor at a time is in memory.
 
-Exit code 2 for wrong usage and for a model that neither format holds exactly, 3 for a damaged
+Exit code 2 for wrong usage and for a model that neither format can hold exactly, 3 for a damaged
 tokenizer file, 4 for a missing or damaged checkpoint.
 """
 
@@ -61,7 +61,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         check_tokenizer_flags(options)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write OUT as a whole or not at all, and print what it is."""
+    """Write OUT completely or not at all, and print what was written."""
     from megatron.checkpoint.store import Checkpoint
 
     output: Path = options.output
@@ -124,7 +124,7 @@ def _tell(
 def _items(
     saved: Checkpoint, described: SavedModel, format: str, dtype: str
 ) -> Iterator[TensorToWrite]:
-    """Yield the tensors of the file; each is read when its turn to be written has come."""
+    """Yield the tensors of the file; each is read when it is written."""
     import torch
 
     config = described.model
@@ -132,7 +132,7 @@ def _items(
     names = [name.removeprefix(PARAM) for name in saved.names(PARAM)]
     _check_names(saved, names, config)
     for name in names:
-        # Names and shapes come from a tensor without content.
+        # Names and shapes come from a tensor on the meta device.
         blank = torch.empty(saved.shape(f"{PARAM}{name}"), device="meta")
         for number, (theirs, part) in enumerate(converted(name, blank, config)):
             yield TensorToWrite(
@@ -181,7 +181,7 @@ def _bytes(
 
 
 def _check_names(saved: Checkpoint, names: list[str], config: ModelConfig) -> None:
-    """Raise `CheckpointError` where the weights are not those of the configuration."""
+    """Raise `CheckpointError` if the weights do not fit the configuration."""
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
     shape = saved.shape(WORD_TABLE)
     fits = len(layers) == config.num_layers and shape[1] == config.hidden_size

@@ -1,11 +1,11 @@
-"""Table of a run of tests/faults: what was injected, how often, and what came of it.
+"""Print a table of a run of tests/faults: faults, trials, and outcomes.
 
     python tools/faults_table.py RESULTS.xml
 
-RESULTS.xml is pytest's. A test may record the properties `fault` (its row; by default its own
-name), `trials` (by default 1), `detected`, `recovered` (by default trials, if it passed) and
-`seconds` (from the fault to the end of the other ranks). A column that a row never recorded and
-that its tests do not measure shows what passed.
+RESULTS.xml is written by pytest. A test may record the properties `fault` (its row; by default its
+own name), `trials` (by default 1), `detected`, `recovered` (by default trials, if it passed) and
+`seconds` (from the fault to the end of the other ranks). A column that no test of a row records
+shows the passed trials.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLUMNS = ("fault", "trials", "detected", "recovered", "longest s")
 
 @dataclass
 class FaultTableRow:
-    """Sums over the tests of one fault; `seconds` is the longest, None where not measured."""
+    """Sums over the tests of one fault; `seconds` is the longest, None if not measured."""
 
     trials: int = 0
     detected: int = 0
@@ -37,7 +37,7 @@ class FaultTableRow:
 
 
 def read_rows(path: str) -> dict[str, FaultTableRow]:
-    """Rows by fault, in the order of the tests; skipped tests do not count."""
+    """Return rows by fault, in the order of the tests, without skipped tests."""
     rows: dict[str, FaultTableRow] = {}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is not None:
@@ -56,7 +56,7 @@ def read_rows(path: str) -> dict[str, FaultTableRow]:
 
 
 def format_table(rows: dict[str, FaultTableRow]) -> str:
-    """The rows under their headings, and a last line with the sums."""
+    """Return the rows with headings, and a last line with the sums."""
     lines: list[Sequence[str]] = [_COLUMNS]
     for name, row in rows.items():
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
@@ -72,7 +72,10 @@ def format_table(rows: dict[str, FaultTableRow]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; 2 without exactly one file of pytest's, 3 for one that cannot be read."""
+    """Print the table and return the exit code.
+
+    2 unless one file is named, 3 for a file that cannot be read.
+    """
     parser = argparse.ArgumentParser(
         prog="faults_table.py", description="Table of a run of tests/faults.", allow_abbrev=False
     )

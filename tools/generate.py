@@ -4,9 +4,9 @@
         [--temperature 0.8] [--top-k 40] [--greedy] [--seed 0] [--num-samples 1]
         [--checkpoint-step N]
 
-Reads RUN/config.yaml, the newest checkpoint that verifies, and the tokenizer that the flags or the
-run name or that its data describes. Exit code 2 for wrong usage, 3 where no tokenizer can be had,
-4 for a missing or damaged checkpoint.
+Reads RUN/config.yaml, the newest checkpoint that verifies, and the tokenizer named by the flags,
+the run or its data. Exit code 2 for wrong usage, 3 if no tokenizer is found, 4 for a missing or
+damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E40
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 MOST_TOKENS, MOST_SAMPLES = 1_000_000, 10_000
-"""More would run for days, or fill the memory with texts."""
+"""Larger values would run for days or fill the memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         _check(options)
@@ -76,7 +76,7 @@ def _within(flag: str, value: int, most: int) -> tuple[str, int, bool, str]:
 
 
 def _samples(options: argparse.Namespace) -> list[str]:
-    """The prompt with each of its continuations."""
+    """Return the prompt with each of its continuations."""
     saved = find_model(options.run, step=options.checkpoint_step)
     tokenizer = saved.tokenizer(options)
 

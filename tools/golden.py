@@ -1,14 +1,14 @@
-"""Does a change of the code change what the code computes?
+"""Check that a change of the code does not change what the code computes.
 
-    python tools/golden.py compare main                        main and this tree as it stands
+    python tools/golden.py compare main                        main and the working tree
     python tools/golden.py compare main --cases "radius, DP 2" bf16
     python tools/golden.py record                              after a deliberate change of numbers
 
-`compare` trains tiny models for 20 steps in a checkout of a commit and in this tree, on this
+`compare` trains tiny models for 20 steps in a checkout of a commit and in the working tree, on this
 machine: every gradient path on one rank and over two data-, tensor- and pipeline-parallel ranks,
 and every other mechanism once (tools/golden_cases.py). Losses and every tensor of the last
-checkpoint must be equal to the last bit. `record` writes the losses to tests/golden/losses.json,
-with which a test compares them up to rounding, since bits differ between kinds of CPUs.
+checkpoint must be equal to the last bit. `record` writes the losses to tests/golden/losses.json; a
+test compares with them up to rounding, since bits differ between kinds of CPUs.
 
 Exit code 0: equal, or recorded; 1: something differs or a run failed; 2: wrong usage.
 """
@@ -34,11 +34,11 @@ from tools.golden_cases import CASES, GoldenCase  # noqa: E402
 RUNS = Path(__file__).with_name("golden_runs.py")
 LOSSES = REPO / "tests" / "golden" / "losses.json"
 Result = Mapping[str, Any]
-"""What `golden_runs.py` prints for a case."""
+"""Output of `golden_runs.py` for a case."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     cases = [case for case in CASES if not options.cases or case.name in options.cases]
     if options.command == "record":
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(base: Path, tree: Path, cases: Sequence[GoldenCase]) -> int:
-    """Run the cases in two trees and print what differs; returns the exit code."""
+    """Run the cases in two trees, print the differences, and return the exit code."""
     before = {result["name"]: result for result in results(base, cases)}
     differing = 0
     for result in results(tree, cases):
@@ -64,7 +64,7 @@ def compare(base: Path, tree: Path, cases: Sequence[GoldenCase]) -> int:
 
 
 def difference(before: Result, after: Result) -> str:
-    """Say what differs between two runs of a case; empty where nothing does."""
+    """Describe how two runs of a case differ; empty if they do not."""
     for name, result in (("before", before), ("after", after)):
         if "error" in result:
             return f"failed {name}: {result['error']}"
@@ -84,7 +84,7 @@ def difference(before: Result, after: Result) -> str:
 
 
 def record(cases: Sequence[GoldenCase]) -> int:
-    """Write the losses of this tree; returns the exit code."""
+    """Write the losses of this tree and return the exit code."""
     stored = json.loads(LOSSES.read_text(encoding="utf-8")) if LOSSES.exists() else {}
     failed = 0
     for result in results(REPO, cases):
@@ -101,7 +101,7 @@ def record(cases: Sequence[GoldenCase]) -> int:
 
 
 def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
-    """Run the cases in a tree; yields each result as soon as the case is over."""
+    """Run the cases in a tree, and yield each result when its case has ended."""
     settings = json.dumps([{**asdict(case), "flags": case.command_line} for case in cases])
     with subprocess.Popen(
         [sys.executable, str(RUNS), str(tree), settings],

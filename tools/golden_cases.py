@@ -1,6 +1,6 @@
-"""The runs that `golden.py` compares.
+"""The runs that `golden.py` compares. Imports nothing of the program.
 
-Every gradient path on every axis of the grid, and every other mechanism once. Loads nothing.
+Every gradient path on every axis of the grid, and every other mechanism once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ RUN = (
     "--log-interval 20 --device cpu"
 )
 BUCKETS = "--ddp-bucket-size 6000"
-"""Several buckets; the offloaded optimizer has a flag of its own."""
+"""Gives several buckets; the offloaded optimizer has its own flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """A run of `ranks` ranks with these flags beside those of every run.
+    """A run of `ranks` ranks with these flags in addition to those of every run.
 
     `mpi` starts the ranks with mpiexec. `leave_at` ends the run by `--exit-interval` after that
-    step, `kill_at` ends the ranks by SIGKILL once that step's checkpoint is committed; the same
+    step; `kill_at` ends the ranks by SIGKILL once that step's checkpoint is committed; the same
     command then resumes the run.
     """
 
@@ -38,7 +38,7 @@ class GoldenCase:
 
     @property
     def command_line(self) -> str:
-        """The flags of `pretrain_gpt.py`."""
+        """Return the flags of `pretrain_gpt.py`."""
         buckets = "" if "--optimizer-cpu-offload" in self.flags else BUCKETS
         return f"{MODEL} {RUN} {buckets} {self.flags}"
 

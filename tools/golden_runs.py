@@ -1,11 +1,11 @@
 """Run golden cases in one tree and print what they computed.
 
-Started by `golden.py` as `python golden_runs.py TREE CASES_JSON`; TREE may be another commit, so
-this file uses nothing of the tree but `pretrain_gpt.main`, its flags and its files. Standard output
-is a line of JSON for each case: {"name": ..., "losses": [...], "tensors": {name: sha256}}.
+Started by `golden.py` as `python golden_runs.py TREE CASES_JSON`. TREE may be another commit, so
+this file uses only `pretrain_gpt.main`, its flags and its files. Standard output is one line of
+JSON per case: {"name": ..., "losses": [...], "tensors": {name: sha256}}.
 
-torch is imported once. The ranks of a case are forks of this process, which never computed
-anything itself, so that a run takes a second and not the four that its imports take.
+torch is imported once. The ranks of a case are forks of this process, which computes nothing
+itself, so that a run takes one second instead of four for its imports.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 300.0
-"""Longest time that a run may take."""
+"""Longest time that a run may take, in seconds."""
 PRELOADED = ("torch", "torch.distributed", "safetensors.torch", "yaml", "matplotlib.figure")
 
 
 class Failed(Exception):
-    """A run ended with another exit code than it should, or not at all."""
+    """A run ended with an unexpected exit code, or did not end."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every case; returns the exit code."""
+    """Run every case and return the exit code."""
     tree, cases = Path(arguments[0]).resolve(), json.loads(arguments[1])
     os.chdir(tree)
     sys.path[0] = str(tree)
@@ -62,7 +62,7 @@ def run_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Train one case to its end, in `folder`.
 
     Raises:
-        Failed: the run failed.
+        Failed: The run failed.
     """
     run_dir, log = folder / "run", folder / "log"
     argv = [*case["flags"].split(), "--run-dir", str(run_dir)]
@@ -154,7 +154,7 @@ def _end(log: Path) -> str:
 
 
 def _losses(run_dir: Path) -> list[float]:
-    """The loss of each step, in order; of a step taken twice the later one."""
+    """Return the loss of each step, in order; of a repeated step the later one."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "lm_loss" in row]
     by_step = {row["iteration"]: row["lm_loss"] for row in rows}
@@ -162,7 +162,7 @@ def _losses(run_dir: Path) -> list[float]:
 
 
 def _tensors(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of every tensor in the last checkpoint, with its dtype and shape."""
+    """Return the SHA-256 of every tensor in the last checkpoint, with its dtype and shape."""
     from safetensors import safe_open
 
     folder = max((run_dir / "checkpoints").glob("step_*[0-9]"))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as files that transformers' AutoTokenizer reads, and back."""
+"""Conversion between the tokenizer of a run and files of transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """Contents by file name; none where `why_none` says.
+    """Contents by file name; none if `why_none` gives a reason.
 
     `eod`: id that ends a document, if known.
     """
@@ -30,10 +30,10 @@ class TokenizerFiles:
 
 
 def tokenizer_files(described: SavedModel, options: argparse.Namespace) -> TokenizerFiles:
-    """The files of the tokenizer that the flags, the run or its data name.
+    """Return the files of the tokenizer named by the flags, the run or its data.
 
-    A run that names none is no mistake; files that are damaged are, and those that flags name and
-    that are missing.
+    A run without a tokenizer is no error. Damaged files are an error, and so are missing files that
+    flags name.
     """
     try:
         tokenizer = described.tokenizer(options)
@@ -93,9 +93,9 @@ def _config(kind: str, mark: str, positions: int) -> bytes:
 
 
 def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """Tokenizer type of a model folder of Hugging Face's, and its files by our flags' fields.
+    """Return tokenizer type and files, by our flags' fields, of a Hugging Face model folder.
 
-    None where there is none that we read.
+    None if the folder has no tokenizer that is supported.
     """
     vocab, merges, whole = (folder / n for n in ("vocab.json", "merges.txt", "tokenizer.json"))
     by_bytes = vocab.is_file() and merges.is_file()
@@ -107,10 +107,10 @@ def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
 
 
 def _is_gpt2s(path: Path) -> bool:
-    """Return whether a tokenizer.json cuts text as GPT-2 does.
+    """Return whether a tokenizer.json splits text as GPT-2 does.
 
-    A vocabulary and merges then say the same. Others have both files too, and take digits apart or
-    know more special tokens.
+    A vocabulary and merges are then equivalent. Other tokenizers also have both files, but split
+    digits or have more special tokens.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -1,15 +1,15 @@
-"""Turn a GPT-2 or Llama folder of Hugging Face's into a checkpoint to start from.
+"""Convert a GPT-2 or Llama folder of Hugging Face into a checkpoint to start from.
 
     python tools/import_hf.py HF_FOLDER OUT [--seq-length N]
     python pretrain_gpt.py --config OUT/model.yaml --load OUT --finetune --run-dir NEW \\
         --data-path PREFIX --lr 1e-5 --train-iters 1000 --micro-batch-size 4
 
 OUT gets a checkpoint of step 0, model.yaml with the shape of the network and its tokenizer, and the
-tokenizer's files. Any grid loads it; tools/generate.py and tools/evaluate.py take it for a run.
-Weights are kept in fp32, which holds 16-bit ones exactly. Only safetensors are read; pickles are
-not.
+tokenizer's files. Any grid loads it; tools/generate.py and tools/evaluate.py accept OUT as a run.
+Weights are kept in fp32, which represents 16-bit weights exactly. Only safetensors are read, not
+pickles.
 
-Exit code 2 for wrong usage and for a network that we have no form of, 3 for a damaged tokenizer
+Exit code 2 for wrong usage and for a network that cannot be represented, 3 for a damaged tokenizer
 file, 4 for missing or damaged weights.
 """
 
@@ -48,7 +48,7 @@ _HEAD = "lm_head.weight"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         bring_in(options.source, options.output, seq_length=options.seq_length)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
-    """Make OUT, as a whole or not at all, and print how to train from it."""
+    """Write OUT completely or not at all, and print how to train from it."""
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json there; give a folder of Hugging Face's")
     if output.exists() and any(output.iterdir()):
@@ -114,7 +114,7 @@ def _write(
 def _weights(
     source: Path, values: Mapping[str, Any], model: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """All weights in fp32 by logical name."""
+    """Return all weights in fp32 by logical name."""
     from megatron.model.huggingface import from_gpt2, from_llama
 
     with ExitStack() as stack:
@@ -134,10 +134,9 @@ def _weights(
 
 
 class _WeightState(Mapping[str, "torch.Tensor"]):
-    """Tensors by their names in a file, or in the files of an index.
+    """Return the tensors by their names in a file, or in the files of an index, read on access.
 
-    Each tensor is read when it is asked for. `leave_out`: what the library does not read either,
-    where config.json ties it.
+    `leave_out`: names that transformers ignores, too, if config.json ties them.
     """
 
     def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:
@@ -147,7 +146,7 @@ class _WeightState(Mapping[str, "torch.Tensor"]):
         self._files: dict[str, Any] = {}
         for name in _weight_files(source):
             with self._failing(name):
-                # safe_open says of a file that may not be read that the file is missing.
+                # safe_open reports an unreadable file as missing.
                 (source / name).open("rb").close()
                 file = stack.enter_context(safe_open(str(source / name), framework="pt"))
             self._files |= {key: file for key in file.keys() if key not in leave_out}  # noqa: SIM118
@@ -186,13 +185,13 @@ def _weight_files(source: Path) -> list[str]:
 
 
 def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
-    """Raise `CheckpointError` where weights and config.json are not of one model."""
+    """Raise `CheckpointError` if weights and config.json do not belong together."""
     import torch
 
     from megatron.model.gpt import GPT
 
     table = weights.get("embedding.word_embeddings.weight")
-    # Looked at first: a model of a width that no file has cannot even be described.
+    # Checked first: a model of a width that no file has could not even be described.
     if table is None or table.ndim != 2 or table.shape[1] != model.hidden_size:
         found = "missing" if table is None else tuple(table.shape)
         raise CheckpointError(
@@ -221,9 +220,9 @@ def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
 def _bring_tokenizer(
     source: Path, output: Path, *, vocab_size: int
 ) -> tuple[DataConfig, Vocabulary]:
-    """Copy the tokenizer's files and say how they are named.
+    """Copy the tokenizer's files and return the settings that name them.
 
-    A vocabulary of another size than the table's is the model's own affair and is told.
+    A vocabulary whose size differs from the table's is left to the model, with a note.
     """
     from megatron.data.tokenizer import build_tokenizer
 

@@ -1,15 +1,15 @@
-"""Does a grid of ranks compute what one rank computes? A self-test of an installation.
+"""Check that a grid of ranks computes what one rank computes: a self-test of an installation.
 
     python tools/parity.py --tp 2 --pp 2                    4 ranks on this machine
     python tools/parity.py --tp 2 --pp 2 --dp 2 --sequence-parallel --paths dense radius
     python tools/parity.py --pp 2 -- --hidden-size 256      another model: flags of pretrain_gpt.py
 
 Trains a few steps on one rank and on the grid, from the same weights and data, in fp32 without
-dropout, with SGD: AdamW magnifies rounding. Prints for each gradient path the largest difference
-of losses, of each tensor's first gradient and of its last values, over the tensor's largest entry,
-and whether all copies of a tensor are equal to the last bit. Exit code 1 if anything is more than
-rounding: 1e-5, and 1e-4 where entries are selected, since equal numbers may be told apart
-otherwise by their last bit (contract 11). 2 for wrong usage.
+dropout, with SGD, since AdamW magnifies rounding. For each gradient path it prints the largest
+difference of losses, of each tensor's first gradient and of its last values, relative to the
+tensor's largest entry, and whether all copies of a tensor are equal to the last bit. Exit code 1 if
+a difference is more than rounding: 1e-5, or 1e-4 where entries are selected, since selection may
+break ties by the last bit (contract 11). 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANK = Path(__file__).with_name("parity_rank.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = _arguments(given[:cut])
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(grid: ParityGrid, cases: Sequence[ParityCase], *, extra: Sequence[str] = ()) -> int:
-    """Run and compare all cases; the exit code."""
+    """Run and compare all cases, and return the exit code."""
     from tools.parity_compare import differences
 
     alone = ParityGrid()

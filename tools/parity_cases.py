@@ -1,7 +1,4 @@
-"""The cases of the parity self-test.
-
-Loads no torch.
-"""
+"""The cases of the parity self-test. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROUNDING, SELECTED = 1e-5, 1e-4
-"""Largest difference over a tensor's largest entry: of sums in another order, and where entries
-are selected by such sums."""
+"""Largest difference relative to a tensor's largest entry.
+
+The first is for sums in another order, the second for entries that are selected by such sums.
+"""
 MODEL = "4 layers x 64, 8 heads, 4 query groups, vocabulary 97"
 _MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 97 "
@@ -25,7 +24,7 @@ _RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class ParityGrid:
-    """Sizes of the grid; `virtual_layers`: layers of a run of an interleaved stage."""
+    """Sizes of the grid; `virtual_layers`: layers per model chunk of an interleaved stage."""
 
     tp: int = 1
     pp: int = 1
@@ -35,12 +34,12 @@ class ParityGrid:
 
     @property
     def ranks(self) -> int:
-        """Their number."""
+        """Number of ranks."""
         return self.tp * self.pp * self.dp
 
     @property
     def flags(self) -> list[str]:
-        """Flags of `pretrain_gpt.py`."""
+        """Return the flags of `pretrain_gpt.py`."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--sequence-parallel"] * self.sequence_parallel
@@ -57,9 +56,9 @@ class ParityGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
-    """A gradient path with its flags, the steps to take and how far weights may differ.
+    """A gradient path with its flags, number of steps and tolerance of the weights.
 
-    The first gradient is dense in each of them, or of the same entries.
+    The first gradient is dense in each case, or of the same entries.
     """
 
     name: str
@@ -99,6 +98,6 @@ CASES = (
 
 
 def flags_of(case: ParityCase, grid: ParityGrid, extra: Sequence[str] = ()) -> list[str]:
-    """Flags of `pretrain_gpt.py` for a case on a grid; `extra` ones win over the usual model."""
+    """Return the flags of a case on a grid; `extra` flags override the usual model."""
     flags = [*_MODEL.split(), *_RUN.split(), "--train-iters", str(case.steps)]
     return [*flags, "--grad-path", case.path, *case.flags.split(), *grid.flags, *extra]

@@ -1,4 +1,4 @@
-"""Compares what the ranks of two grids hold, for the parity self-test."""
+"""Comparison of the tensors that the ranks of two grids hold, for the parity self-test."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = ("gradients", "weights")
 class Differences:
     """The differences of a case.
 
-    The largest of each kind with its tensor, and the tensors whose copies are not equal or that a
-    grid does not hold as a whole.
+    It has the largest difference of each kind with its tensor, and the tensors whose copies differ
+    or of which a grid lacks a part.
     """
 
     case: ParityCase
@@ -30,7 +30,7 @@ class Differences:
 
     @property
     def good(self) -> bool:
-        """Return whether this is rounding. A NaN is not."""
+        """Return whether the difference is rounding. NaN is not."""
         limits = {"gradients": ROUNDING, "weights": self.case.limit}
         near = all(self.worst[kind][0] <= limit for kind, limit in limits.items())
         return near and self.losses <= self.case.limit and not self.unequal
@@ -53,7 +53,7 @@ def differences(reference: Path, grid: Path, case: ParityCase) -> Differences:
 
 
 def compare(one: Gathered, other: Gathered, case: ParityCase) -> Differences:
-    """Two grids' whole tensors."""
+    """Return the whole tensors of two grids."""
     unequal = sorted({*one.unequal, *other.unequal, *(one.whole.keys() ^ other.whole.keys())})
     worst = {kind: (0.0, "none") for kind in KINDS}
     for key in one.whole.keys() & other.whole.keys():
@@ -66,7 +66,7 @@ def compare(one: Gathered, other: Gathered, case: ParityCase) -> Differences:
 
 
 def relative(one: np.ndarray, other: np.ndarray) -> float:
-    """Largest difference over the largest magnitude."""
+    """Return the largest difference relative to the largest magnitude."""
     if one.shape != other.shape:
         return float("nan")
     scale = float(np.abs(one).max(initial=0.0))
@@ -87,7 +87,7 @@ class Gathered:
 
 
 def gather(ranks: Iterator[Mapping[str, Any]]) -> Gathered:
-    """Put together what `parity_rank.run_case` found on each rank."""
+    """Assemble the results of `parity_rank.run_case` on each rank."""
     losses: list[list[float]] = []
     whole: dict[str, np.ndarray] = {}
     unequal: set[str] = set()

@@ -1,4 +1,4 @@
-"""One rank of the parity self-test: trains every case and writes what it holds of each tensor.
+"""One rank of the parity self-test: trains every case and writes its parts of all tensors.
 
 Started by `parity.py`, once for each rank, with its settings as JSON.
 """
@@ -65,8 +65,9 @@ def run_case(
 ) -> dict[str, Any]:
     """Train, and return losses and tensors.
 
-    "losses", and for each tensor this rank's part of its first mean gradient ("gradients") and of
-    its last values ("weights"), with "pieces", which tell where the part belongs.
+    The result has "losses", and for each tensor this rank's part of its first mean gradient
+    ("gradients") and of its last values ("weights"), with "pieces", which give the position of the
+    part.
     """
     config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     trainer = build_trainer(
@@ -82,7 +83,7 @@ def run_case(
 
 
 def save(found: dict[str, Any], folder: Path, case: ParityCase, *, rank: int) -> None:
-    """Write what `run_case` found, for `parity_compare`."""
+    """Write the result of `run_case` for `parity_compare`."""
     stem = folder / f"{case.name} {rank}"
     arrays = {
         f"{kind}/{name}": array
@@ -130,6 +131,6 @@ if __name__ == "__main__":
         print("parity_rank.py: tools/parity.py starts this; run that", file=sys.stderr)
         sys.exit(2)
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

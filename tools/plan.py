@@ -1,15 +1,16 @@
-"""Say what a run will take before it is started: memory, traffic, time, disk.
+"""Predict memory, traffic, time and disk space of a run before it starts.
 
-    python tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] [--json]
-        [--paper] [FLAGS OF pretrain_gpt.py]
+    python tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
+        [--json] [--paper] [FLAGS OF pretrain_gpt.py]
 
-No GPU, no torch. `--site`: one of scripts/site, whose numbers the time comes from; `--gpu`: which
+Needs neither GPU nor torch. `--site`: a file in scripts/site with the machine's rates; `--gpu`: one
 of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
-Without `--world-size` it plans for one copy of the model. `--paper` prints the SAMO paper's memory
-model; what it measured of a model is beside ours anyway. State is counted as it is allocated,
-activations as autograd saves them, messages as transports post and keep them; time is a model.
+Without `--world-size` one copy of the model is planned. `--paper` prints the SAMO paper's memory
+model, and compares its measurements with this program's figures. State is counted as it is
+allocated, activations as autograd saves them, messages as transports keep them; time is estimated
+by a model.
 
-Exit code 0 also where the model does not fit, 2 for wrong settings.
+Exit code 0 also if the model does not fit, 2 for wrong settings.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from tools.planner.site import GIB, Site, read_site, with_efficiency  # noqa: E4
 GPT2_VOCABULARY = 50257
 DEFAULT_SITE = "local"
 MOST_RANKS = 100_000
-"""No machine has more, and a plan looks at each."""
+"""Maximum number of ranks: more than any machine has, and few enough to plan each."""
 SITES = REPO / "scripts" / "site"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         config = parse(flags, paths=GRADIENT_PATHS)
@@ -112,13 +113,13 @@ def _text(
 
 
 def site_of(options: argparse.Namespace) -> Site:
-    """The machine that the options name, or the one that is assumed where they name none."""
+    """Return the machine that the options name, or an assumed one."""
     found = read_site(SITES, options.site or DEFAULT_SITE, options.gpu)
     return with_efficiency(found, options.efficiency)
 
 
 def assumed_site(site: Site) -> str:
-    """The note on a machine that nobody named."""
+    """Return the note on an assumed machine."""
     others = sorted(file.stem for file in SITES.glob("*.env") if file.stem != site.name)
     return (
         f"no --site is given: nodes of {site.gpus_per_node} {site.gpu} ranks with "
@@ -146,7 +147,7 @@ def vocabulary_of(config: GPTConfig) -> tuple[int, str]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's own options, and what is left for the configuration."""
+    """Return this tool's own options, and the arguments of the configuration."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _PlanParser(
         usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
@@ -171,7 +172,7 @@ class _PlanParser(argparse.ArgumentParser):
 
 
 def ranks(text: str) -> int:
-    """The number of ranks that an argument asks for."""
+    """Parse a number of ranks."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a whole number of ranks, from 1 to {MOST_RANKS:,}"

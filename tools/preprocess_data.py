@@ -1,11 +1,11 @@
-"""Raw text to the token files that training reads: `.bin`, `.idx` and a `.json` beside them.
+"""Convert raw text into the token files that training reads: `.bin`, `.idx` and `.json`.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
         --append-eod
 
-Flags are Megatron-LM's. The output appears only when all of it is there. Exit: 0 done, 2 a flag
-is wrong, 3 the data is. Imports no torch.
+Flags are Megatron-LM's. The output files appear only when all are complete. Exit: 0 done, 2 a wrong
+flag, 3 wrong data. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
 from megatron.data.preprocess import (  # noqa: E402  # noqa: E402
     EncodeOptions,
@@ -40,11 +40,11 @@ from megatron.data.tokenizer import TOKENIZER_TYPES  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 
 MOST_WORKERS = 1024
-"""Processes: more than any node has cores."""
+"""Maximum number of processes: more than any node has cores."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     arguments = parse(argv)
     try:
         run(arguments)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags; argparse leaves with code 2 on a wrong one."""
+    """Parse the flags; argparse exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(
         description="Turn raw text into the token files that training reads.", allow_abbrev=False
     )
@@ -161,10 +161,10 @@ def run(arguments: argparse.Namespace) -> PreprocessResult:
 
 
 class ProgressLine:
-    """A bar where someone watches, else a line every `interval` documents; both on stderr.
+    """Progress on stderr: a bar on a terminal, else a line every `interval` documents.
 
-    While entered, Ctrl-C and SIGTERM end the run after the batch at hand (a second one at once):
-    an exception in the middle of starting a worker would leave that worker half started.
+    Inside the context, Ctrl-C and SIGTERM end the run after the current batch (a second one at
+    once): an exception while a worker starts would leave the worker half started.
     """
 
     def __init__(self, *, total: int, interval: int) -> None:
@@ -197,7 +197,7 @@ class ProgressLine:
         self._signal = number
 
     def watch(self, counts: PreprocessCounts) -> None:
-        """Show how far the run is; leaves if a signal came."""
+        """Show the progress; exit if a signal arrived."""
         if self._signal:
             self.log("interrupted; nothing was written")
             raise SystemExit(128 + self._signal)

@@ -3,11 +3,11 @@
     python tools/prune_checkpoint.py RUN [--step N] --sparsity 0.9 [--scope tensor|global]
         [--keep-embeddings] --output masks.npz
 
-RUN may also be a folder of checkpoints or one step, of any grid. Verifies the step, keeps the
-largest of its master weights, writes the masks to a file and says how to train with them: from the
-initial weights or from those of an earlier step, which is how weights are rewound. Where the run
-has settings that would be in the way, those of its gradient path or where it was loaded from, its
-configuration is written beside the masks without them.
+RUN may also be a folder of checkpoints or one step, of any grid. The tool verifies the step,
+selects the largest master weights, writes the masks to a file and prints how to train with them:
+from the initial weights, or from the weights of an earlier step (rewinding). If the run's
+configuration has settings that conflict (of its gradient path, or its origin), a copy without them
+is written next to the masks.
 
 Exit code 0 if the file is written, 2 for wrong usage, 4 for a missing or damaged checkpoint, 5 for
 weights that are not finite.
@@ -45,11 +45,11 @@ OF_A_START = {
     "reset_grad_state",
     "accept_new_data",
 }
-"""Settings of what a run began from."""
+"""Settings that say from what a run started."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         sparsity = _check(options)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
-    """Draw the masks of a step that verifies, write them, and print what they keep."""
+    """Draw the masks of a step that verifies, write them, and print a summary."""
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
     from samo.pruning import NamedWeights, magnitude, refuse_zeros
@@ -99,7 +99,7 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
 
 
 def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:
-    """Print what is kept of each pruned tensor, of all of them (p) and of the model (f)."""
+    """Print the stored share of each pruned tensor, of all of them (p) and of the model (f)."""
     rows = [(name, entries[name], kept) for name, kept in stored.items()]
     print_table(
         [("tensor", "entries", "stored", "share")]
@@ -113,7 +113,7 @@ def print_counts(entries: Mapping[str, int], stored: Mapping[str, int]) -> None:
 
 
 def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
-    """Print the commands that train with the masks, by the place the checkpoint lies in."""
+    """Print the commands that train with the masks, for the folder of the checkpoint."""
     directory = step.parent
     run = directory.parent if directory.name == CHECKPOINTS else directory
     config = run / "config.yaml"
@@ -136,9 +136,9 @@ def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _usable(config: Path, output: Path, overwrite: bool) -> str:
-    """A configuration to train with the masks by.
+    """Return a configuration for training with the masks.
 
-    The run's, or if that says what may not be there, a copy that does not.
+    It is the run's, or a copy without conflicting settings.
     """
     lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = list(_without_the_path(lines))
@@ -159,7 +159,7 @@ def _usable(config: Path, output: Path, overwrite: bool) -> str:
 def _without_the_path(lines: Sequence[str]) -> Iterator[str]:
     """Return a run's configuration file without the gradient path's sections and its origin.
 
-    A file as runs write it has a line for each section and for each setting.
+    A file written by a run has a line for each section and for each setting.
     """
     section = ""
     for line in lines:
@@ -193,9 +193,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> Fraction:
-    """The sparsity exactly as it was written. Raises `ConfigError` for a flag that will not do."""
+    """Return the sparsity as an exact fraction. Raises `ConfigError` for an invalid flag."""
     try:
-        # Of an exponent of many digits a fraction would be as long a number.
+        # An exponent of many digits would make an enormous fraction.
         known = _NUMBER.fullmatch(options.sparsity)
         sparsity = Fraction(options.sparsity) if known else Fraction(-1)
     except (ValueError, ZeroDivisionError):

@@ -1,12 +1,11 @@
-"""Choose how long the two runs of scripts/quickstart.sh train, and what goes with it.
+"""Choose the length of the two runs of scripts/quickstart.sh, and settings that depend on it.
 
     python tools/quickstart_steps.py RUN_DIR [--steps N | --timed RUN]
 
-Prints steps, steps between evaluations, Radius's interval, and the seconds that both runs will
-train where that was measured, 0 elsewhere. Runs that are in RUN_DIR already
-keep their number of steps, unless `--steps` gives another, and their interval, without which they
-could not go on. Otherwise the number follows from the pace of a short run, `--timed`; without one
-it is printed as 0: it has to be measured.
+Prints steps, steps between evaluations, Radius's interval, and the estimated seconds of training of
+both runs (0 if not measured). Runs that exist in RUN_DIR keep their number of steps, unless
+`--steps` changes it, and their interval, which must not change. Otherwise the number of steps
+follows from the pace of a short run, `--timed`; without `--timed` it is printed as 0.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.report import read_run  # noqa: E402
 
 SECONDS = 160.0
-"""Seconds of training for both runs together: three minutes, less the time of two starts."""
+"""Seconds of training of both runs together: three minutes minus two starts."""
 LEAST_STEPS = 350
-"""With fewer, the validation losses may not fall below 60 % of the first."""
+"""With fewer steps, the validation losses may not fall below 60 % of the first."""
 MOST_STEPS = 1200
 """About one pass over the data, as in configs/gpt_tiny.yaml."""
 ROUNDED_TO = 50
 INTERVAL = 25
-"""The paper resamples every 200 of 300,000 steps; a run of minutes has room for less."""
+"""The paper resamples every 200 of 300,000 steps; short runs need a shorter interval."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="quickstart_steps.py", description=(__doc__ or "").split("\n\n")[0]
     )
@@ -60,26 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def affordable_steps(step_seconds: float) -> int:
-    """Return the steps of each of the two runs that fit into `SECONDS`.
+    """Return the number of steps with which both runs take `SECONDS`.
 
-    They are neither too few to learn nor more than the data are worth.
+    The number is limited to a useful minimum and to about one pass over the data.
     """
     steps = int(SECONDS / (2 * step_seconds)) // ROUNDED_TO * ROUNDED_TO
     return min(max(steps, LEAST_STEPS), MOST_STEPS)
 
 
 def evaluation_interval(steps: int) -> int:
-    """About a sixth of the run, and where possible such that the last step is evaluated."""
+    """Return about a sixth of the run, if possible such that the last step is evaluated."""
     return next((steps // n for n in range(6, 20) if steps % n == 0), max(1, steps // 6))
 
 
 def radius_interval(steps: int) -> int:
-    """`INTERVAL`, or a quarter of a run that is too short for it."""
+    """Return `INTERVAL`, or a quarter of a run that is too short for it."""
     return min(INTERVAL, max(1, steps // 4))
 
 
 def seconds_of_a_step(folder: Path) -> float:
-    """The median over the steps of a run but its first two, which warm everything up."""
+    """Return the median step time without the first two steps, which warm everything up."""
     seconds = [s for s in read_run(folder).steps["step_seconds"][2:] if math.isfinite(s) and s > 0]
     if not seconds:
         raise ConfigError(f"{folder}: holds no step that tells the pace; give more than two steps")
@@ -87,7 +86,7 @@ def seconds_of_a_step(folder: Path) -> float:
 
 
 def kept(folder: Path, setting: str) -> int:
-    """A setting of a run that is there already, 0 where there is none."""
+    """Return a setting of an existing run, 0 if there is none."""
     try:
         value = read_run(folder).config.get(setting)
     except ConfigError:

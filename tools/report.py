@@ -1,10 +1,10 @@
-"""Write the report of a run; with more runs, lay their losses over each other and compare them.
+"""Write the report of a run; for several runs also compare their losses.
 
     python tools/report.py RUN
     python tools/report.py RUN OTHER_RUN --assert-equal
 
-Exit codes: 0 done; 1 with --assert-equal where losses differ; 2 where a folder is no run
-or cannot be written.
+Exit codes: 0 done; 1 with --assert-equal if losses differ; 2 if a folder is not a run or cannot be
+written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Run the tool and return its exit code."""
     options = _parser().parse_args(argv)
     try:
         return _report(options)
@@ -72,9 +72,9 @@ def _tell_unreadable(run: RunData) -> None:
 
 
 def _write(runs: Sequence[RunData], output: str | None) -> None:
-    """The reports and, of several runs, the comparison.
+    """Write the reports and, for several runs, the comparison.
 
-    With `output`, which holds one of them, the comparison alone.
+    With `output`, which holds a single page, only the comparison.
     """
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)

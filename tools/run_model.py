@@ -1,7 +1,7 @@
-"""The trained model of a run, for the tools that use one: its shape, weights and tokenizer.
+"""The trained model of a run for other tools: shape, weights and tokenizer.
 
-Any grid's checkpoint will do. The shape is that of config.yaml in the run folder, or, for a step
-folder alone, what the checkpoint itself remembers of its run.
+Checkpoints of any grid work. The shape comes from config.yaml in the run folder or, for a step
+folder alone, from the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """A step folder that verifies, and what is to be known of its model before it is read."""
+    """A step folder that verifies, and the facts about its model known before reading it."""
 
     step: Path
     model: ModelConfig
@@ -47,8 +47,8 @@ class SavedModel:
     def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
         """Return the tokenizer that `options` name (`add_tokenizer_flags`).
 
-        Without one, the run's, else the one that made its data. Raises `DataError` where nobody
-        says, and for another tokenizer than the checkpoint remembers of its data.
+        Without one, the run's, else the one that made its data. Raises `DataError` if none is
+        known, or if it is not the tokenizer of the checkpoint's data.
         """
         tokenizer = _tokenizer(self.data, options)
         self._check_tokenizer(tokenizer)
@@ -64,20 +64,18 @@ class SavedModel:
             )
 
     def load(self) -> GPT:
-        """The whole model in evaluation mode, on the GPU if there is one.
+        """Return the whole model in evaluation mode, on the GPU if there is one.
 
-        Raises `CheckpointError` where weights do not have the shapes that the configuration gives.
+        Raises `CheckpointError` if weights do not have the shapes of the configuration.
         """
         return _load(self)
 
 
 def find_model(place: Path, *, step: int | None = None) -> SavedModel:
-    """The model in a run folder, its `checkpoints`, or one step folder.
+    """Find the model in a run folder, its `checkpoints`, or one step folder.
 
-    That of `step`, by default the newest that verifies.
-
-    Raises `ConfigError` where nothing there says what the model is, `CheckpointError` for a missing
-    or damaged checkpoint.
+    It is the model of `step`, by default of the newest step that verifies. Raises `ConfigError` if
+    nothing there describes the model, `CheckpointError` for a missing or damaged checkpoint.
     """
     with failing_as(place, "read"):
         run, there = _run_folder(place), place.exists()
@@ -121,7 +119,7 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the user name the tokenizer."""
+    """Add flags that name the tokenizer."""
     named = parser.add_argument_group("tokenizer, where neither the run nor its data names it")
     add = named.add_argument
     add(
@@ -133,7 +131,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_tokenizer_flags(options: argparse.Namespace) -> None:
-    """Raise `ConfigError` for files of a tokenizer that is not named."""
+    """Raise `ConfigError` for tokenizer files without a tokenizer type."""
     if options.tokenizer_type is not None:
         return
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
@@ -143,7 +141,7 @@ def check_tokenizer_flags(options: argparse.Namespace) -> None:
 
 
 def _run_folder(place: Path) -> Path | None:
-    """The folder with the configuration that a path belongs to."""
+    """Return the folder with the configuration of a path."""
     folders = [place, place.parent] if place.name == CHECKPOINTS else [place]
     if place.parent.name == CHECKPOINTS:
         folders.append(place.parent.parent)
@@ -151,7 +149,7 @@ def _run_folder(place: Path) -> Path | None:
 
 
 def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
-    """A section from what a checkpoint remembers of its run; None where that is not all of it.
+    """Return a section from the settings in a checkpoint; None if they are incomplete.
 
     Raises `CheckpointError` for a value that the configuration would refuse.
     """
@@ -172,7 +170,7 @@ def _section(kind: type, name: str, identity: Mapping[str, Any]) -> Any:
 
 
 def _is_legal(spec: FieldSpec, value: Any) -> bool:
-    """Return whether a value out of JSON has the type and range of a field."""
+    """Return whether a JSON value has the type and range of a field."""
     if value is None:
         return spec.optional
     items = value if spec.many else [value]
@@ -197,7 +195,7 @@ def _tokenizer(data: DataConfig, options: argparse.Namespace | None) -> Tokenize
             merge_file=named.merge_file,
             model=named.tokenizer_model,
             vocab_size=data.vocab_size,
-            hub=named is options,  # a name that the run brought may not start a download
+            hub=named is options,  # a name found in a run's files may not start a download
         )
     sources = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     prefixes = data_prefixes(data) if any(sources) else []
@@ -237,7 +235,7 @@ def _load(described: SavedModel) -> GPT:
 
 
 def check_shape(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    """Raise `CheckpointError` where a weight of the checkpoint is not of this shape."""
+    """Raise `CheckpointError` if a weight of the checkpoint does not have this shape."""
     if saved.shape(f"{PARAM}{name}") != shape:
         raise CheckpointError(
             f"{saved.path}: {PARAM}{name}: shape {saved.shape(f'{PARAM}{name}')}, config.yaml says "
@@ -246,7 +244,7 @@ def check_shape(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of training, but fp32 for fp16 on a CPU, which multiplies that at a crawl."""
+    """Return the dtype of training, but fp32 for fp16 on a CPU, which is very slow."""
     import torch
 
     return torch.float32 if name == "float16" and device.type == "cpu" else getattr(torch, name)

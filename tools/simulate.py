@@ -1,17 +1,18 @@
-"""Play a training step on paper: what each stage, its network and its optimizer do when.
+"""Simulate a training step event by event: stages, messages, collectives, optimizer.
 
     python tools/simulate.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X]
         [--slow STAGE:TIMES] [--jitter SIGMA] [--seed N] [--copies N] [--blocking-messages]
         [--width COLUMNS] [--json] [FLAGS OF pretrain_gpt.py]
     python tools/simulate.py --paper network|radius|axonn|samo|all [--out FOLDER] [--json]
 
-No GPU, no torch. Times are those of tools/plan.py, whose phases add up; here they overlap as they
-fall. `--slow 2:1.5` lets all passes of stage 2 take half as long again; `--jitter 0.3` each pass a
-log-normal number of times as long, in so many `--copies` of the pipeline whose all-reduces wait for
-the slowest; with `--blocking-messages` a message keeps both its ranks from computing.
+Needs neither GPU nor torch. Durations are those of tools/plan.py, whose phases add up; in the
+simulation they overlap. `--slow 2:1.5` makes all passes of stage 2 take 1.5 times as long.
+`--jitter 0.3` multiplies each pass by a log-normal factor, in `--copies` simulated pipelines whose
+all-reduces wait for the slowest. With `--blocking-messages` a message keeps sender and receiver
+from computing.
 
-`--paper` prints what papers and our own benchmarks measured beside what this makes of their runs,
-and says what was fitted; `--out` writes it to README.md and results.json.
+`--paper` compares the simulation with measurements of papers and of this repository's benchmarks,
+and lists fitted constants; `--out` writes README.md and results.json.
 
 Exit code 2 for wrong settings.
 """
@@ -54,7 +55,7 @@ OF_A_RUN = ("world_size", "site", "gpu", "efficiency", "slow", "jitter", "seed",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
         if options.paper:
@@ -191,7 +192,7 @@ def _data(plan: Plan, steps: Sequence[SimulatedStep]) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's own options, and what is left for the configuration."""
+    """Return this tool's own options, and the arguments of the configuration."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _SimulateParser(
         usage="tools/simulate.py CONFIG --world-size N [OPTIONS] [FLAGS OF pretrain_gpt.py]\n"

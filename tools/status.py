@@ -1,13 +1,13 @@
-"""Say how a run stands: running, done or why it stopped, how far it came, and what to type next.
+"""Print the status of a run: state, cause of its end, progress, and the command to type next.
 
     python tools/status.py RUN [--json] [--verify]
 
-Looks at status.json, the lock, the heartbeats and the checkpoints of the run folder, changes none
-of them and needs neither torch nor numpy, so it runs on a login node. A run that status.json still
-calls running is so only while somebody holds its folder. Of a checkpoint names, sizes and headers
-are checked, and with --verify every byte.
+Reads status.json, the lock, the heartbeats and the checkpoints of the run folder without changing
+them. Imports neither torch nor numpy, so it works on a login node. A run that status.json calls
+running is reported as lost if no process holds its folder. Names, sizes and headers of a checkpoint
+are checked, with --verify also every byte.
 
-Exit code 0 where there is something to tell, 2 for a folder that is no run.
+Exit code 0 if there is a status, 2 for a folder that is not a run.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(kw_only=True)
 class Standing:
-    """The facts of a run.
+    """The facts about a run.
 
-    `state`: running, done, left, failed; lost (it says that it runs, but nobody does); unknown (no
-    status.json that can be read). Ages are in seconds.
+    `state`: running, done, left, failed; lost (status.json says running, but no process runs);
+    unknown (no readable status.json). Ages are in seconds.
     """
 
     run: str
@@ -73,12 +73,12 @@ class Standing:
     host: str = ""
     job: str = ""
     told: str = ""
-    """When status.json was written."""
+    """Time at which status.json was written."""
     next_command: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="status.py", description="Say how a run stands.", allow_abbrev=False
     )
@@ -100,10 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(run: Path, *, verify: bool = False) -> Standing:
-    """Return the standing of a run.
+    """Return the status of a run.
 
-    Raises `ConfigError` for a folder that is no run. Raises `ConfigError` for a folder that is no
-    run.
+    Raises `ConfigError` for a folder that is not a run folder.
     """
     if not any((run / name).exists() for name in (STATUS, JSONL, CONFIG)):
         raise ConfigError(f"{run}: no {STATUS} there; give the folder of a run (--run-dir)")
@@ -122,8 +121,7 @@ def look(run: Path, *, verify: bool = False) -> Standing:
     else:
         found.last_step = max(steps)
     found.ranks = len(seen) or (manifest.world.get("size") if manifest is not None else None)
-    if not found.next_command:
-        found.next_command = _next_command(run, found)
+    found.next_command = _next_command(run, found)
     return found
 
 
@@ -131,7 +129,6 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]
     found.exit_code, found.why = status.exit_code, status.reason or status.left
     found.meaning = "" if status.exit_code is None else MEANINGS.get(status.exit_code, "")
     found.host, found.job, found.told = status.host, status.job_id, status.time
-    found.next_command = status.next_command
     if status.state == "failed" and status.reason:
         where = f", step {status.iteration}" if status.iteration is not None else ""
         phase = f", {status.phase}" if status.phase else ""
@@ -143,7 +140,7 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]
 def _why_lost(
     run: Path, status: Status, seen: Sequence[RankStatus], age: float | None
 ) -> str | None:
-    """Why a run that says it is running is not; None where it is."""
+    """Return why a run with the state running does not run; None if it runs."""
     try:
         check_free(run)
     except RunFolderInUse:
@@ -179,7 +176,7 @@ def _seen(run: Path, status: Status | None) -> list[RankStatus]:
 
 
 def _age(run: Path, seen: Sequence[RankStatus]) -> float | None:
-    """Seconds since a rank was last seen to live, by its heartbeat or by the lock it touches."""
+    """Return the seconds since the last sign of life: a heartbeat or a touch of the lock."""
     stamps = [one.alive for one in seen]
     lock = run / LOCK
     if lock.exists():
@@ -205,7 +202,7 @@ def _newest_good(run: Path, found: Standing, *, verify: bool) -> Manifest | None
 
 
 def _last_recorded(run: Path) -> int:
-    """The last step of metrics.jsonl, 0 where it has none."""
+    """Return the last step of metrics.jsonl, 0 if it has none."""
     try:
         with open(run / JSONL, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -220,14 +217,14 @@ def _last_recorded(run: Path) -> int:
 def _next_command(run: Path, found: Standing) -> str:
     """Return the command to type next.
 
-    A folder that holds its configuration goes on by that alone.
+    A folder with its configuration needs no other flag to resume.
     """
     if found.state == "running":
         return shlex.join(["tail", "-f", str(run / LOG)])
     if found.state == "done":
         return shlex.join(["python", "tools/report.py", str(run)])
     if found.state == "failed" and "free some space" in found.why:
-        # What is on the disk is whole: a save without space leaves the checkpoints before it.
+        # The checkpoints on disk are whole: a save without space leaves them unchanged.
         disk = shlex.join(["df", "-h", str(run), str(checkpoints_folder(run))])
         return f"free some space ({disk}), then: {_start_again(run, found)}"
     if found.exit_code == CheckpointError.exit_code:
@@ -237,12 +234,12 @@ def _next_command(run: Path, found: Standing) -> str:
 
 def _start_again(run: Path, found: Standing) -> str:
     if found.job:
-        # It may be in the queue again, and where it ran is more than one machine's ranks.
+        # The job may be in the queue again, and it may have run on several machines.
         return f"squeue -j {found.job}; if it is not there any more, submit the same again"
     if not (run / CONFIG).is_file():
         return "the command that started it"
     variables = {"CONFIG": str(run / CONFIG), "RUN_DIR": str(run)}
-    # As launch.sh looks for it; a login node's Python may lack a YAML reader.
+    # As in launch.sh; a login node's Python may lack a YAML reader.
     settings = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
     if re.search(r'pipeline_schedule: "?message-driven', settings):
         variables["LAUNCHER"] = "mpiexec"
@@ -253,7 +250,7 @@ def _start_again(run: Path, found: Standing) -> str:
 
 
 def in_words(found: Standing) -> str:
-    """The lines for people."""
+    """Return the lines for people."""
     rows = [("run", found.run), ("state", found.state)]
     rows += [("why", found.why)] * bool(found.why)
     if found.exit_code is not None:
@@ -274,7 +271,7 @@ def in_words(found: Standing) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes: what a file says must not move the cursor."""
+    """Return the text with control characters escaped, so that it cannot move the cursor."""
     return "".join(
         mark if mark.isprintable() else mark.encode("unicode_escape", "surrogatepass").decode()
         for mark in text

@@ -1,11 +1,11 @@
-"""A corpus and a vocabulary from what every machine has: Python's own standard library.
+"""Make a corpus and a tokenizer from the source code of Python's standard library.
 
     python tools/stdlib_corpus.py --output data/stdlib
 
-writes `corpus.jsonl` (about 8 MB: source of the library's modules, which carries its docstrings,
-and the prose of the language reference that `help()` shows) and `tokenizer.json`, a byte-level
-BPE learnt from it. Run again, it keeps both if the same flags would give the same files. Exit: 0
-done, 2 a flag is wrong, 3 the library is not there as source.
+writes `corpus.jsonl` (about 8 MB: source code of the library's modules with docstrings, and the
+prose of the language reference that `help()` shows) and `tokenizer.json`, a byte-level BPE trained
+on it. A second call with equal flags keeps both files. Exit: 0 done, 2 a wrong flag, 3 the library
+is not available as source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
 from megatron.data.local_file import (
     is_file,  # noqa: E402
@@ -30,8 +30,8 @@ from megatron.data.sidecar import write_atomically  # noqa: E402
 from megatron.data.train_bpe import train_byte_level_bpe  # noqa: E402
 from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E402
 
-# Tests and generated tables repeat themselves and teach little; the rest is what Linux
-# distributions split off, without which the corpus is the same on more machines.
+# Tests and generated tables are repetitive. The others are packaged separately by Linux
+# distributions; without them the corpus is the same on more machines.
 _SKIP_FOLDERS = frozenset(
     "test tests site-packages dist-packages __pycache__ lib-dynload idlelib lib2to3 turtledemo "
     "ensurepip encodings pydoc_data tkinter distutils msilib __phello__".split()
@@ -42,7 +42,7 @@ _TOPICS = "pydoc_data/topics.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The files of a corpus; `reused` where they were there already."""
+    """The files of a corpus; `reused` if they existed."""
 
     text: Path
     tokenizer: Path
@@ -59,11 +59,11 @@ def make_corpus(
     max_bytes: int = 16_000_000,
     library: Path | None = None,
 ) -> Corpus:
-    """Write `corpus.jsonl` and `tokenizer.json` under `output`, or find them there unchanged.
+    """Write `corpus.jsonl` and `tokenizer.json` under `output`, or reuse them.
 
-    `library` is the folder of the modules (default: this interpreter's). Documents come in an
-    order that mixes packages and depends on their names alone, so that the tail a `--split` takes
-    for validation looks like the rest; one that would pass `max_bytes` of text in all is left out.
+    `library` is the folder of the modules (default: this interpreter's). The order of documents
+    mixes packages and depends only on names, so that the tail that `--split` takes for validation
+    resembles the rest. Documents beyond `max_bytes` of text in all are left out.
     """
     if max_bytes < 1:
         raise ConfigError(f"--max-bytes: {max_bytes}; wanted at least 1")
@@ -113,7 +113,7 @@ def make_corpus(
 
 
 def _documents(library: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each module, and of each topic of the language reference."""
+    """Yield name and text of each module, and of each topic of the language reference."""
     if not is_folder(library):
         raise DataError(f"{library}: is no folder; give --library FOLDER")
     for path in library.rglob("*.py"):
@@ -129,7 +129,7 @@ def _documents(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
-    """A module's source, or nothing where it is not UTF-8 text (a few are deliberately not)."""
+    """Return a module's source, "" if it is not UTF-8 (a few are deliberately not)."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
-    """The strings of one dict literal, read without running the file; it may be absent."""
+    """Return the strings of one dict literal, without running the file; empty if it is absent."""
     if not path.is_file():
         return
     for node in ast.parse(_read(path)).body:
@@ -166,7 +166,7 @@ def _read_stamp(path: Path) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(
         description="Make a corpus and a vocabulary from Python's standard library.",
         allow_abbrev=False,

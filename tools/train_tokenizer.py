@@ -1,8 +1,8 @@
-"""Learn a byte-level BPE from raw text: `tokenizer.json` for HuggingFaceTokenizer.
+"""Train a byte-level BPE on raw text: `tokenizer.json` for HuggingFaceTokenizer.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
-Reads what tools/preprocess_data.py reads. Exit: 0 done, 2 a flag is wrong, 3 the data is.
+Reads the inputs of tools/preprocess_data.py. Exit: 0 done, 2 a wrong flag, 3 wrong data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # allows running without installation
 
 from megatron.data.local_file import is_folder, stat_of  # noqa: E402
 from megatron.data.preprocess import extract_texts  # noqa: E402
@@ -28,7 +28,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(
         description="Learn a byte-level BPE from raw text.", allow_abbrev=False
     )
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_texts(
     batches: Iterator[RecordBatch], keys: Sequence[str], *, max_bytes: int | None
 ) -> Iterator[str]:
-    """Texts of all keys in order; DataError with file and line at the first bad record."""
+    """Yield the texts of all keys in order; DataError with file and line for a bad record."""
     left = max_bytes if max_bytes is not None else sys.maxsize
     for batch in batches:
         for number, payload in batch.records:
@@ -86,7 +86,7 @@ def read_texts(
 
 
 def _check_encodable(text: str) -> None:
-    """Raise `DataError` for text that has no UTF-8 form."""
+    """Raise `DataError` for text without a UTF-8 form."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

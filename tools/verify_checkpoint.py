@@ -1,10 +1,10 @@
-"""Check checkpoints: every hash, every shape, and that each entry is stored exactly once.
+"""Check checkpoints: hashes, shapes, and that each entry is stored exactly once.
 
     python tools/verify_checkpoint.py RUN | RUN/checkpoints | RUN/checkpoints/step_00000100
 
-Prints one line for each checkpoint; `--verbose` also lists its files and tensors.
-Exit code 0 if all that is there verifies, 4 if not or if there is nothing, 2 for wrong usage.
-Needs neither torch nor numpy, so it runs on a login node.
+Prints one line per checkpoint; `--verbose` also lists its files and tensors. Exit code 0 if all
+checkpoints verify, 4 if one does not or if there is none, 2 for wrong usage. Imports neither torch
+nor numpy, so it works on a login node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.errors import CheckpointError  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="verify_checkpoint.py", description="Check checkpoints: hashes, shapes, layout."
     )
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(folder: Path, *, tables: bool) -> list[str]:
-    """Print what each step is and return what is wrong.
+    """Print each step, and return the problems.
 
     Raises `CheckpointError` for a folder without checkpoints.
     """
@@ -116,7 +116,7 @@ def layout_row(name: str, record: TensorRecord) -> tuple[str, ...]:
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows in columns as wide as they need, indented by two."""
+    """Print rows in aligned columns, indented by two."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,4 +1,4 @@
-"""Save and restore a run: everything that a resumed run needs to go on bitwise.
+"""Saves and restores a run with everything that it needs to resume bit by bit.
 
 `Background` finishes a save in a thread while training goes on.
 """
@@ -47,24 +47,24 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs one piece of work at a time in a thread of its own."""
+    """A thread that runs one piece of work at a time."""
 
     def __init__(self) -> None:
         self._future: Future[T] | None = None
 
     @property
     def pending(self) -> bool:
-        """Return whether some work was started whose result nobody has taken."""
+        """True if work was started whose result has not been taken."""
         return self._future is not None
 
     @property
     def finished(self) -> bool:
-        """Return whether the pending work has ended, well or not."""
+        """True if the pending work has ended, successfully or not."""
         assert self._future is not None, "nothing is pending"
         return self._future.done()
 
     def start(self, work: Callable[[], T]) -> None:
-        """Run `work`. The result of the work before it must have been taken."""
+        """Start `work`. The result of earlier work must have been taken."""
         assert self._future is None, "one at a time"
         future: Future[T] = Future()
 
@@ -75,11 +75,11 @@ class Background(Generic[T]):
                 future.set_exception(error)
 
         self._future = future
-        # A daemon: a run whose peers are gone must be able to leave in the middle of a save.
+        # A daemon thread, so that a rank whose peers are gone can exit in the middle of a save.
         threading.Thread(target=run, name="save-checkpoint", daemon=True).start()
 
     def take(self) -> T:
-        """Wait for the work to end; return its result, or raise what it raised."""
+        """Wait for the work to end; return its result or raise its exception."""
         assert self._future is not None, "nothing is pending"
         try:
             return self._future.result()
@@ -89,7 +89,7 @@ class Background(Generic[T]):
 
 @dataclass(frozen=True)
 class StartingCheckpoint:
-    """The checkpoint a run starts from, as its gradient path may see it; a `CheckpointView`."""
+    """The checkpoint from which a run starts, as its gradient path sees it; a `CheckpointView`."""
 
     checkpoint: Checkpoint
     same_path: bool
@@ -107,7 +107,7 @@ class StartingCheckpoint:
 def opened(
     origin: CheckpointSource | None, config: Config, identity: Mapping[str, Any]
 ) -> Iterator[StartingCheckpoint | None]:
-    """Open the checkpoint that a run starts from for `GradientPath.build`, None at step 0."""
+    """Open the checkpoint from which a run starts for `GradientPath.build`; None at step 0."""
     if origin is None:
         yield None
         return
@@ -120,7 +120,7 @@ def opened(
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """A committed save: its step and folder, and the seconds since training stopped for it."""
+    """A committed save: step, folder, and seconds for which training stopped."""
 
     iteration: int
     path: Path
@@ -129,15 +129,15 @@ class _Written:
 
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Saves and restores everything a run consists of; a `Saver`.
+    """Saves and restores the whole state of a run; a `Saver`.
 
-    Every rank calls all of it together. `data_files`: facts of the data sets, looked at by rank 0
-    alone.
+    All ranks call every method together. `data_files` has facts about the data files, read on rank
+    0 only.
 
-    With `--async-save` a save copies this rank's shards and returns; a thread of its own writes
-    them, and gathers over `channel`, a group that nobody else uses. Whether all ranks have
-    finished is asked at each step boundary for as long as a save is pending, so that all of them
-    tell of it, or fail, at the same step. The next save, and leaving, wait for it.
+    With `--async-save` a save copies this rank's shards and returns. A thread writes them and
+    communicates over `channel`, a process group of its own. While a save is pending, the ranks
+    check at each step boundary whether all of them have finished, so that all report it, or fail,
+    at the same step. The next save and the end of the run wait for it.
     """
 
     config: Config
@@ -179,10 +179,9 @@ class Checkpointer:
     # ---- saving --------------------------------------------------------------------------------
 
     def save(self, progress: TrainState, *, wait: bool) -> None:
-        """Save the step just finished; what was there before stays until this one is committed.
+        """Save the step just finished; older checkpoints stay at least until this one is committed.
 
-        Raises the same `CheckpointError` on every rank where it, or the one that was still being
-        written, cannot be.
+        Raises the same `CheckpointError` on every rank if this save, or the pending one, fails.
         """
         began = time.perf_counter()
         self.settle(wait=True)
@@ -190,7 +189,7 @@ class Checkpointer:
         shards = list(self._tensors.shards(moments=not self.config.checkpoint.no_save_optim))
         asynchronous = self.config.checkpoint.async_save and not wait
         if asynchronous:
-            # A rank that has no memory for its copies must not leave the others waiting.
+            # A rank without memory for its copies must fail on all ranks, or the others would wait.
             shards = self.groups.world.raise_on_all_ranks(partial(self._snapshots.take, shards))
         work = partial(self._write, progress.iteration, shards, self._json(progress), began)
         if not asynchronous:
@@ -201,7 +200,7 @@ class Checkpointer:
         self.metrics.log(f"saving step {progress.iteration}: copied in {seconds:.1f} s")
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell of a pending save that has ended on every rank, or `wait` for that.
+        """Finish a pending save that has ended on every rank; with `wait`, wait until it has.
 
         Raises as `save` does.
         """
@@ -236,7 +235,7 @@ class Checkpointer:
         return _Written(iteration=iteration, path=path, seconds=seconds)
 
     def _conclude(self, work: Callable[[], _Written]) -> None:
-        """Have the result of a save, or its error, on every rank alike, and tell of it."""
+        """Take the result of a save on all ranks, or raise its error on all, and log it."""
         try:
             written = self.groups.world.raise_on_all_ranks(work)
         finally:
@@ -258,9 +257,9 @@ class Checkpointer:
     # ---- loading -------------------------------------------------------------------------------
 
     def restore(self, origin: CheckpointSource) -> TrainState:
-        """Take back a checkpoint that `locate_checkpoint` found.
+        """Load a checkpoint that `locate_checkpoint` found.
 
-        Raises `CheckpointError`, on every rank, for one that does not fit this run, naming the
+        Raises `CheckpointError`, on every rank, if it does not fit this run; the error names the
         keys that differ.
         """
         asked = self.config.checkpoint
@@ -271,7 +270,7 @@ class Checkpointer:
                 lambda: self._check(saved, weights_only, origin.own)
             )
             self.groups.world.raise_on_all_ranks(lambda: self._take(saved, fresh_moments))
-            # Collective where states are sharded: every rank has to have come this far.
+            # Collective for sharded states, so all ranks must have come this far.
             self.optimizer.loaded()
             if not weights_only and self._goes_on(saved, origin.own):
                 self._tensors.take_path(saved)
@@ -310,7 +309,7 @@ class Checkpointer:
     def _check_rest(self, progress: TrainState, origin: CheckpointSource) -> None:
         """Raise `CheckpointError` if the gradient path would do nothing in the remaining steps.
 
-        A run that goes on, and may have lost its chance to skipped steps, is told.
+        A resumed run, which may have lost its chance to skipped steps, only gets a warning.
         """
         applied, left = self.optimizer.applied, self.config.total_iterations() - progress.iteration
         if self.config.training.skip_train or left <= 0:
@@ -338,7 +337,7 @@ class Checkpointer:
                 self.metrics.log(f"{key}: {was[key]} in the checkpoint, {value} from here on")
 
     def _announce_learning_rate(self, saved: Checkpoint) -> None:
-        """Tell of a jump: the settings that make it may not name the learning rate."""
+        """Log a jump of the learning rate, since the settings that cause it may not name it."""
         was, options = saved.state.get("schedule", {}), self.config.optimizer
         samples = int(saved.state["progress"]["applied_samples"])
         before = learning_rate(with_schedule(self.config, was)).at(samples)
@@ -364,5 +363,5 @@ class Checkpointer:
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
         """Return whether the gradient path continues from the checkpoint or starts there."""
         same = not path_differences(saved.state.get("identity", {}), self.identity)
-        # A run that is started again and again by one command leaves its path once.
+        # A run that is restarted again and again by one command must leave the old path only once.
         return same and (own or not self.config.checkpoint.reset_grad_state)

@@ -1,4 +1,4 @@
-"""Compatibility of a checkpoint with a run: settings that must be equal, and others."""
+"""The settings that a checkpoint and a run that loads it must share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LATER: dict[str, Any] = {
     "model.rope_scaling_factor": 8.0,
     "model.qk_layernorm": False,
 }
-"""Settings that older checkpoints do not mention, with the values by which these were trained."""
+"""Settings that older checkpoints do not have, with the values that these were trained with."""
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
 _PATH = "gradient.grad_path"
 _SECTIONS = ("model", "data", "training")
-"""Everything else in an identity belongs to the gradient path."""
+"""Sections of an identity that do not belong to the gradient path."""
 MAX_DIFFERENCES = 5
-"""Differing keys an error names before it counts the rest."""
+"""Differing keys that an error lists; it counts the remaining ones."""
 
 
 def identity(
@@ -53,7 +53,7 @@ def identity(
 
 
 def schedule(config: Config) -> dict[str, Any]:
-    """Settings that a resumed run may change, with effect from here on."""
+    """Return the settings that a resumed run may change, with effect from then on."""
     found = {f"optimizer.{k}": v for k, v in dataclasses.asdict(config.optimizer).items()}
     found["precision.predivide_loss"] = config.precision.predivide_loss
     found["training.train_iters"] = config.training.train_iters
@@ -62,7 +62,7 @@ def schedule(config: Config) -> dict[str, Any]:
 
 
 def with_schedule(config: Config, was: Mapping[str, Any]) -> Config:
-    """`config` with the settings that `schedule` found in another one."""
+    """Return `config` with the settings that `schedule` returned for another configuration."""
     by_section: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}, "training": {}}
     for key in schedule(config).keys() & was.keys():
         section, name = key.split(".")
@@ -79,7 +79,7 @@ def check_identity(
 ) -> None:
     """Raise `CheckpointError` naming the settings that differ.
 
-    Only settings of the model are compared if training starts anew on its weights.
+    Only settings of the model are compared if training starts with new states on its weights.
     """
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
@@ -92,7 +92,7 @@ def check_identity(
 
 
 def path_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return where the gradient path and its options differ, as an error names it."""
+    """Return how the gradient path and its options differ, as text for an error."""
     return _differences(was, now, {key for key in {*was, *now} if _section(key) not in _SECTIONS})
 
 
@@ -105,10 +105,10 @@ def check_path(
     reset: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `CheckpointError` where the gradient path differs.
+    """Raise `CheckpointError` if the gradient path differs.
 
-    A run (`own`) keeps the one it began with, another may start from a dense one's checkpoint; with
-    `reset` any may start from any, without what the old one had not sent yet.
+    A resumed run (`own`) keeps its path. Another run may start from the checkpoint of a dense run;
+    with `reset` any path may start from any other, without what that path had not sent yet.
     """
     differing = path_differences(was, now)
     path, new = was.get(_PATH), now.get(_PATH)
@@ -140,7 +140,7 @@ def check_data(
     accept: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `CheckpointError` naming the data files that changed since, or only tell of them."""
+    """Raise `CheckpointError` naming the data files that changed; with permission only log them."""
     found = changes(was, now)
     if found and not accept:
         raise CheckpointError(

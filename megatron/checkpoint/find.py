@@ -1,6 +1,6 @@
-"""Find checkpoints: the committed step folders of a run, which of them to keep, which to load.
+"""Search for checkpoints: the committed steps of a run, which to keep, which to load.
 
-The folders themselves are the truth; the file `latest` is a hint.
+The folders are the truth; the file `latest` is a hint.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
 class CommittedStep:
     """A folder that was committed as `step`.
 
-    Of several for one step the one under the plain name comes first, then the last one that was
-    replaced.
+    Several folders of one step sort by preference: the plain name first, then the one replaced
+    last.
     """
 
     step: int
@@ -55,12 +55,7 @@ class CommittedStep:
 
 @dataclass(frozen=True)
 class StepListing:
-    """The contents of a folder of step folders.
-
-    Committed folders come newest first.
-
-    Those set aside as damaged; drafts of saves that never ended.
-    """
+    """The step folders in a folder: committed ones, newest first; damaged ones; drafts."""
 
     committed: list[CommittedStep]
     damaged: list[Path]
@@ -68,9 +63,9 @@ class StepListing:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The folder of step folders: `path`, or `path/checkpoints` where that is a run folder.
+    """Return the folder of step folders: `path/checkpoints` if that exists, else `path`.
 
-    Raises `CheckpointError` where the folder may not be read.
+    Raises `CheckpointError` if the folder cannot be read.
     """
     inner = path / CHECKPOINTS
     with failing_as(path, "read"):
@@ -78,10 +73,10 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def list_steps(directory: Path, *, files: Files = FILES) -> StepListing:
-    """Sort the step folders of a directory by their names.
+    """Sort the step folders in a directory by their names.
 
-    A step that was replaced counts as committed, after the one that replaced it: a crash between
-    the two renames leaves it alone. Raises `CheckpointError`.
+    A replaced step counts as committed, after the step that replaced it: a crash between the two
+    renames leaves only the replaced one. Raises `CheckpointError`.
     """
     with failing_as(directory, "list"):
         names = files.entries(directory)
@@ -111,15 +106,26 @@ def find_checkpoint(
     hashes: bool = True,
     files: Files = FILES,
 ) -> Path | None:
-    """The step folder to load: the newest that verifies, or that of `step`.
+    """Return the step folder to load: the newest that verifies, or the folder of `step`.
 
-    `directory`: a run folder, its `checkpoints`, or one step folder. None if nothing was ever
-    committed there. Damaged folders are told through `log`; with `repair` (one rank only) they
-    are renamed `.damaged-N` once a good one is found, and a stale `latest` is set right. It hashes
-    every byte of what it returns, so other ranks need not; without `hashes` it reads headers alone,
-    in milliseconds, for a look before a run. Raises `CheckpointError` if committed
-    folders are there and none verifies, if `step` is not there or damaged, for a checkpoint of
-    another program, and for one of a newer version of this program (`NewerFormat`).
+    Damaged folders are logged. A returned folder has been hashed completely, so that other ranks
+    need not hash it.
+
+    Args:
+        directory: A run folder, its `checkpoints`, or one step folder.
+        log: Receives a line for each folder that is not used.
+        step: The step to load; None: the newest good one.
+        repair: Rename damaged folders to `.damaged-N` once a good one is found, and correct
+            `latest`; on one rank only.
+        hashes: If False, read headers only, in milliseconds, for a check before a run.
+        files: The system calls.
+
+    Returns:
+        None if nothing was ever committed there.
+
+    Raises:
+        CheckpointError: Committed folders exist and none verifies; `step` is missing or damaged;
+            the checkpoint is of another program, or of a newer version of this one (`NewerFormat`).
     """
     path = Path(directory)
     with failing_as(path, "read"):
@@ -206,7 +212,7 @@ def _newest(
 def verify_committed(
     folder: CommittedStep, *, hashes: bool = True, files: Files = FILES
 ) -> Manifest:
-    """`verify_folder`, and that the folder's name tells its step."""
+    """Verify a folder, and that its name agrees with its step."""
     manifest = verify_folder(folder.path, hashes=hashes, files=files)
     if manifest.step != folder.step:
         raise CheckpointError(
@@ -239,10 +245,8 @@ class Keeper:
     """Deletes old checkpoints.
 
     Keeps the newest `count` steps of a folder that verify, and every multiple of `interval` (None:
-    no others). One process for each folder.
-
-    Every byte of a checkpoint is read once by each process, right after its commit for those it
-    writes; the verdict stands for as long as sizes and times of its files stay.
+    no others). One process per folder. A process hashes each checkpoint once, its own ones right
+    after their commit; the result holds while sizes and times of the files do not change.
     """
 
     directory: Path
@@ -253,10 +257,10 @@ class Keeper:
     _verdicts: dict[Path, tuple[Stamp, bool]] = field(default_factory=dict)
 
     def prune(self) -> list[Path]:
-        """Delete good steps but the newest `count` and multiples of `interval`; return the folders.
+        """Delete good steps except the `count` newest and multiples of `interval`.
 
-        Damaged steps neither count nor go. A failure is told through `log`: the run has what it
-        needs, and the next save tries again.
+        Damaged steps are neither counted nor deleted. A failure is only logged: it does not affect
+        the run, and the next save tries again. Returns the deleted folders.
         """
         removed: list[Path] = []
         try:
@@ -308,15 +312,15 @@ class Keeper:
 
 
 def save_directory(config: Config, run_dir: Path) -> Path:
-    """Return where checkpoints of a run go."""
+    """Return the folder for checkpoints of a run."""
     return Path(config.checkpoint.save) if config.checkpoint.save else run_dir / CHECKPOINTS
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The step folder a run starts from.
+    """The step folder from which a run starts.
 
-    `own`: this very run saved it, and goes on; else it is another's, of which `--finetune` and
+    `own`: this run saved it and resumes; otherwise it belongs to another run, and `--finetune` and
     `--no-load-optim` may leave out parts.
     """
 
@@ -329,17 +333,18 @@ def locate_checkpoint(
 ) -> CheckpointSource | None:
     """Return where to start from: the newest good checkpoint of this run, else of `--load`.
 
-    None for step 0. One rank calls it for all. With `look` nothing is renamed and no tensor is
-    hashed, which is enough to find a mistake before a run starts.
+    Returns None to start at step 0. One rank calls this function for all. With `look` nothing is
+    renamed and no tensor is hashed, which suffices to find mistakes before a run starts.
 
-    Raises `CheckpointError` where committed folders are there and none verifies, where `--load`
-    names another place and nothing was ever committed there, and for `--ckpt-step` of this run's
-    own folder when that is not its newest: two histories would share the steps after it.
+    Raises:
+        CheckpointError: Committed folders exist and none verifies; `--load` names another folder in
+            which nothing was ever committed; `--ckpt-step` names a step of this run's own folder
+            that is not its newest, since two histories would then share the later steps.
     """
     asked = config.checkpoint
     own_place = save_directory(config, run_dir)
     elsewhere = asked.load is not None and (
-        # Path.resolve raises a RuntimeError in a loop of links.
+        # Path.resolve raises RuntimeError for a loop of links.
         os.path.realpath(checkpoints_folder(Path(asked.load))) != os.path.realpath(own_place)
     )
     own_step = None if elsewhere else asked.ckpt_step

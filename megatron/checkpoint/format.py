@@ -1,7 +1,7 @@
 """The checkpoint format: boxes of logical tensors, tensor records, and the manifest.
 
-Everything is read strictly: a key that is missing, unknown or of the wrong type is an error that
-names the file.
+Reading is strict: a key that is missing, unknown or of the wrong type is an error that names the
+file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_AXES = 16
 
 
 def strict_json(data: bytes) -> Any:
-    """Decode JSON; raises `ValueError` for duplicate keys and for numbers that are not finite."""
+    """Decode JSON; raise `ValueError` for duplicate keys and for numbers that are not finite."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(items)
@@ -43,7 +43,7 @@ def strict_json(data: bytes) -> Any:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise `ValueError` naming the first place that JSON would not give back as it was."""
+    """Raise `ValueError` naming the first value that JSON would not return unchanged."""
     if isinstance(value, dict):
         for key, entry in value.items():
             if not isinstance(key, str):
@@ -59,13 +59,13 @@ def check_json(value: Any, where: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value for an error line: ASCII, quoted, at most 80 characters."""
+    """Return a value for an error line: ASCII, quoted, at most 80 characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line of bounded length."""
+    """Return the message of an error on one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:397]}..."
 
@@ -85,28 +85,28 @@ def fields(
 
 
 def named(value: Any, where: str, read: Any) -> dict[str, Any]:
-    """Read an object of any keys, each entry through `read(entry, where)`."""
+    """Read an object with arbitrary keys, each value through `read(value, where)`."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object")
     return {key: read(entry, f"{where}[{show(key)}]") for key, entry in value.items()}
 
 
 def integer(value: Any, where: str, low: int = 0) -> int:
-    """A whole number from `low` to 2**62; true and false are not numbers."""
+    """Read a whole number from `low` to 2**62; true and false are not numbers."""
     if type(value) is not int or not low <= value <= LARGEST:
         raise ValueError(f"{where}: must be a whole number from {low} to 2**62, not {show(value)}")
     return value
 
 
 def integers(value: Any, where: str) -> tuple[int, ...]:
-    """A list of whole numbers, one per axis."""
+    """Read a list of whole numbers, one per axis."""
     if not isinstance(value, list) or len(value) > MOST_AXES:
         raise ValueError(f"{where}: must be a list of at most {MOST_AXES} whole numbers")
     return tuple(integer(entry, where) for entry in value)
 
 
 def text(value: Any, where: str) -> str:
-    """A string."""
+    """Read a string."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: must be text, not {show(value)}")
     return value
@@ -117,27 +117,27 @@ Box = tuple[Corner, Corner]
 
 
 def volume(box: Box) -> int:
-    """Number of entries in a box; 1 without axes."""
+    """Return the number of entries in a box; 1 without axes."""
     return math.prod(stop - start for start, stop in zip(*box, strict=True))
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The box that two boxes share, None where they share no entry."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, one[0], other[0]))
     stop = tuple(map(min, one[1], other[1]))
     return (start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
 def within(box: Box, origin: Corner) -> tuple[slice, ...]:
-    """Index of a box in an array whose first entry is the tensor's entry `origin`."""
+    """Return the index of a box in an array whose first entry is the tensor's entry `origin`."""
     return tuple(slice(a - o, b - o) for a, b, o in zip(*box, origin, strict=True))
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut entries `[start, stop)` of a flattened tensor into boxes, in row-major order.
+    """Split entries `[start, stop)` of a flattened tensor into boxes, in row-major order.
 
-    Each box lies without gaps in that range, the boxes follow one another in it, and there are at
-    most 2 x axes - 1 of them: a ragged first row, full rows, a ragged last row, on every axis.
+    The boxes are contiguous in the range and in its order. There are at most 2 x axes - 1 of them:
+    a ragged first row, full rows and a ragged last row, on every axis.
     """
     if start >= stop:
         return
@@ -177,14 +177,14 @@ DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of an entry in memory, by safetensors' name of the dtype."""
+"""Bytes per entry in memory, by safetensors' name of the dtype."""
 
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@=+:-]{0,499}")
 
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """The place of a box of a tensor, or of entries `flat` of that box: `key` of `file`."""
+    """The position of a box of a tensor, or of the entries `flat` of the box: `key` in `file`."""
 
     file: str
     key: str
@@ -194,17 +194,17 @@ class SliceRecord:
 
     @property
     def box(self) -> Box:
-        """Its two corners."""
+        """The two corners of the box."""
         return self.start, self.stop
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of its box."""
+        """Extent of the box."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def range(self) -> tuple[int, int]:
-        """The entries of its box that it holds, in row-major order: `[a, b)`."""
+        """The entries of the box that the slice holds, in row-major order: `[a, b)`."""
         return self.flat if self.flat is not None else (0, math.prod(self.shape))
 
 
@@ -228,7 +228,7 @@ class TensorRecord:
 
 
 def tensor_to_json(record: TensorRecord) -> dict[str, Any]:
-    """JSON form of a tensor's record; fields at their usual value are left out."""
+    """Return the JSON form of a tensor's record; fields with default values are left out."""
     document: dict[str, Any] = {"shape": record.shape, "dtype": record.dtype}
     if record.scope != SHARED:
         document["scope"] = record.scope
@@ -299,7 +299,7 @@ def _check_mask(record: TensorRecord, tensors: Mapping[str, TensorRecord], where
 
 
 def _check_cover(record: TensorRecord, where: str) -> None:
-    """Return whether boxes cover the tensor exactly once, in time linear in the number of slices.
+    """Check that boxes cover the tensor exactly once, in time linear in the number of slices.
 
     Boxes that are cells of one grid, all different and as many as the grid has cells, do.
     """
@@ -369,7 +369,7 @@ FORMAT = "sparsetron-checkpoint"
 VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT = 256 * 2**20
-"""Bytes. A manifest of 1024 ranks and 600 tensors takes about 90 MB."""
+"""Maximum size in bytes. A manifest of 1024 ranks and 600 tensors takes about 90 MB."""
 
 _KEYS = ("sha256", "format", "version", "step", "state", "world", "packages", "files", "tensors")
 _SIGNATURE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -378,7 +378,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}\.safetensors")
 
 
 class NewerFormat(CheckpointError):
-    """The checkpoint is whole but written by a later version: no reason to set it aside."""
+    """The checkpoint is whole but written by a later version, so it is not damaged."""
 
 
 @dataclass(frozen=True)
@@ -391,9 +391,9 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a step but the numbers in its tensors.
+    """The description of a step, without the numbers in its tensors.
 
-    `state` is the caller's JSON object. `world` are named counts, `size` (ranks) among them.
+    `state` is the caller's JSON object. `world` has named counts, among them `size` (ranks).
     """
 
     step: int
@@ -405,9 +405,9 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Bytes of `manifest.json`, whose state has passed `check_json`.
+    """Return the bytes of `manifest.json`, whose state has passed `check_json`.
 
-    Raises `CheckpointError` where a reader would refuse them.
+    Raises `CheckpointError` if a reader would refuse them.
     """
     blocks = {
         "format": _line(FORMAT),
@@ -435,9 +435,11 @@ def sign(body: bytes) -> bytes:
 def parse(data: bytes, source: str) -> Manifest:
     """Read the bytes of a manifest; `source` names it in errors.
 
-    Raises `CheckpointError`, one line with the key at fault: wrong signature, type, range or name,
-    unknown, missing or duplicate keys, a non-finite number, slices that overlap or leave a hole.
-    Raises `NewerFormat` for a version this code does not know.
+    Raises:
+        CheckpointError: One line with the key at fault: wrong signature, type, range or name;
+            unknown, missing or duplicate keys; a non-finite number; slices that overlap or leave a
+            hole.
+        NewerFormat: The version is newer than this program's.
     """
     signature = _SIGNATURE.match(data)
     if signature is None:

@@ -1,7 +1,7 @@
 """The system calls of checkpoints, in one table, and safetensors files.
 
-Every call that reads or changes the disk goes through one `Files`, so that a test can make any of
-the calls fail, or be the last one before a crash.
+Every call that reads or changes the disk goes through one `Files`, so that a test can make any call
+fail, or make it the last one before a crash.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from megatron.checkpoint.format import (
 from megatron.errors import CheckpointError
 
 CHUNK = 8 * 2**20
-"""Bytes per read and write: large enough for the disk, small beside any tensor."""
+"""Bytes per read and write."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Files:
-    """One method per system call; a subclass may fail at will."""
+    """One method per system call; a subclass in a test may make any of them fail."""
 
     def open(self, path: Path, flags: int, mode: int = 0o640) -> int:
-        """Descriptor of a file or folder."""
+        """Open a file or folder and return the descriptor."""
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def read(self, descriptor: int, size: int) -> bytes:
-        """Read at most `size` bytes; none at the end of the file."""
+        """Read at most `size` bytes; returns no bytes at the end of the file."""
         return os.read(descriptor, size)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Number of bytes written, perhaps not all."""
+        """Write bytes and return their number, which may be less than all."""
         return os.write(descriptor, data)
 
     def fsync(self, descriptor: int) -> None:
-        """Wait until the disk has it."""
+        """Wait until the contents are on disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Give the descriptor back; network disks report late write errors here."""
+        """Close the descriptor; network disks report late write errors here."""
         os.close(descriptor)
 
     def status(self, descriptor: int) -> os.stat_result:
-        """Kind and size of what is open."""
+        """Return kind and size of an open file."""
         return os.fstat(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename at once or not at all; a file at `target` is replaced, a full folder is not."""
+        """Rename atomically; replaces a file at `target`, but not a folder that is not empty."""
         os.rename(source, target)
 
     def mkdir(self, path: Path, mode: int = 0o750) -> None:
-        """Make one folder."""
+        """Create one folder."""
         os.mkdir(path, mode)
 
     def rmdir(self, path: Path) -> None:
@@ -82,11 +82,11 @@ class Files:
         os.unlink(path)
 
     def entries(self, path: Path) -> list[str]:
-        """Sorted names in a folder."""
+        """Return the sorted names in a folder."""
         return sorted(os.listdir(path))
 
     def free(self, path: Path) -> int:
-        """Bytes that may still be written to the disk of `path`."""
+        """Return the bytes that can still be written to the disk of `path`."""
         return shutil.disk_usage(path).free
 
 
@@ -97,7 +97,7 @@ FILES = Files()
 def failing_as(path: Path, doing: str, *, need: int | None = None) -> Iterator[None]:
     """Turn `OSError` into a one-line `CheckpointError` naming the path.
 
-    Without space left it also tells the bytes that were needed and those there are.
+    If the disk is full, the error also gives the bytes needed and available.
     """
     try:
         yield
@@ -111,10 +111,10 @@ def failing_as(path: Path, doing: str, *, need: int | None = None) -> Iterator[N
 
 
 def write_file(files: Files, path: Path, chunks: Iterable[memoryview], need: int) -> FileRecord:
-    """Create a file from `chunks`, hashed on their way, and wait until the disk has it.
+    """Create a file from `chunks`, hash it while writing, and wait until it is on disk.
 
-    `need`: bytes that will come, for the error when space runs out. A file that is there already
-    is an error. Raises `CheckpointError`.
+    `need` is the number of bytes to come, for the error of a full disk. An existing file is an
+    error. Raises `CheckpointError`.
     """
     digest = hashlib.sha256()
     size = 0
@@ -138,13 +138,13 @@ def write_file(files: Files, path: Path, chunks: Iterable[memoryview], need: int
 
 
 def sync_folder(files: Files, path: Path) -> None:
-    """Wait until the disk has the names in a folder. Raises `CheckpointError`."""
+    """Wait until the names in a folder are on disk. Raises `CheckpointError`."""
     with failing_as(path, "sync"):
         descriptor = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             files.fsync(descriptor)
         except OSError as error:
-            # Some network disks have no such call for folders, and nothing to wait for.
+            # Some network disks do not support this call for folders, and do not need it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
@@ -152,7 +152,7 @@ def sync_folder(files: Files, path: Path) -> None:
 
 
 def make_folder(files: Files, path: Path) -> None:
-    """Make a folder with all above it that are missing, each one on disk when this returns."""
+    """Create a folder and its missing parents, each of them on disk when this returns."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with failing_as(folder, "make the folder"):
@@ -162,7 +162,7 @@ def make_folder(files: Files, path: Path) -> None:
 
 
 def remove_folder(files: Files, path: Path) -> None:
-    """Remove a folder and all in it; links in it are removed, not followed."""
+    """Remove a folder and its contents; links are removed, not followed."""
     for name in files.entries(path):
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
@@ -173,7 +173,7 @@ def remove_folder(files: Files, path: Path) -> None:
 
 
 def replace_text(files: Files, path: Path, content: str, nonce: str) -> None:
-    """Write a small text file so that a reader sees the old content or the new, never a part."""
+    """Replace a small text file atomically."""
     data = memoryview(content.encode())
     draft = path.with_name(f"{path.name}.tmp-{nonce}")
     try:
@@ -189,13 +189,13 @@ def replace_text(files: Files, path: Path, content: str, nonce: str) -> None:
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size in bytes of a regular file, open for reading.
+    """Open a regular file for reading; return its descriptor and size in bytes.
 
-    Raises `CheckpointError`, for links, folders, pipes and devices too.
+    Raises `CheckpointError`, also for links, folders, pipes and devices.
     """
     with failing_as(path, "read"):
         try:
-            # Without O_NONBLOCK a pipe under that name would be waited for.
+            # Without O_NONBLOCK, opening a pipe would block.
             descriptor = files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -213,7 +213,7 @@ def opened(files: Files, path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_bytes(files: Files, descriptor: int, size: int) -> bytes:
-    """The next `size` bytes, fewer only at the end of the file."""
+    """Read the next `size` bytes; fewer only at the end of the file."""
     pieces = []
     while size > 0 and (piece := files.read(descriptor, min(size, CHUNK))):
         pieces.append(piece)
@@ -222,15 +222,15 @@ def read_bytes(files: Files, descriptor: int, size: int) -> bytes:
 
 
 HEADER_LIMIT = 100_000_000
-"""Bytes; the library refuses longer headers too."""
+"""Maximum bytes of a header, also the library's limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorToWrite:
     """A tensor to be written.
 
-    `data()` gives its bytes, little-endian and in row-major order, when their turn has come, so
-    that one tensor at a time is copied.
+    `data()` returns its bytes, little-endian and in row-major order. It is called when the tensor
+    is written, so that one tensor at a time is copied.
     """
 
     key: str
@@ -240,13 +240,13 @@ class TensorToWrite:
 
     @property
     def bytes(self) -> int:
-        """Size of its data."""
+        """Size of the data in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `[begin, end)` are its bytes, counted from the start of the file."""
+    """A tensor in a file; `[begin, end)` are its bytes, counted from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -255,14 +255,14 @@ class StoredTensor:
 
 
 def in_order(items: Sequence[TensorToWrite]) -> list[TensorToWrite]:
-    """Items as they will lie: wide dtypes first, so that each begins at a multiple of its width."""
+    """Return items in file order: wide dtypes first, so that all are aligned."""
     return sorted(items, key=lambda item: (-DTYPE_BYTES[item.dtype], item.key))
 
 
 def header(items: Sequence[TensorToWrite]) -> bytes:
-    """Length and header for items that lie in the order given.
+    """Return length and header for items in file order, padded to a multiple of 8 bytes.
 
-    Padded so that data begin at a multiple of 8. Raises `ValueError` for a header beyond the limit.
+    Raises `ValueError` for a header beyond the limit.
     """
     ends = list(itertools.accumulate(item.bytes for item in items))
     document: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -280,7 +280,7 @@ def header(items: Sequence[TensorToWrite]) -> bytes:
 
 
 def chunks(items: Sequence[TensorToWrite]) -> Iterator[memoryview]:
-    """The bytes of a whole file: header, then each item's data."""
+    """Yield the bytes of a whole file: header, then each item's data."""
     yield memoryview(header(items))
     for item in items:
         data = item.data()
@@ -290,9 +290,10 @@ def chunks(items: Sequence[TensorToWrite]) -> Iterator[memoryview]:
 
 
 def parse_header(length: bytes, read: Callable[[int], bytes], size: int) -> dict[str, StoredTensor]:
-    """Tensors of a file of `size` bytes whose first eight are `length`; `read(n)` gives the next n.
+    """Parse the header of a file of `size` bytes; `length` is its first eight bytes.
 
-    Raises `ValueError` naming the key unless data lie without gap or overlap and end the file.
+    `read(n)` returns the next n bytes. Raises `ValueError` naming the key unless the data of all
+    tensors fill the file without gap or overlap.
     """
     span = int.from_bytes(length, "little")
     if len(length) != 8 or span > min(HEADER_LIMIT, size - 8):

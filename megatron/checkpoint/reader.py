@@ -1,9 +1,7 @@
-"""Any box of any tensor of a checkpoint, put together from the slices that hold it.
+"""A reader that assembles any box of any tensor of a checkpoint from its slices.
 
-Files are mapped into memory, so a rank brings in no more than the pages under what it asks for.
-Numbers are moved as integers of the same width: no value is interpreted, none can change.
-
-Nothing here imports torch.
+Files are memory-mapped, so a rank loads only the pages under the boxes that it reads. Values are
+moved as integers of the same width, so that no bit can change. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _INTEGER = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 class FolderReader:
     """Reads tensors of one step folder.
 
-    A file is opened, and its header checked against the manifest, when it is first needed. Hashes
-    are `verify_folder`'s concern.
+    A file is opened when it is first needed, and its header is checked against the manifest. Hashes
+    are checked by `verify_folder`.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -53,10 +51,7 @@ class FolderReader:
         self._files.clear()
 
     def record(self, name: str) -> TensorRecord:
-        """Return the record of a tensor.
-
-        Raises `CheckpointError` if there is none. Raises `CheckpointError` where there is none.
-        """
+        """Return the record of a tensor. Raises `CheckpointError` if there is none."""
         try:
             return self.manifest.tensors[name]
         except KeyError:
@@ -84,7 +79,7 @@ class FolderReader:
                 done += size
 
     def _entries(self, record: TensorRecord, part: SliceRecord) -> np.ndarray:
-        """All entries of a slice, masked ones included, as a vector."""
+        """Return all entries of a slice as a vector, including masked ones."""
         data, header = self._open(part.file)
         stored = header[part.key]
         dtype = _INTEGER[DTYPE_BYTES[record.dtype]]

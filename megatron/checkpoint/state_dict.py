@@ -1,11 +1,11 @@
-"""The tensors of a run under their names in a checkpoint, and which rank writes which part.
+"""The tensors of a run by their names in a checkpoint, and the rank that writes each part.
 
     logical tensor --boxes--> part on this rank --mask--> stored entries --mask--> entries in a file
 
 Names are of logical tensors, so that any grid loads the checkpoint of any other. A tensor-parallel
-rank has boxes of a tensor, a pruned tensor exists in part, and of the existing entries some may be
-left out. One rank writes each part that several ranks hold alike; data-parallel ranks share that
-work.
+rank has boxes of a tensor, a pruned tensor is stored in part, and some stored entries may be left
+out of the file. If several ranks hold the same part, one of them writes it; data-parallel ranks
+share that work.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron.parallel.groups import ProcessGroups
 class FileMask:
     """A mask that selects the entries in a file.
 
-    The file holds the entries at which the boolean tensor `name` of the checkpoint equals `value`:
-    on this rank the entries that `kept` marks, bool [local_entries].
+    The file holds the entries at which the boolean tensor `name` of the checkpoint equals `value`;
+    on this rank these are the entries marked by `kept`, bool [local_entries].
     """
 
     name: str
@@ -45,10 +45,10 @@ class FileMask:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """The part of a parameter on this rank.
+    """The part of a parameter on this rank, described by `info`.
 
-    The part that `info` tells, of which `layout` stores some entries. `pruned`: some do not exist,
-    here or on another rank that has a part.
+    `layout` stores some or all entries of the part. `pruned`: some entries are not stored, on this
+    rank or on another rank with a part.
     """
 
     info: ParamInfo
@@ -59,33 +59,32 @@ class LocalParameter:
     def exists(self) -> torch.Tensor:
         """Return which entries of the part are stored: bool [local_entries], on the CPU.
 
-        Made anew each time: to keep it would take a byte for each entry of a pruned model.
+        Computed at each call: keeping it would take a byte per entry of a pruned model.
         """
         entries, mask = self.info.local_entries, self.layout.mask(self.info.name)
         return torch.ones(entries, dtype=torch.bool) if mask is None else mask[:entries]
 
     @property
     def boxes(self) -> list[tuple[Box, Box]]:
-        """The boxes of the logical tensor, and where they lie in the part."""
+        """Boxes of the logical tensor, with their positions in the part."""
         if self.info.tp_shard is not None:
             return list(self.info.tp_shard.boxes())
         box = (0,) * len(self.info.logical_shape), tuple(self.info.logical_shape)
         return [(box, box)]
 
     def stored(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the stored entries of a state in a bucket, without vocabulary padding.
+        """Return a view of the stored entries of a state in a bucket, without vocabulary padding.
 
-        Padding lies at the end of a slice that is stored whole, and is absent from other slices. A
-        view.
+        Padding lies at the end of a slice that is stored whole, and is absent from other slices.
         """
         return flat[: self.info.local_entries]
 
     def pick(self, part: torch.Tensor) -> torch.Tensor:
-        """The stored ones of all entries of the part, 1-D on the CPU."""
+        """Select the stored entries from all entries of the part, 1-D on the CPU."""
         return part[self.exists] if self.pruned else part
 
     def spread(self, stored: torch.Tensor, fill: bool) -> torch.Tensor:
-        """All entries of the part from the stored ones (bool), `fill` for those that are not."""
+        """Expand the stored entries (bool) to all entries of the part; the others become `fill`."""
         if not self.pruned:
             return stored.cpu()
         return torch.full_like(self.exists, fill).masked_scatter_(self.exists, stored.cpu())
@@ -97,8 +96,7 @@ class LocalParameter:
     ) -> Iterator[LocalShard]:
         """Yield the shards of the tensor `name` that this rank writes.
 
-        `values` (1-D) are those of the part's entries that are in the file, which are all without a
-        mask.
+        `values` (1-D) are the part's entries that go to the file; all entries if there is no mask.
         """
         boxes, shape = self.boxes, tuple(self.info.logical_shape)
         whole = values
@@ -121,11 +119,11 @@ class LocalParameter:
     # ---- reading -------------------------------------------------------------------------------
 
     def read(self, saved: Checkpoint, name: str) -> torch.Tensor:
-        """All entries of the part (1-D, on the CPU), 0 for those that are not in the file."""
+        """Read all entries of the part (1-D, on the CPU); entries not in the file are 0."""
         return self._read(saved, name, ())
 
     def read_own(self, saved: Checkpoint, name: str, rank: int, ranks: int) -> torch.Tensor:
-        """Read state of which each data-parallel rank has its own.
+        """Read state that differs between data-parallel ranks.
 
         If the number of ranks was not `ranks`, every rank gets the mean of the old ranks' states,
         which keeps the pending update.
@@ -160,12 +158,12 @@ of parameters exist."""
 BUFFER = "buffer/"
 """Where checkpoints keep the model's buffers, each whole."""
 _OLD_INDEX = f"{PATH}index/"
-"""Where the first version of the format kept what Radius had chosen."""
+"""Folder in which the first version of the format kept Radius's selection."""
 
 
 @dataclass(frozen=True)
 class _RankPart:
-    """A tensor to save: the data-parallel rank it falls to makes the shards."""
+    """A tensor to save; `make` yields its shards on the data-parallel rank that owns it."""
 
     name: str
     nbytes: int
@@ -186,8 +184,7 @@ class RunStateDict:
     def shards(self, *, moments: bool) -> Iterator[LocalShard]:
         """Yield the shards that this rank writes.
 
-        Collective over the ranks of a copy of the model. Collective over the ranks of a copy of the
-        model.
+        Collective over the ranks of a copy of the model.
         """
         dp, pruned = self.groups.dp, self._pruned()
         parts = {part.name: part for part in self._shared(pruned, moments)}
@@ -204,10 +201,10 @@ class RunStateDict:
                     yield of_rank(shard, data_parallel_rank=dp.rank, data_parallel_size=dp.size)
 
     def _shared(self, pruned: set[str], moments: bool) -> Iterator[_RankPart]:
-        """State equal on all data-parallel ranks, as far as this rank's group writes it.
+        """Yield state that is equal on all data-parallel ranks and that this rank's group writes.
 
-        Of a parameter that is stored in part its mask is saved once, and of its weight and moments
-        the entries there are.
+        A parameter that is stored in part has its mask saved once, and the stored entries of its
+        weight and moments.
         """
         for kind, name, flat in self.optimizer.tensors():
             info = self.engine.infos[name]
@@ -233,13 +230,13 @@ class RunStateDict:
                 yield _RankPart(name, tensor.nbytes, partial(_whole, name, tensor))
 
     def _kept(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
-        """Weights and moments of which each data-parallel rank keeps, and writes, a part."""
+        """Yield weights and moments that are sharded over data-parallel ranks."""
         for kind, name, flat in self.optimizer.tensors():
             info, file = self.engine.infos[name], f"{kind}/{name}"
             if not self.engine.model_shard.owns(info) or not (kind == PARAM or moments):
                 continue
             if not self.engine.layout.numel(name, info.param) and self.groups.dp.rank == 0:
-                # Nothing is stored here, which somebody has to say.
+                # Nothing is stored here, but the tensor must appear in the checkpoint.
                 yield from _shards(self._held(info, pruned), file, flat)
             mask = f"{MASK}{name}" if name in pruned else None
             for part in pieces(self.engine, name, flat):
@@ -267,7 +264,7 @@ class RunStateDict:
         return LocalParameter(info, self.engine.layout, info.name in pruned)
 
     def _pruned(self) -> set[str]:
-        """Parameters of which a rank that has a part of them does not store all."""
+        """Return the parameters that some rank does not store whole."""
         infos = self.engine.infos.values()
         mine = [
             info.name
@@ -317,7 +314,7 @@ class RunStateDict:
             fill(self.engine, name, flat, held.read(saved, f"{kind}/{name}"))
 
     def take_path(self, saved: Checkpoint) -> None:
-        """Give the gradient path its state back. Collective."""
+        """Load the state of the gradient path. Collective over the world."""
         self.groups.world.raise_on_all_ranks(lambda: self._take_path(saved))
 
     def _take_path(self, saved: Checkpoint) -> None:
@@ -339,7 +336,7 @@ class RunStateDict:
         self.engine.load_state_tensors(_Reading(own), _Reading(shared))
 
     def _part_of(self, name: str) -> LocalParameter | None:
-        """This rank's part of the parameter that a name ends in, None where it has none."""
+        """Return this rank's part of the parameter that a name ends in; None if it has no part."""
         info = self.engine.infos.get(name.rpartition("/")[2])
         if info is None:
             return None
@@ -349,7 +346,7 @@ class RunStateDict:
 
 
 class _Reading(Mapping[str, torch.Tensor]):
-    """Tensors of a checkpoint, read when they are asked for, so that they are not here together."""
+    """Tensors of a checkpoint, read on access, so that they are not all in memory at once."""
 
     def __init__(self, readers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         self._readers = readers
@@ -368,7 +365,7 @@ class _Reading(Mapping[str, torch.Tensor]):
 
 
 def _shards(held: LocalParameter, file: str, values: torch.Tensor) -> Iterator[LocalShard]:
-    """Yield the shards of stored entries, with the mask that says where they belong."""
+    """Yield the shards of stored entries, with the mask of their positions."""
     name = held.info.name
     mask = FileMask(f"{MASK}{name}", True, held.exists) if held.pruned else None
     return held.shards(file, values, mask)
@@ -379,7 +376,7 @@ def _mask_shards(held: LocalParameter) -> Iterator[LocalShard]:
 
 
 def _entry_shards(held: LocalParameter, name: str, state: PerEntryState) -> Iterator[LocalShard]:
-    """A mask is saved whole, True where nothing exists that it could tell of."""
+    """Return per-entry state to save; a mask is True where the parameter has no entry."""
     values, file = state.values(), f"{ENTRIES}{name}"
     if values.dtype != torch.bool:
         return _shards(held, file, values)

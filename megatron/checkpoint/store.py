@@ -1,4 +1,4 @@
-"""Save and open a step folder: tensors of all ranks, copied to host memory first where asked."""
+"""Saving and opening of a step folder with torch tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.errors import CheckpointError
 from megatron.optimizer.pinned_memory import pinned_zeros
 
 ALIGNMENT = 64
-"""Bytes of which each copy of a snapshot begins at a multiple: a view of any dtype can."""
+"""Alignment in bytes of the copies in a snapshot, so that any dtype can view them."""
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,13 +51,15 @@ DTYPE_NAMES = {
 class LocalShard:
     """The part of a tensor that one rank writes.
 
-    `tensor` holds the box `[start, stop)` of the logical tensor `name` of `shape`, in row-major
-    order (its own shape does not matter).
+    A shard without entries is legal; an empty tensor is saved as one.
 
-    `flat`: only entries `[a, b)` of the flattened box. `mask`: only entries at which the saved
-    boolean tensor of that name equals `mask_value`. `per_rank`: each data-parallel rank has its
-    own; the first axis counts them (see `of_rank`). A shard without entries is legal and is how
-    an empty tensor is saved.
+    Attributes:
+        tensor: The box `[start, stop)` of the logical tensor `name` of `shape`, in row-major order
+            (its own shape does not matter).
+        flat: Only entries `[a, b)` of the flattened box.
+        mask: Only entries at which the saved boolean tensor of that name equals `mask_value`.
+        per_rank: Each data-parallel rank has its own tensor; the first axis counts the ranks (see
+            `of_rank`).
     """
 
     name: str
@@ -72,13 +74,13 @@ class LocalShard:
 
 
 def whole(name: str, tensor: torch.Tensor) -> LocalShard:
-    """The shard of a rank that writes all of a tensor."""
+    """Return the shard of a rank that writes a whole tensor."""
     shape = tuple(tensor.shape)
     return LocalShard(name, tensor, shape, (0,) * len(shape), shape)
 
 
 def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: int) -> LocalShard:
-    """Return the shard of a tensor of which each data-parallel rank has its own.
+    """Return the shard of a tensor that differs between data-parallel ranks.
 
     The tensor is saved with a first axis that counts the ranks, so `Checkpoint.read(name).mean(0)`
     is the mean over ranks.
@@ -93,7 +95,7 @@ def of_rank(shard: LocalShard, *, data_parallel_rank: int, data_parallel_size: i
 
 
 def snapshot(shard: LocalShard) -> LocalShard:
-    """Return the shard over a copy of its tensor in host memory, which nothing else writes to."""
+    """Return the shard with its tensor copied to host memory of its own."""
     tensor = shard.tensor.detach()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return replace(shard, tensor=copy.copy_(tensor))
@@ -102,25 +104,25 @@ def snapshot(shard: LocalShard) -> LocalShard:
 class Snapshots:
     """Copies of shards in host memory, for a save that is written while training goes on.
 
-    Copies of tensors on a GPU lie in one block of page-locked memory, to which the GPU copies at
-    its full rate, one tensor after another without a wait between them. To lock pages takes long,
-    so the block stays for the next save, whose copies take the place of these.
+    Copies of GPU tensors are in one block of page-locked memory, so that the GPU copies at full
+    rate without waits between tensors. Locking pages is slow, so the next save reuses the block and
+    overwrites the copies.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """Copy the shards. Nobody may read what an earlier call returned any more.
+        """Copy the shards. Invalidates the result of an earlier call.
 
         Raises:
-            CheckpointError: The block cannot be had.
+            CheckpointError: The memory cannot be allocated.
         """
         staged = iter(self.stage([shard for shard in shards if shard.tensor.is_cuda]))
         return [next(staged) if shard.tensor.is_cuda else snapshot(shard) for shard in shards]
 
     def stage(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """Copy the shards to the block, whatever device they are on."""
+        """Copy the shards to the block, from any device."""
         if not shards:
             return []
         rooms = [-(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards]
@@ -139,7 +141,7 @@ class Snapshots:
     def _make_room(self, size: int) -> None:
         if size <= self._block.numel():
             return
-        # The old block goes first: there may be no memory for both.
+        # The old block is freed first: there may be no memory for both.
         self._block = torch.empty(0, dtype=torch.uint8)
         try:
             self._block = pinned_zeros(size, torch.uint8)
@@ -152,10 +154,10 @@ class Snapshots:
 
 
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:
-    """Return which data-parallel rank writes each of the tensors that all of them hold.
+    """Return the data-parallel rank that writes each of the tensors that all of them hold.
 
-    Greedy: largest first, to the rank with the least so far; ties by name, then by lower rank.
-    A function of its arguments alone, so ranks agree without asking.
+    Greedy: the largest tensor first, to the rank with the fewest bytes so far; ties go by name,
+    then to the lower rank. Depends on its arguments alone, so ranks agree without communication.
     """
     load = [0] * data_parallel_size
     result: dict[str, int] = {}
@@ -167,7 +169,7 @@ def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:
 
 
 def owned(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[LocalShard]:
-    """The shards of this rank where all ranks hold all of `tensors`."""
+    """Return the shards that this rank writes if all ranks hold all of `tensors`."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     owners = owner(sizes, world)
     return [whole(name, tensor) for name, tensor in tensors.items() if owners[name] == rank]
@@ -236,9 +238,9 @@ def _item(shard: LocalShard, part: SliceRecord) -> TensorToWrite:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Row-major bytes: a view where the tensor is contiguous on the CPU, else one copy."""
+    """Return row-major bytes: a view if the tensor is contiguous on the CPU, else a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # A tensor of one entry counts as contiguous whatever its stride, and views refuse that.
+    # A tensor with one entry counts as contiguous whatever its stride, but cannot be viewed.
     flat = flat.as_strided((flat.numel(),), (1,))
     if flat.dtype == torch.bool:
         return np.packbits(flat.numpy(), bitorder="little").data
@@ -274,15 +276,22 @@ def save_checkpoint(
     log: Callable[[str], None] = lambda text: None,
     files: Files = FILES,
 ) -> Path:
-    """Write `directory/step_%08d`, whole or not at all.
+    """Write `directory/step_%08d` completely or not at all.
 
-    Every rank calls, and all return its path or all raise the same `CheckpointError`.
+    Every rank calls this function. All return the path, or all raise the same `CheckpointError`.
+    If the step exists already, nothing changes if the bytes are the same; otherwise the old one is
+    renamed `.replaced-N`, or `.damaged-N` if it does not verify.
 
-    `tensors`: the shards that this rank writes (together each entry exactly once), or a mapping of
-    whole tensors that every rank holds alike, which is then spread over the ranks by `owner`.
-    `state`: JSON; that of rank 0 is saved, as are `grid` (sizes by name) and `packages` (versions).
-    `gather` is called four times. A step that is there already: nothing changes if the bytes are
-    the same, else the old one is renamed `.replaced-N`, or `.damaged-N` if it does not verify.
+    Args:
+        directory: Folder of step folders, on a disk that all ranks see.
+        step: Number of the step.
+        tensors: The shards that this rank writes (all ranks together write each entry exactly
+            once), or a mapping of whole tensors that every rank holds; these are then spread over
+            the ranks by `owner`.
+        state: JSON object; rank 0's is saved.
+        grid: Sizes by name; rank 0's are saved.
+        packages: Versions by name; rank 0's are saved.
+        gather: All-gathers texts; called four times.
     """
     counts = {**(grid or {}), "size": world}
     manifest = Manifest(step=step, state=state, world=counts, packages=dict(packages or {}))
@@ -305,10 +314,10 @@ def save_checkpoint(
 
 
 class Checkpoint:
-    """A committed step, open for reading. Usable in a `with` statement.
+    """A committed step, open for reading; usable in a `with` statement.
 
-    Several ranks may have the same one open; each reads the pages it asks for. All tensors it
-    returns are new, contiguous and on the CPU.
+    Several ranks may open the same step; each loads the pages that it reads. Returned tensors are
+    new, contiguous and on the CPU.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -320,9 +329,13 @@ class Checkpoint:
     def open(cls, path: Path | str, *, verify: bool | Collection[str] = True) -> Checkpoint:
         """Open a step folder.
 
-        `verify`: True checks everything in it; names of files hash those only (ranks can share the
-        work); False reads the manifest, and each file's header when it is first needed. Raises
-        `CheckpointError` naming file and key.
+        Args:
+            verify: True checks all its contents. Names of files hash those files only, so that
+                ranks can share the work. False reads the manifest, and each file's header at first
+                use.
+
+        Raises:
+            CheckpointError: Damaged; names file and key.
         """
         folder = Path(path)
         if verify is False:
@@ -341,7 +354,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files; reading again opens them again."""
+        """Close the files; reading opens them again."""
         self._reader.close()
 
     @property
@@ -351,42 +364,42 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The JSON object that was saved with it."""
+        """The JSON object that was saved with the step."""
         return self.manifest.state
 
     @property
     def world(self) -> dict[str, int]:
-        """Number of ranks that saved it (`size`), and the grid's sizes by name."""
+        """Number of ranks that saved the step (`size`), and the grid's sizes by name."""
         return self.manifest.world
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
-        """Names of its tensors, sorted."""
+        """Names of the tensors, sorted."""
         return tuple(sorted(n for n in self.manifest.tensors if n.startswith(prefix)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape; the first axis of a per-rank tensor counts the ranks that saved it."""
+        """Return the whole shape; a per-rank tensor's first axis counts the ranks that saved."""
         return self._reader.record(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype that `read` returns."""
+        """Return the dtype that `read` returns."""
         return _DTYPES[self._reader.record(name).dtype]
 
     def per_rank(self, name: str) -> bool:
-        """Return whether each data-parallel rank saved its own."""
+        """Return whether each data-parallel rank saved its own tensor."""
         return self._reader.record(name).scope == DATA_PARALLEL
 
     def mask(self, name: str) -> str | None:
-        """Name of the boolean tensor that tells which entries are stored, None if all are."""
+        """Return the name of the boolean tensor that marks stored entries, else None."""
         mask = self._reader.record(name).mask
         return mask.name if mask is not None else None
 
     def read(
         self, name: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """The box `[start, stop)` of a tensor, by default all of it, however it was saved.
+        """Read the box `[start, stop)` of a tensor, by default all of it, however it was saved.
 
-        Entries that its mask left out are 0. Raises `CheckpointError` for an unknown name and for
-        a box outside the tensor.
+        Entries that its mask left out are 0. Raises `CheckpointError` for an unknown name and for a
+        box outside the tensor.
         """
         box = self._box(name, start, stop)
         out = torch.empty([b - a for a, b in zip(*box, strict=True)], dtype=self.dtype(name))
@@ -402,7 +415,7 @@ class Checkpoint:
         box_start: Sequence[int] | None = None,
         box_stop: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Entries `[start, stop)` of the flattened tensor, or of the flattened box given: 1-D."""
+        """Read entries `[start, stop)` of the flattened tensor, or of the flattened box: 1-D."""
         box = self._box(name, box_start, box_stop)
         if not 0 <= start <= stop <= volume(box):
             raise CheckpointError(
@@ -436,7 +449,7 @@ class Checkpoint:
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    """View of a tensor's memory as integers of its width; booleans stay booleans."""
+    """Return a view of a tensor as integers of its width; booleans stay booleans."""
     if tensor.dtype == torch.bool:
         return tensor.numpy()
     return tensor.view(_INTEGERS[tensor.element_size()]).numpy()

@@ -1,6 +1,6 @@
 """Verification of step folders, and recognition of other programs' checkpoints.
 
-Nothing here imports torch or numpy.
+Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron.checkpoint.io import (
 from megatron.errors import CheckpointError
 
 _THREADS = 4
-"""Hashing lets other Python threads run; more would only wait for the disk."""
+"""Number of hashing threads; more would only wait for the disk."""
 
 
 def read_manifest(folder: Path, *, files: Files = FILES) -> Manifest:
-    """The manifest of a step folder. Raises `CheckpointError` naming file and key."""
+    """Read the manifest of a step folder. Raises `CheckpointError` naming file and key."""
     path = folder / MANIFEST_NAME
     with failing_as(folder, "read"):
         if not path.exists():
@@ -55,11 +55,11 @@ def read_manifest(folder: Path, *, files: Files = FILES) -> Manifest:
 def verify_folder(
     folder: Path, *, hashes: bool | Collection[str] = True, files: Files = FILES
 ) -> Manifest:
-    """Check that a step folder holds what its manifest says, and return the manifest.
+    """Check the contents of a step folder against its manifest, and return the manifest.
 
-    Files and their sizes, their headers against the slices, and nothing beside them; SHA-256 of
-    all files, or of those named by `hashes`. Names that begin with a dot are the disk's or the
-    desktop's own and are passed over. Raises `CheckpointError` naming file and key.
+    Checked are the names and sizes of all files, their headers against the slices, and the SHA-256
+    of all files or of the files named by `hashes`. Names that begin with a dot are ignored, since
+    disks and desktops create them. Raises `CheckpointError` naming file and key.
     """
     manifest = read_manifest(folder, files=files)
     with failing_as(folder, "list"):
@@ -90,7 +90,7 @@ def verify_folder(
 
 
 def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord, SliceRecord]]]:
-    """Return the records of the keys of each file, by the manifest."""
+    """Return, for each file, the records of its keys by the manifest."""
     result: dict[str, dict[str, tuple[TensorRecord, SliceRecord]]] = {}
     for record in manifest.tensors.values():
         for part in record.slices:
@@ -101,7 +101,7 @@ def slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[TensorRecord
 def read_header(
     folder: Path, name: str, manifest: Manifest, *, files: Files = FILES
 ) -> dict[str, StoredTensor]:
-    """Return the header of a file of the folder, once its size is right.
+    """Return the header of a file of the folder, after checking its size.
 
     Raises `CheckpointError`.
     """
@@ -121,7 +121,7 @@ def read_header(
 def check_header(
     path: Path, header: dict[str, StoredTensor], slices: dict[str, tuple[TensorRecord, SliceRecord]]
 ) -> None:
-    """Compare a file's header with the slices that the manifest says lie in it."""
+    """Compare a file's header with the slices that the manifest lists for the file."""
     for key in sorted(header.keys() ^ slices.keys()):
         where = "missing, though" if key in slices else "not"
         raise CheckpointError(f"{path}: key {show(key)} is {where} listed in {MANIFEST_NAME}")
@@ -153,7 +153,7 @@ def _check_hash(path: Path, expected: str, files: Files) -> None:
 
 
 def open_to_all(folder: Path) -> str | None:
-    """Why what lies in a folder could be anybody's work, with the way out; else None."""
+    """Return why anyone could have written to a folder, with the way out; else None."""
     status = os.stat(folder)
     if status.st_uid in (0, os.geteuid()) or not status.st_mode & stat.S_IWOTH:
         return None
@@ -166,7 +166,7 @@ def open_to_all(folder: Path) -> str | None:
 def alien(path: Path) -> str | None:
     """Return a description of another program's checkpoint, with the way out; else None.
 
-    Only names and the first bytes are looked at: such formats run code when they are loaded.
+    Only names and the first bytes are read: loading such formats can run code.
     """
     kind = None
     if path.is_file():

@@ -6,12 +6,11 @@
     (4) rank 0: manifest.json, fsync, fsync of the folder, rename to step_00000100, fsync of the
         folder above, `latest` ............. agreed: committed
 
-Each phase ends with a gather in which every rank tells its outcome, so all ranks raise the same
-error and none waits for one that failed. A crash leaves a `.tmp-` folder, which nobody reads and
-the next save removes. A step that is there already is never deleted: the new one is dropped if it
-is the same, else the old one is renamed `.replaced-N`, or `.damaged-N` if it does not verify.
-
-Nothing here imports torch or numpy.
+Each phase ends with a gather of all ranks' outcomes, so that all ranks raise the same error and no
+rank waits for a failed one. A crash leaves a `.tmp-` folder, which is never read and which the next
+save removes. A step that exists is never deleted: the new one is dropped if it is the same;
+otherwise the old one is renamed `.replaced-N`, or `.damaged-N` if it does not verify. Imports
+neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -63,27 +62,27 @@ LATEST = "latest"
 _LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]+")
 
 Gather = Callable[[str], list[str]]
-"""Called by all ranks; gives each of them the texts of all, in order of rank."""
+"""A collective that gives every rank the texts of all ranks, in rank order."""
 
 
 def step_name(step: int) -> str:
-    """Name of a step's folder."""
+    """Return the name of a step's folder."""
     return f"step_{step:08d}"
 
 
 def file_name(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def alone(text: str) -> list[str]:
-    """The gather of a world of one rank."""
+    """Gather in a world of one rank."""
     return [text]
 
 
 @dataclass(frozen=True)
 class RankWrites:
-    """The part of a save that one rank writes: items, and the slices of tensors that they hold."""
+    """The part of a save that one rank writes: items, and slices of the tensors that they hold."""
 
     items: Sequence[TensorToWrite]
     tensors: Mapping[str, TensorRecord]
@@ -91,10 +90,10 @@ class RankWrites:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save of one rank.
+    """One save on one rank.
 
-    `directory` holds the step folders, lies on a disk that all ranks see and takes one save at a
-    time. `manifest` lacks files and tensors only; that of rank 0 counts.
+    `directory` holds the step folders; it is on a disk that all ranks see and takes one save at a
+    time. `manifest` lacks only files and tensors; rank 0's is used.
     """
 
     directory: Path
@@ -105,7 +104,10 @@ class Save:
     files: Files = FILES
 
     def run(self, part: Callable[[], RankWrites]) -> Path:
-        """Write and commit the step; all ranks call, and all return or raise `CheckpointError`."""
+        """Write and commit the step; all ranks call this method, and all return or all raise.
+
+        Raises `CheckpointError`.
+        """
         step = self.manifest.step
         mine: list[RankWrites] = []
 
@@ -136,10 +138,10 @@ class Save:
             raise CheckpointError(one_line(error)) from error
 
     def _agree(self, act: Callable[[], Any]) -> list[Any]:
-        """Do this rank's share of a phase.
+        """Do this rank's share of a phase, and return what all ranks returned.
 
-        Return what all ranks did, or raise the same error on all. Anything that goes wrong is told,
-        bugs too: a rank that left here would be waited for.
+        An exception on one rank, even a bug, is raised on all ranks, since the others would wait
+        for a rank that left.
         """
         cause: Exception | None = None
         try:
@@ -225,7 +227,7 @@ class Save:
         return str(final)
 
     def _stands(self, draft: Path, final: Path) -> bool:
-        """Return whether the very same bytes are committed already; the draft is removed then."""
+        """Return whether the same bytes are committed already; the draft is then removed."""
         try:
             if self._manifest_bytes(final) != self._manifest_bytes(draft):
                 return False
@@ -275,10 +277,10 @@ def set_aside(files: Files, folder: Path, kind: str) -> Path:
 
 
 def merge(plans: Sequence[Mapping[str, Any]]) -> dict[str, TensorRecord]:
-    """Tensors of a step from the plans of all ranks.
+    """Merge the tensors of a step from the plans of all ranks.
 
-    Raises `CheckpointError` where ranks disagree, or where an entry of a tensor is brought by two
-    ranks or by none.
+    Raises `CheckpointError` if ranks disagree, or if an entry of a tensor is written by two ranks
+    or by none.
     """
     tensors: dict[str, TensorRecord] = {}
     first: dict[str, int] = {}

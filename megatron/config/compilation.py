@@ -26,16 +26,15 @@ def choose_compilation(
 ) -> Compilation:
     """Choose whether to compile the layers of a run.
 
-    As `--compile` says, else where compiled kernels break no promise of the run.
-
-    Recomputation, pipelines and gradient paths work with compiled layers as with others, since
-    seeding, collectives and hooks stay outside of what is compiled.
+    `--compile` decides if given. Otherwise layers are compiled where compiled kernels break no
+    promise of the run. Recomputation, pipelines and gradient paths work with compiled layers too,
+    since seeding, collectives and hooks are outside the compiled code.
 
     Args:
         config: Settings of the run.
         device: Type of the device, "cpu" or "cuda".
         triton: Whether Triton is installed; None looks for it.
-        compiler: Whether a C compiler is there; None looks for it.
+        compiler: Whether a C compiler is installed; None looks for it.
     """
     asked = config.training.compile
     if asked is not None:
@@ -51,7 +50,7 @@ def _why_not(config: Config, device: str, *, triton: bool, compiler: bool) -> st
     if device != "cuda":
         return "the default on a CPU, where equal runs are equal to the last bit"
     if config.parallel.tensor_model_parallel_size > 1:
-        # Each rank times its own kernels, but ranks must round alike what all of them compute.
+        # Each rank times its own kernels, but values that all ranks compute must round equally.
         return "the default with tensor parallelism, whose collectives cut layers into small graphs"
     if config.training.deterministic_mode:
         return "since deterministic_mode is on, and the compiler chooses kernels by timing them"

@@ -28,7 +28,7 @@ _METADATA = "sparsetron"
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRange:
-    """A range of numbers; reads as the end of the sentence "must be ..."."""
+    """A range of numbers; its text completes the sentence "must be ..."."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -48,22 +48,22 @@ class ValueRange:
 
 
 def at_least(low: float) -> ValueRange:
-    """The numbers from `low` on."""
+    """Return the range of numbers from `low` on."""
     return ValueRange(low=low)
 
 
 def above(low: float) -> ValueRange:
-    """The numbers greater than `low`."""
+    """Return the range of numbers greater than `low`."""
     return ValueRange(low=low, low_open=True)
 
 
 def between(low: float, high: float) -> ValueRange:
-    """The numbers from `low` to `high`, both included."""
+    """Return the range of numbers from `low` to `high`, both included."""
     return ValueRange(low=low, high=high)
 
 
 def below_one(low: float = 0) -> ValueRange:
-    """The numbers from `low` up to, not including, 1."""
+    """Return the range of numbers from `low` up to, but not including, 1."""
     return ValueRange(low=low, high=1, high_open=True)
 
 
@@ -74,10 +74,12 @@ def option(
     within: ValueRange | None = None,
     saved: bool = True,
 ) -> Any:
-    """A field of a section.
+    """Declare a field of a section.
 
-    `help`: one sentence with the unit and what turns it off. `within`: legal numbers (of each
-    element, for a tuple). `saved`: whether `to_yaml` writes it.
+    Args:
+        help: One sentence, with the unit and the value that turns the feature off.
+        within: Legal numbers (of each element, for a tuple).
+        saved: Whether `to_yaml` writes the field.
     """
     facts = {"help": help, "within": within, "saved": saved}
     return dataclasses.field(default=default, metadata={_METADATA: facts})
@@ -93,8 +95,8 @@ def section(cls: type[T]) -> type[T]:
 class FieldSpec:
     """The declaration of one field.
 
-    `kind`: int, float, bool or str, of each element where `many`; `count`: number of elements, None
-    for one or more.
+    `kind` is int, float, bool or str, of each element if `many`. `count` is the number of elements,
+    None for one or more.
     """
 
     name: str
@@ -111,25 +113,25 @@ class FieldSpec:
 
     @property
     def flag(self) -> str:
-        """The name on the command line."""
+        """Name on the command line."""
         return flag_name(self.name)
 
     @property
     def required(self) -> bool:
-        """Return whether the user must give it."""
+        """True if the user must give a value."""
         return self.default is MISSING
 
 
 def flag_name(name: str) -> str:
-    """`--kebab-case` of a field's name."""
+    """Return the `--kebab-case` form of a field's name."""
     return "--" + name.replace("_", "-")
 
 
 @cache
 def specs_of(cls: type, section_name: str) -> dict[str, FieldSpec]:
-    """The specs of a dataclass by field name, in order.
+    """Return the specs of a dataclass by field name, in order.
 
-    Fields made without `option` are legal and have no help; types are int, float, bool, str,
+    Fields made without `option` are legal and have no help. Types are int, float, bool, str,
     Literal or tuples of these, or None.
     """
     hints = type_hints(cls)
@@ -164,7 +166,7 @@ def _spec(field: dataclasses.Field[Any], hint: Any, section_name: str) -> FieldS
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None was there."""
+    """Return the type without `| None`, and whether None was part of it."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
     (inner,) = (arg for arg in get_args(hint) if arg is not types.NoneType)
@@ -181,27 +183,27 @@ UNREAD_TOKENIZERS = {
     "TikTokenizer": "tiktoken files are not read; convert_tiktoken_to_fast of "
     "transformers.integrations.tiktoken writes a tokenizer.json of one, for HuggingFaceTokenizer",
 }
-"""Names of Megatron-LM's `--tokenizer-type` that are not read here, with what to do instead."""
+"""Values of Megatron-LM's `--tokenizer-type` that are refused here, with the way out."""
 
 _SHOWN = 60
-"""Characters of a value that a message repeats."""
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value as written. `quoted`: it stood in quotes, so it is text whatever it looks like."""
+    """A value as written; a `quoted` value is text whatever it looks like."""
 
     text: str
     quoted: bool = False
 
     @property
     def is_null(self) -> bool:
-        """Return whether YAML's core schema reads it as nothing."""
+        """True if YAML's core schema reads it as null."""
         return not self.quoted and self.text in ("", "~", "null", "Null", "NULL")
 
     @property
     def is_text(self) -> bool:
-        """Return whether YAML's core schema reads it as text."""
+        """True if YAML's core schema reads it as text."""
         plain = self.text in ("true", "false") or _NUMBER.fullmatch(self.text)
         return self.quoted or not (plain or self.is_null)
 
@@ -219,31 +221,31 @@ _WORDS = {"True": "true", "False": "false", "None": "none"}
 
 
 def show(value: object) -> str:
-    """A value for a message: quoted if text, on one line, not too long."""
+    """Return a value for a message: quoted if text, on one line, of bounded length."""
     text = repr(value) if isinstance(value, str) else _WORDS.get(repr(value), str(value))
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def show_plain(text: str) -> str:
-    """Text without quotes around it where that cannot be misread."""
+    """Return text without quotes where that cannot be misread."""
     return text if len(text) <= _SHOWN and re.fullmatch(r"[!-~]+", text) else show(text)
 
 
 def show_path(path: str) -> str:
-    """A path in full, quoted where it holds anything unprintable or is empty."""
+    """Return a path in full, quoted if it is empty or holds unprintable characters."""
     return path if path and path.isprintable() and len(path) < 4096 else show(path)
 
 
 def nearest(
     name: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return "; did you mean X?" for a name close to a known one or to a synonym, else nothing."""
+    """Return "; did you mean X?" for a name close to a known one or to a synonym, else ""."""
     matches = difflib.get_close_matches(name, [*known, *synonyms], n=1)
     return f"; did you mean {synonyms.get(matches[0], matches[0])}?" if matches else ""
 
 
 def convert(spec: FieldSpec, given: GivenValue) -> Any:
-    """The typed value. Raises `ConfigError`; ranges are checked later, over the whole."""
+    """Return the typed value. Raises `ConfigError`; ranges are checked later, on the whole."""
     if spec.optional and _stands_for_none(given):
         return None
     if not spec.many:
@@ -258,14 +260,14 @@ def convert(spec: FieldSpec, given: GivenValue) -> Any:
 
 
 def _stands_for_none(given: GivenValue) -> bool:
-    """Null in the file, "none" on the command line."""
+    """Return whether a value is null in the file or "none" on the command line."""
     if given.from_file:
         return isinstance(given.value, Scalar) and given.value.is_null
     return given.value in (Scalar("none"), (Scalar("none"),))
 
 
 def _wanted(spec: FieldSpec) -> str:
-    """The type in words."""
+    """Return the type in words."""
     if spec.choices:
         return "one of " + ", ".join(spec.choices)
     return _KINDS[spec.kind][0]
@@ -280,7 +282,7 @@ def _convert_one(spec: FieldSpec, scalar: Scalar, given: GivenValue) -> Any:
 
 
 _Converted = tuple[Any, str]
-"""A value and, if it cannot be had, what is wrong (the end of a sentence about it)."""
+"""Return a value, or a complaint that ends a sentence about the text."""
 
 
 def _integer(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
@@ -316,7 +318,7 @@ def _boolean(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
 
 
 def _text(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:
-    # A blend's weights stand bare beside its paths, so elements of lists may look like numbers.
+    # A blend's weights stand between its paths, so elements of lists may look like numbers.
     if from_file and not spec.many and not scalar.is_text:
         return None, "is not text" + (
             f"; must be {_wanted(spec)}" if spec.choices else "; put it in quotes"
@@ -342,7 +344,7 @@ _KINDS = {
 
 
 def check_range(spec: FieldSpec, value: Any, origin: str) -> None:
-    """Raise `ConfigError` unless each number lies in the field's range."""
+    """Raise `ConfigError` unless each number is in the field's range."""
     if spec.within is None or value is None:
         return
     for item in value if spec.many else (value,):
@@ -351,7 +353,7 @@ def check_range(spec: FieldSpec, value: Any, origin: str) -> None:
 
 
 def origin_of(name: str, givens: Mapping[str, GivenValue]) -> str:
-    """Return where a field's value came from, for a message; its name where it is a default."""
+    """Return the origin of a field's value for a message; its name if it is a default."""
     return givens[name].origin if name in givens else name
 
 
@@ -359,10 +361,10 @@ RULE = "--split wants three numbers >= 0, not all 0, for train, valid and test, 
 
 
 def split_shares(text: str) -> list[float]:
-    """Shares of train, valid and test, in any scale.
+    """Read the shares of train, valid and test, in any scale.
 
-    Three numbers >= 0 of which one is positive, separated by commas; ConfigError otherwise
-    (Megatron reads "-1,1,1" as "1,1,1" and fills "900,50" up with a zero).
+    Three numbers >= 0 of which one is positive, separated by commas; otherwise `ConfigError`.
+    (Megatron reads "-1,1,1" as "1,1,1" and pads "900,50" with a zero.)
     """
     try:
         shares = [float(item) for item in text.split(",")]

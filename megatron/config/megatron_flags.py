@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM, old and present, that are not fields here: what becomes of each.
+"""Flags of Megatron-LM, old and present, that are not fields here, and how each is treated.
 
-Scripts written for Megatron-LM run as they are where that is harmless; where it would change what
-is computed, the flag is refused with the reason. Every use of a name of this table is announced.
+Scripts written for Megatron-LM run unchanged if that is harmless. A flag that would change the
+results is refused with the reason. Every use of a name of this table is announced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.config.fields import flag_name
 
 @dataclass(frozen=True, kw_only=True)
 class OldName:
-    """`flag` is read as `field`; with `text` it takes no value and stands for that one."""
+    """A flag that is read as `field`; with `text` the flag takes no value and means that text."""
 
     flag: str
     field: str
@@ -21,13 +21,13 @@ class OldName:
 
     @property
     def outcome(self) -> str:
-        """The effect of the flag, for `--help-compat` and the notice."""
+        """Return the effect of the flag, for `--help-compat` and the notice."""
         return f"read as {flag_name(self.field)}" + (f" {self.text}" if self.text else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ignored:
-    """A flag without effect. `takes`: number of values, "?" for at most one."""
+    """A flag without effect; `takes` is its number of values, "?" for at most one."""
 
     flag: str
     reason: str
@@ -35,13 +35,13 @@ class Ignored:
 
     @property
     def outcome(self) -> str:
-        """The effect of the flag, for `--help-compat` and the notice."""
+        """Return the effect of the flag, for `--help-compat` and the notice."""
         return f"ignored: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A flag that stops the run, unless its value is one of `accepted`, which changes nothing."""
+    """A flag that stops the run, except for values in `accepted`, which change nothing."""
 
     flag: str
     reason: str
@@ -49,7 +49,7 @@ class Refused:
 
     @property
     def outcome(self) -> str:
-        """The effect of the flag, for `--help-compat`."""
+        """Return the effect of the flag, for `--help-compat`."""
         but = f" (accepted: {', '.join(self.accepted)})" if self.accepted else ""
         return f"refused: {self.reason}{but}"
 
@@ -238,7 +238,7 @@ SYNONYMS = {
     "warmup_ratio": "lr_warmup_fraction",
     "warmup_steps": "lr_warmup_iters",
 }
-"""What nanoGPT, litgpt, Hugging Face and others call our fields: only for "did you mean"."""
+"""Names that nanoGPT, litgpt, Hugging Face and others use for these fields, for hints only."""
 
 ELSEWHERE = {
     "amp": "--bf16 or --fp16",
@@ -252,11 +252,11 @@ ELSEWHERE = {
     "resume": "the same command once more: a run goes on by itself; --load starts from another",
     "version": "pip show sparsetron",
 }
-"""What flags of other programs are here where that is more than the name of one field."""
+"""Hints at the counterpart of another program's flag that is more than one field."""
 MEGATRON_NAMES: tuple[OldName | Ignored | Refused, ...] = OLD_NAMES + IGNORED + REFUSED
 
 RETIRED_KEYS = {"log_progress": "metrics.jsonl has every step, log.txt every checkpoint"}
-"""Keys that a config.yaml of an older version may have, with what is done instead."""
+"""Keys that a config.yaml of an older version may have, with the replacement."""
 RETIRED_VALUES = {
     ("radius_residual", "in-place"): ("separate", "the results are the same, bit by bit"),
 }

@@ -75,8 +75,8 @@ class PathOptions(Protocol):
     def refused_pairs(self) -> Sequence[RefusedPair]:
         """Settings that exclude each other on this path.
 
-        They come in addition to settings that exclude each other everywhere. `--help-compat` prints
-        these pairs; `parse` checks them before `check`.
+        They are added to the pairs that exclude each other everywhere. `--help-compat` prints them;
+        `parse` checks them before `check`.
         """
         ...
 
@@ -91,17 +91,17 @@ class PathOptions(Protocol):
 
 
 SIZE_LIMIT = 1 << 20
-"""Bytes."""
+"""Maximum size of a file, in bytes."""
 
 EVENT_LIMIT = 20_000
-"""PyYAML needs seconds for a long list of nothing."""
+"""Maximum number of keys and values; PyYAML needs seconds for a long list of empty values."""
 
 Value = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class YamlEntry:
-    """A key of the file with its value. `section`: the key it is nested under, None at the top."""
+    """A key of the file with its value; `section` is the enclosing key, None at the top."""
 
     key: str
     section: str | None
@@ -110,12 +110,15 @@ class YamlEntry:
 
 
 def read_entries(path: str) -> list[YamlEntry]:
-    """All fields of the file, in order. Raises `ConfigError` with file and line."""
+    """Return all fields of the file, in order. Raises `ConfigError` with file and line."""
     return _Reader(path, _read_text(path)).document()
 
 
 def _read_text(path: str) -> str:
-    """The file's text, without byte-order mark. Only a regular file of sane size is opened."""
+    """Read the file's text without byte-order mark.
+
+    Only a regular file of limited size is opened.
+    """
     try:
         facts = Path(path).stat()
         if stat.S_ISDIR(facts.st_mode):
@@ -150,7 +153,7 @@ class _Reader:
         self._fields: dict[str, int] = {}
 
     def document(self) -> list[YamlEntry]:
-        """The one document's entries."""
+        """Return the entries of the only document."""
         next(self._events)
         if isinstance(next(self._events), yaml.StreamEndEvent):
             raise ConfigError(f"{self._path}: empty; give at least the required fields")
@@ -167,7 +170,7 @@ class _Reader:
         return entries
 
     def _stream(self) -> Iterator[Any]:
-        """PyYAML's events, with its errors made ours and what only hides things refused."""
+        """Yield PyYAML's events; refuse syntax errors and features that hide values."""
         try:
             for count, event in enumerate(_events(self._text)):
                 if count > EVENT_LIMIT:
@@ -191,7 +194,7 @@ class _Reader:
             raise ConfigError(f"{self._path}: not YAML: {show(str(error))}") from None
 
     def _mapping(self, section: str | None) -> Iterator[YamlEntry]:
-        """Entries up to the mapping's end; at the top, a nested mapping is a section."""
+        """Return entries up to the mapping's end; at the top, a nested mapping is a section."""
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key, line = self._key(event), event.start_mark.line + 1
@@ -270,7 +273,7 @@ def read_flags(
     pairs: Sequence[RefusedPair],
     path_pairs: Mapping[str, Sequence[RefusedPair]],
 ) -> CommandLine:
-    """Flags of the fields in `specs` (by section).
+    """Read the flags of the fields in `specs` (by section).
 
     Every other flag is a complaint. Raises `ConfigError` for a flag with too few or too many
     values, SystemExit after `--help` and `--help-compat`, which prints `pairs` and `path_pairs`.
@@ -288,9 +291,10 @@ def read_flags(
 
 
 def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[FieldSpec]]) -> list[str]:
-    """`--lr -1e-3` as `--lr=-1e-3`: argparse would take the number for a flag and not show it.
+    """Turn `--lr -1e-3` into `--lr=-1e-3`, since argparse would take the number for a flag.
 
-    In front of a list it would then be the only value, so a number that argparse knows stays.
+    At the start of a list the number would become the only value, so a number that argparse
+    recognises stays.
     """
     lists = {spec.flag for group in specs.values() for spec in group if spec.many}
     joined: list[str] = []
@@ -305,7 +309,7 @@ def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[FieldSpec]
 
 
 class _Namespace(argparse.Namespace):
-    """Lets every action write to one `CommandLine`."""
+    """A parser whose actions write to one `CommandLine`."""
 
     def __init__(self, line: CommandLine) -> None:
         super().__init__()
@@ -322,7 +326,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Action(argparse.Action):
-    """An action that knows what of the tables it stands for and writes to the command line."""
+    """An action that knows its row of the tables and writes to the command line."""
 
     def __init__(self, *, about: Any = None, **options: Any) -> None:
         super().__init__(**options)
@@ -338,7 +342,7 @@ class _Action(argparse.Action):
         self.use(namespace.line, option_string or self.option_strings[0], values)
 
     def use(self, line: CommandLine, flag: str, values: Any) -> None:
-        """Take note of one use of the flag."""
+        """Record one use of the flag."""
         raise NotImplementedError
 
 
@@ -484,9 +488,9 @@ def _complaints_of_unknown(
 ) -> list[str]:
     """Return a complaint for each of the `unknown`.
 
-    argparse could not place these among the `texts` of the command line. Texts directly after an
-    unknown flag are that flag's values, and the complaint about the flag covers them. The name of a
-    YAML file is never taken for such a value.
+    These are arguments among `texts`, the command line, that argparse could not place. Texts
+    directly after an unknown flag are that flag's values, and the complaint about the flag covers
+    them. The name of a YAML file is never taken for such a value.
     """
     complaints: list[str] = []
     left = list(unknown)
@@ -521,9 +525,9 @@ def _stray(text: str) -> str:
 def _flag_hint(flag: str, known: Sequence[str], synonyms: Mapping[str, str]) -> str:
     """Return a hint at the flag that an unknown one may have meant.
 
-    The name that another program's flag has here, else the closest flag, if one is close. Dashes
-    and underscores count as equal. Names are compared without the dashes in front, which make any
-    two short flags look alike.
+    The hint is the counterpart of another program's flag, else the closest flag, if one is close.
+    Dashes and underscores count as equal. Names are compared without leading dashes, which would
+    make any two short flags similar.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     if name in ELSEWHERE:
@@ -594,7 +598,7 @@ def fields_by_section(
 ) -> Mapping[str, Sequence[FieldSpec]]:
     """Return every setting of a task by section, in the order of `--help`.
 
-    The fixed sections, then those that the gradient paths bring.
+    The fixed sections come first, then the sections of the gradient paths.
     """
     return _Fields(paths, task).by_section
 
@@ -606,7 +610,7 @@ class _Fields:
         self._paths = paths
         self.fixed = task.specs()
         self.takers: dict[str, list[str]] = {}
-        """The paths that take an option."""
+        """Return the paths that take an option."""
         self.extensions: dict[str, FieldSpec] = {}
         self.homes = {spec.name: spec.section for spec in self.fixed.values()}
         """The section that has a field; paths may share it."""
@@ -622,7 +626,7 @@ class _Fields:
 
     @staticmethod
     def of_path(path: PathOptions) -> dict[str, FieldSpec]:
-        """The options of one path."""
+        """Return the options of one path."""
         found: dict[str, FieldSpec] = {}
         for section, cls in path.sections.items():
             found |= specs_of(cls, section)
@@ -630,7 +634,7 @@ class _Fields:
 
     @property
     def by_section(self) -> dict[str, list[FieldSpec]]:
-        """All fields as `--help` shows them, with the values of `--grad-path`."""
+        """Return all fields as `--help` shows them, with the values of `--grad-path`."""
         grouped: dict[str, list[FieldSpec]] = {}
         for spec in (*self.fixed.values(), *self.extensions.values()):
             if spec.name == "grad_path":
@@ -750,7 +754,7 @@ def _convert_all(
 
 
 def _all_at_once(complaints: Sequence[str]) -> ConfigError:
-    """One error for all complaints, so that a script of another program is put right in one go."""
+    """Return one error for all complaints, so that a script can be corrected in one go."""
     different = list(dict.fromkeys(complaints))
     if len(different) == 1:
         return ConfigError(different[0])
@@ -784,14 +788,17 @@ def _replaced(
     specs: Mapping[str, FieldSpec],
     groups: Sequence[Alternatives],
 ) -> dict[str, str]:
-    """Return the settings of the file that a flag for another way replaces, each with a notice."""
+    """Return the settings of the file without those that a flag for an alternative replaces.
+
+    Each replacement appends a notice.
+    """
     found: dict[str, str] = {}
     for group in groups:
         for way in group:
             flag = next((flags[n] for n in way if n in flags and _sets(specs[n], flags[n])), None)
             others = {name for other in group if other is not way for name in other}
             for name in sorted(others & file.keys() - flags.keys() if flag else ()):
-                # `null` and values that cannot be read replace nothing and are not replaced.
+                # `null` and unreadable values neither replace anything nor are replaced.
                 if flag and _sets(specs[name], file[name]):
                     found[name] = (
                         f"{flag.origin} {_written(flag)} replaces {name} {_written(file[name])} "
@@ -811,7 +818,7 @@ def _sets(spec: FieldSpec, given: GivenValue) -> bool:
 def _overrides(
     flags: Mapping[str, GivenValue], file: Mapping[str, GivenValue], specs: Mapping[str, FieldSpec]
 ) -> Iterator[str]:
-    """A line for each field that file and flags set differently."""
+    """Return a line for each field that file and flags set differently."""
     for name in flags:
         if name not in file:
             continue
@@ -821,7 +828,7 @@ def _overrides(
 
 
 def _written(given: GivenValue) -> str:
-    """The value as the user wrote it."""
+    """Return the value as the user wrote it."""
     scalars = (given.value,) if isinstance(given.value, Scalar) else given.value
     return " ".join(show_plain(scalar.text) for scalar in scalars)
 
@@ -836,16 +843,16 @@ _LONGEST_VALUE = 60
 
 
 def to_yaml(config: Config) -> str:
-    """Every saved setting, by section.
+    """Return every saved setting, by section.
 
-    Left out are where it runs and writes (`RunConfig`, `CheckpointConfig.save`), which are no part
-    of what is computed.
+    Folders and other settings of this start (`RunConfig`, `CheckpointConfig.save`) are left out,
+    since they do not change the results.
     """
     return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
 
 
 def brief_settings(config: Config) -> str:
-    """The saved settings that differ from their defaults, by section, for a terminal."""
+    """Return the saved settings that differ from their defaults, by section, for a terminal."""
     lines: list[str] = []
     for name, section in config.sections.items():
         changed = [
@@ -885,7 +892,7 @@ def _value(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """`repr` with a point, without which older YAML takes 1e-05 for text."""
+    """Return `repr` with a decimal point, without which older YAML reads 1e-05 as text."""
     assert math.isfinite(value)
     digits, e, exponent = repr(value).partition("e")
     return digits + ("" if "." in digits else ".0") + e + exponent

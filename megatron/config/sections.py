@@ -35,12 +35,16 @@ def split_layers(
     last: int | None = None,
     per_virtual_stage: int | None = None,
 ) -> list[list[range]]:
-    """Split layers into ascending runs for each stage; only interleaved schedules have several.
+    """Split layers into ascending ranges for each stage; only interleaved schedules have several.
 
-    Even shares, the first stages one layer more where they do not come out even; none is ever
-    dropped. `first`, `last`: layers of the first and of the last stage, which hold embedding and
-    output layer besides. `per_virtual_stage`: runs of so many layers, dealt out to the stages in
-    turn, as often as it takes (interleaved 1F1B). Raises `ConfigError`.
+    Shares are even; if the number does not divide evenly, the first stages get one layer more.
+    Raises `ConfigError`.
+
+    Args:
+        first: Layers of the first stage, which also holds the embedding.
+        last: Layers of the last stage, which also holds the output layer.
+        per_virtual_stage: Layers of a model chunk; chunks are dealt to the stages in turn
+            (interleaved 1F1B).
     """
     if per_virtual_stage is not None:
         return _in_turns(layers, stages, per_virtual_stage)
@@ -91,15 +95,17 @@ def describe_split(split: list[list[range]]) -> str:
 
 
 LARGEST_DEPTH = 10_000
-"""Layers: far more than any network has, and few enough to plan for each."""
+"""Maximum number of layers: more than any network has, and few enough to plan for each."""
 
 ROPE_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Constants of Llama 3.1's rotary scaling, under the names that Hugging Face gives them. In
-Megatron-LM they are fixed as well; only the factor is an option."""
+"""Constants of Llama 3.1's rotary scaling, named as in Hugging Face.
+
+Megatron-LM fixes them as well; only the factor is an option.
+"""
 
 
 @section
@@ -191,7 +197,7 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP; 4 x hidden_size also with swiglu, as in Megatron."""
+        """Width of the MLP; also with swiglu 4 x hidden_size by default, as in Megatron."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
@@ -206,31 +212,31 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """Longest sequence that has positions, in tokens."""
+        """Maximum number of positions, in tokens."""
         return self.max_position_embeddings or self.seq_length
 
     @property
     def tied(self) -> bool:
-        """Return whether the output layer uses the word embedding's weight."""
+        """True if the output layer uses the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def bias(self) -> bool:
-        """Return whether linear layers have biases."""
+        """True if linear layers have biases."""
         return not self.disable_bias_linear
 
     def padded_vocab_size(self, vocab: int) -> int:
-        """Rows of the embedding for a vocabulary of `vocab` tokens."""
+        """Return the rows of the embedding for a vocabulary of `vocab` tokens."""
         multiple = self.make_vocab_size_divisible_by
         return -(-vocab // multiple) * multiple
 
 
 LARGEST_SEED = 2**32 - 1
-"""What the shuffle's generator (numpy's, as Megatron's) takes."""
+"""Range of seeds that numpy's generator, which shuffles the data as in Megatron, accepts."""
 
 LARGEST_BATCH = 2**30
 LARGEST_RUN = 10**12
-"""Steps or samples: beyond what any machine trains in a century, and far from overflows."""
+"""Maximum of steps or samples: more than a machine trains in a century, and without overflow."""
 
 
 @section
@@ -297,14 +303,14 @@ class TrainingConfig:
     )
 
     def num_microbatches(self, global_batch: int, dp: int) -> int:
-        """Microbatches of each of `dp` data-parallel ranks in a global batch."""
+        """Return the microbatches of each of `dp` data-parallel ranks in a global batch."""
         return global_batch // (self.micro_batch_size * dp)
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """Global batch of the step that begins after `consumed_samples`, in samples.
+        """Return the global batch size, in samples, of the step after `consumed_samples`.
 
-        Megatron's ramp-up rule: evenly long stages, counted in samples, with batches growing by
-        the increment. Needs a global batch size (see `Config.resolve`).
+        Megatron's ramp-up rule: stages of equal length in samples, with batches that grow by the
+        increment. Needs a global batch size (see `Config.resolve`).
         """
         assert self.global_batch_size is not None, "resolve the configuration first"
         if self.rampup_batch_size is None:
@@ -314,7 +320,7 @@ class TrainingConfig:
         return start + min(stages, consumed_samples * stages // samples) * increment
 
     def total_samples(self) -> int:
-        """Length of the run in samples; 0 for a run that trains nothing."""
+        """Return the length of the run in samples; 0 for a run that does not train."""
         if self.train_samples is not None:
             return self.train_samples
         if self.train_iters is None:
@@ -323,7 +329,10 @@ class TrainingConfig:
         return self.train_iters * self.global_batch_size
 
     def total_iterations(self) -> int:
-        """Length of the run in steps. A last partial batch is left out, as in Megatron."""
+        """Return the length of the run in steps.
+
+        A last partial batch is left out, as in Megatron.
+        """
         if self.train_iters is not None:
             return self.train_iters
         iterations, consumed, total = 0, 0, self.total_samples()
@@ -337,7 +346,7 @@ class TrainingConfig:
         return iterations
 
     def _stage_end(self, consumed: int) -> int:
-        """First number of consumed samples after `consumed` where the global batch may grow."""
+        """Return the next number of consumed samples at which the batch may grow."""
         assert self.global_batch_size is not None
         never = consumed + self.total_samples()
         if self.rampup_batch_size is None:
@@ -424,7 +433,7 @@ class OptimizerConfig:
 
     @property
     def num_moments(self) -> int:
-        """Numbers that the optimizer keeps for an entry beside its master weight."""
+        """Number of optimizer states per entry in addition to the master weight."""
         return 1 if self.optimizer == "sgd" else 2
 
 
@@ -481,15 +490,15 @@ class PrecisionConfig:
 
 
 WEEK = 7 * 24 * 60
-"""Minutes."""
+"""Maximum of timeouts, in minutes."""
 
 LARGEST_GRID = 100_000
-"""Ranks along an axis of the grid: more than any machine has, and few enough to look at each."""
+"""Maximum of ranks along an axis of the grid: few enough to check each."""
 
 
 @section
 class ParallelConfig:
-    """The division of the work among ranks."""
+    """How the work is divided among ranks."""
 
     tensor_model_parallel_size: int = option(
         default=1, help="Ranks that share each layer (1 = off).", within=between(1, LARGEST_GRID)
@@ -565,16 +574,16 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
+        """Number of ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def rank_order(self) -> Literal["tp-dp-pp", "tp-pp-dp"]:
-        """The axes of the grid, the one along which consecutive ranks lie first."""
+        """Axes of the grid, from fastest to slowest varying in rank."""
         return "tp-pp-dp" if self.use_tp_pp_dp_mapping else "tp-dp-pp"
 
     def layer_split(self, num_layers: int) -> list[list[range]]:
-        """Return the runs of layers of each pipeline stage."""
+        """Return the ranges of layers of each pipeline stage."""
         return split_layers(
             num_layers,
             self.pipeline_model_parallel_size,
@@ -584,16 +593,16 @@ class ParallelConfig:
         )
 
     def longest_run(self, num_layers: int) -> int:
-        """Layers that a stage runs one after the other.
+        """Return the number of layers that a stage runs in a row.
 
-        Those of the fullest stage, or of an interleaved one's chunk.
+        This is the number of the fullest stage, or of a chunk of an interleaved stage.
         """
         return max(len(run) for runs in self.layer_split(num_layers) for run in runs)
 
 
 @section
 class GradientConfig:
-    """The travel of gradients between data-parallel ranks."""
+    """How gradients travel between data-parallel ranks."""
 
     grad_path: str = option(
         default="dense", help="How data-parallel ranks exchange gradients (ours)."
@@ -602,7 +611,7 @@ class GradientConfig:
 
 @section
 class OffloadConfig:
-    """Keeping the optimizer's states in host memory (AxoNN)."""
+    """Optimizer states in host memory (AxoNN)."""
 
     optimizer_cpu_offload: bool = option(
         default=False,
@@ -622,13 +631,13 @@ class OffloadConfig:
 
     @property
     def chunk(self) -> int:
-        """Entries of an all-reduce at most, as slices are aligned (AxoNN's k x bsize, V-C)."""
+        """Maximum number of entries per all-reduce, aligned (AxoNN's k x bsize, V-C)."""
         return self.offload_coarsening * self.offload_bucket_size // 64 * 64
 
 
 @section
 class RecomputeConfig:
-    """Trading computation for activation memory."""
+    """Recomputation of activations in backward, which saves memory."""
 
     recompute_granularity: Literal["full", "selective"] | None = option(
         default=None,
@@ -846,7 +855,7 @@ class LoggingConfig:
 
 @section
 class RunConfig:
-    """This start of the program; not part of what `--config` repeats."""
+    """Settings of one start of the program; `--config` does not repeat them."""
 
     run_dir: str | None = option(
         default=None,
@@ -966,7 +975,7 @@ class Config:
         return {name: getattr(self, name) for name in names} | self.extensions
 
     def values(self) -> dict[str, object]:
-        """All settings by field name."""
+        """Return all settings by field name."""
         return {
             spec.name: getattr(section, spec.name)
             for name, section in self.sections.items()
@@ -974,7 +983,7 @@ class Config:
         }
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` ranks."""
+        """Return the number of copies of the model among `world_size` ranks."""
         return world_size // self.parallel.model_parallel_size
 
     def num_microbatches(self, global_batch: int, dp: int) -> int:

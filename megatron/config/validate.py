@@ -323,7 +323,7 @@ _NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,127}")
 
 
 def run_is_well_named(c: Config) -> str | None:
-    """The complaint about the run's name, which ends up in paths and job scripts."""
+    """Complain about a run's name that is unsuitable for paths and job scripts."""
     if c.run.run_dir is None:
         field, name, way_out = "configuration's name", c.name, "rename the file or give --run-dir"
     else:
@@ -342,7 +342,7 @@ def _last_part(path: str) -> str:
 
 
 def output_folders_are_safe(c: Config) -> str | None:
-    """The complaint about a place to write to where other things live."""
+    """Complain about an output folder that already has another use."""
     taken = {Path("/"): "the root folder", real_path(os.path.expanduser("~")): "the home folder"}
     folders = [real_path(path).parent for path in c.data_paths()]
     taken |= {folder: "a data folder" for folder in folders}
@@ -359,14 +359,14 @@ def output_folders_are_safe(c: Config) -> str | None:
 
 
 def real_path(path: str) -> Path:
-    """Absolute path without symbolic links; a loop of them is left as it is, not an error."""
+    """Return the absolute path without symbolic links; a loop of links is no error."""
     return Path(os.path.realpath(path))
 
 
 def check(config: Config, givens: Mapping[str, GivenValue] | None = None) -> None:
     """Raise `ConfigError` for the first range, pair or rule that the configuration breaks.
 
-    `givens` tells where values came from, for the messages about ranges.
+    `givens` has the origins of values, for messages about ranges.
     """
     for section_name, section in config.sections.items():
         for spec in specs_of(type(section), section_name).values():

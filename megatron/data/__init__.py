@@ -1,4 +1,4 @@
-"""Token files, the order samples are drawn in, and the tokenizers that make them."""
+"""Token files, the order of samples, and tokenizers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megatron.data.indexed_dataset import without_suffix
 from megatron.errors import ConfigError, DataError
 
 SURPLUS = 0.005
-"""Megatron's --mid-level-dataset-surplus: each part holds this share more than its due."""
+"""Megatron's --mid-level-dataset-surplus: each part gets this share of samples in addition."""
 
 _FEW = 16
 
@@ -30,10 +30,10 @@ class SampleSource(Protocol):
 
 
 class BlendedDataset:
-    """Draw k is sample `sample_index[k]` of part `dataset_index[k]`, which must have it.
+    """A data set whose draw k is sample `sample_index[k]` of part `dataset_index[k]`.
 
-    The arrays come from `blend_order` and `number_draws`; a part too short for its draws is a
-    programming error here, so that it cannot surface in the middle of a run.
+    The arrays come from `blend_order` and `number_draws`. A part that is too short for its draws is
+    an error of the program and is found here, not in the middle of a run.
     """
 
     def __init__(
@@ -62,16 +62,19 @@ class BlendedDataset:
 
 
 def part_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], int]:
-    """Samples to prepare of each part, and draws in all; Megatron's rounding, weights sum to 1."""
+    """Return the samples to prepare of each part, and the number of draws, rounded as in Megatron.
+
+    The weights sum to 1.
+    """
     due = [math.ceil(num_samples * weight) for weight in weights]
     return [math.ceil(count * (1 + SURPLUS)) for count in due], sum(due)
 
 
 def blend_order(weights: Sequence[float], draws: int) -> NDArray[np.int16]:
-    """Part of each draw: the one furthest behind its due, `w_i * max(s, 1) - count_i`.
+    """Return the part of each draw: the one with the largest deficit, `w_i * max(s, 1) - count_i`.
 
-    Ties go to the lowest number. float64 in exactly this order of operations, as Megatron's
-    build_blending_indices, so that the same draws come out. 1e7 draws take seconds.
+    Ties go to the lowest number. Computed in float64 in the order of operations of Megatron's
+    build_blending_indices, so that the draws are equal. 1e7 draws take seconds.
     """
     assert 0 < len(weights) <= np.iinfo(np.int16).max
     if len(weights) == 1:
@@ -80,7 +83,7 @@ def blend_order(weights: Sequence[float], draws: int) -> NDArray[np.int16]:
 
 
 def number_draws(dataset_index: NDArray[np.int16], num_parts: int) -> NDArray[np.int64]:
-    """Sample of its part that each draw takes: how often that part was drawn before."""
+    """Return the sample of its part for each draw: the number of earlier draws of that part."""
     numbers = np.empty(len(dataset_index), dtype=np.int64)
     for part in range(num_parts):
         places = np.flatnonzero(dataset_index == part)
@@ -89,7 +92,7 @@ def number_draws(dataset_index: NDArray[np.int16], num_parts: int) -> NDArray[np
 
 
 def _blend_few(weights: Sequence[float], draws: int) -> NDArray[np.int16]:
-    """Plain floats: for a handful of parts NumPy's call overhead costs more than the sums."""
+    """Draw with plain floats: for a few parts NumPy's call overhead exceeds the arithmetic."""
     order = array("h", bytes(2 * draws))
     first, *others = (float(weight) for weight in weights)
     rest = list(enumerate(others, start=1))
@@ -114,7 +117,7 @@ def _blend_many(weights: Sequence[float], draws: int) -> NDArray[np.int16]:
     for draw in range(draws):
         np.multiply(share, draw or 1, out=errors)
         np.subtract(errors, counts, out=errors)
-        best = int(errors.argmax())  # the first of equals
+        best = int(errors.argmax())  # the first of equal ones
         order[draw] = best
         counts[best] += 1.0
     return np.frombuffer(order, dtype=np.int16)
@@ -124,7 +127,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class DataOptions(Protocol):
-    """The fields of the configuration's data section that say what is read."""
+    """The fields of the configuration's data section that select the files."""
 
     @property
     def data_path(self) -> Sequence[str] | None: ...
@@ -146,7 +149,7 @@ class DataOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """Prefixes of one split; weights sum to 1, or are None: then as the sizes are."""
+    """Prefixes of one split; weights sum to 1, or are None for weights by size."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -154,19 +157,19 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The source of one split: a blend, and which fraction of each file's documents."""
+    """The source of one split: a blend, and the fraction of each file's documents."""
 
     blend: Blend
     fractions: tuple[float, float]
     shared: bool
-    """The files are divided between the splits by `--split`."""
+    """True if `--split` divides the files between the splits."""
 
 
 def split_sources(options: DataOptions) -> list[Source | None]:
-    """Sources of train, valid and test; None where the share is 0 or no path is given.
+    """Return the sources of train, valid and test; None for a share of 0 or a missing path.
 
-    Either one path for all three with `--split`, or paths per split, which are read whole;
-    ConfigError for both or neither.
+    Either one path with `--split`, or a path per split, which is read whole; ConfigError for both
+    or neither.
     """
     own = (options.train_data_path, options.valid_data_path, options.test_data_path)
     if options.data_path:
@@ -194,7 +197,7 @@ def split_sources(options: DataOptions) -> list[Source | None]:
 
 
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
-    """Start and end of train, valid and test as fractions; None where the share is 0.
+    """Return start and end of train, valid and test as fractions; None for a share of 0.
 
     Raises as `split_shares` does.
     """
@@ -208,13 +211,13 @@ def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
 
 
 def documents_of(fractions: tuple[float, float], num_documents: int) -> range:
-    """Documents of a split; both ends rounded as Megatron does, so that splits never overlap."""
+    """Return the documents of a split; both ends are rounded as in Megatron, without overlap."""
     start, stop = (int(round(fraction * float(num_documents))) for fraction in fractions)
     return range(start, stop)
 
 
 def filled_split(text: str, num_documents: int) -> str:
-    """`text`, with shares of validation and test that hold no document joined to the one before."""
+    """Return `text` with validation and test shares without documents added to the share before."""
     shares = split_shares(text)
     for place in (2, 1):
         part = parse_split(",".join(map(str, shares)))[place]
@@ -227,10 +230,9 @@ def filled_split(text: str, num_documents: int) -> str:
 def parse_blend(items: Sequence[str], *, name: str) -> Blend:
     """Read "PREFIX", "PREFIX PREFIX ..." or "WEIGHT PREFIX WEIGHT PREFIX ..."; `name` is the flag.
 
-    A `.bin` or `.idx` at a prefix's end is left out.
-
-    DataError for weights without a prefix, negative, not finite, or all zero. A prefix of weight 0
-    is dropped: Megatron would read a sample of it where the others are even.
+    A `.bin` or `.idx` at a prefix's end is removed. DataError for weights without a prefix,
+    negative, not finite, or all zero. A prefix of weight 0 is dropped; Megatron would read a sample
+    of it at ties.
     """
     numbers = [_number(item) for item in items]
     for number, prefix in zip(numbers, items[1:], strict=False):
@@ -264,7 +266,7 @@ def parse_blend(items: Sequence[str], *, name: str) -> Blend:
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Weights over their sum, in float64 as Megatron computes it."""
+    """Return weights divided by their sum, in float64 as Megatron computes it."""
     values = np.array(weights, dtype=np.float64)
     return (values / np.sum(values)).tolist()
 

@@ -1,7 +1,4 @@
-"""Made-up samples that a model can learn: for `--mock-data`, where there is no corpus.
-
-From configuration to the three data sets of a run.
-"""
+"""Construction of the three data sets of a run from the configuration, and `--mock-data`."""
 
 from __future__ import annotations
 
@@ -38,10 +35,10 @@ _STEPS = 4
 
 
 class MockDataset:
-    """Sample k counts up from a random token in steps of 1 to 4, a function of (seed, split, k).
+    """Samples for `--mock-data`: sample k counts up from a random token in steps of 1 to 4.
 
-    Two tokens give the step away, so the loss of a working model falls towards zero within a few
-    hundred iterations. Ids stay below min(vocab_size, 256).
+    A sample depends on (seed, split, k) only. Two tokens reveal the step, so the loss of a working
+    model falls towards zero within a few hundred iterations. Ids stay below min(vocab_size, 256).
     """
 
     def __init__(
@@ -69,7 +66,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """The data sets of training, evaluation and the final test; None for one not asked for."""
+    """The data sets of training, validation and test; None if not requested."""
 
     train: SampleSource | None
     valid: SampleSource | None
@@ -86,7 +83,7 @@ def build_datasets(
     log: Log,
     tokenizer_fingerprint: str | None = None,
 ) -> Datasets:
-    """Open, check and order the data; each set holds at least its number of `samples`.
+    """Open, check and order the data; each set has at least its number of `samples`.
 
     None stands for one pass over a whole split, which generated data do not have.
     Sets are None for 0 samples, for a share of 0 in `--split`, or without a path of their own where
@@ -182,7 +179,8 @@ class _Builder:
         for prefix, size, drawn in zip(blend.prefixes, asked, counts, strict=True):
             one = part(prefix, size)
             if len(one) < drawn:
-                # The surplus is relative, the error of the rounding is not: Megatron raises here.
+                # The surplus is relative but the rounding error is not, so a part may be too short;
+                # Megatron raises an error here.
                 one = part(prefix, drawn)
             parts.append(one)
             self._tell(split, one, drawn)
@@ -203,18 +201,18 @@ class _Builder:
     def _shares(
         self, blend: Blend, documents: dict[str, range], count: int
     ) -> tuple[list[float], list[int | None], int]:
-        """Weights, samples to ask of each part (None: one epoch), draws in all."""
+        """Return weights, samples to prepare of each part (None: one epoch), and total draws."""
         weights = blend.weights
         if weights is None:
             sizes = [
                 (count_tokens(self.opened[prefix], documents[prefix]) - 1) // self.seq_length
                 for prefix in blend.prefixes
             ]
-            # No whole sample anywhere: the part built first says so, with the numbers.
+            # No part has a whole sample. The error comes from the part built first, with numbers.
             weights = tuple(normalized([max(size, 1) for size in sizes]))
             if count <= sum(sizes):
                 return list(weights), [None] * len(sizes), count
-        # Megatron stops at one epoch of data without weights; here it is repeated in proportion.
+        # Without weights, Megatron stops after one epoch; here the data are repeated in proportion.
         asked, draws = part_sizes(weights, count)
         return list(weights), list(asked), draws
 
@@ -265,10 +263,10 @@ class _Builder:
 def check_tokenizer(
     indexed: IndexedDataset, *, vocab_size: int, fingerprint: str | None = None
 ) -> None:
-    """DataError if a file cannot be, or by its sidecar is not, of this tokenizer.
+    """Raise DataError if a file is not of this tokenizer, by its dtype or its sidecar.
 
-    Files without a sidecar (Megatron's) pass if their dtype holds the vocabulary; each sample's ids
-    are checked when it is read.
+    Files without a sidecar (Megatron's) pass if their dtype can hold the vocabulary; each sample's
+    ids are checked when it is read.
     """
     largest = int(np.iinfo(indexed.dtype).max)
     if largest < vocab_size - 1:

@@ -16,7 +16,7 @@ from megatron.transfer import to_device
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMicrobatch:
-    """A `Microbatch` on a device; field for field the same, [b, s] each."""
+    """A `Microbatch` on a device, with the same fields, [b, s] each."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -34,7 +34,7 @@ class DeviceMicrobatch:
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:
-        """Copy to the device, asynchronously where it is a GPU."""
+        """Copy to the device, asynchronously if it is a GPU."""
 
         def place(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else to_device(torch.from_numpy(array), device)
@@ -57,7 +57,7 @@ class DeviceMicrobatch:
 class BatchReader:
     """A `Reader` of token samples.
 
-    Raises `DataError` where a sample holds a token outside the vocabulary.
+    Raises `DataError` if a sample has a token outside the vocabulary.
     """
 
     dataset: SampleSource

@@ -23,10 +23,10 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class IndexCache:
-    """Finds or builds index arrays; `folder` None keeps them in `cache/` beside the data.
+    """Loads or builds index arrays; without `folder` they go to `cache/` next to the data.
 
-    `cache/` is announced when it is made. A folder that cannot be written is announced once; arrays
-    then stay in memory.
+    A new `cache/` is announced. If the folder cannot be written, that is announced once, and arrays
+    stay in memory.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, log: Log) -> None:
@@ -35,7 +35,7 @@ class IndexCache:
         self._announced = False
 
     def folder(self, prefix: str, kind: str) -> Path:
-        """Return where the entries of a kind for the data under `prefix` lie."""
+        """Return the path of an entry of this kind for the data under `prefix`."""
         if self._folder is not None:
             return self._folder
         return Path(prefix).parent / "cache" / f"{kind}_indices"
@@ -50,10 +50,11 @@ class IndexCache:
         layout: Layout,
         build: Callable[[], Mapping[str, NDArray]],
     ) -> Mapping[str, NDArray]:
-        """Arrays of an entry, mapped read-only from disk where possible.
+        """Return the arrays of an entry, mapped read-only from disk if possible.
 
-        `layout` gives the shape and dtype of each; `build` makes them if the entry is not there or
-        is not exactly that. The description must name all that the values depend on.
+        `layout` has the shape and dtype of each array. `build` makes the arrays if the entry is
+        missing or differs in any way from the description, which must name everything that the
+        values depend on.
         """
         text = json.dumps(description, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
@@ -91,7 +92,7 @@ class _Entry:
         return self._stem.with_name(f"{self._stem.name}-{suffix}")
 
     def load(self) -> dict[str, NDArray] | None:
-        """The arrays, or None unless the description and every header and size are as expected."""
+        """Return the arrays, or None unless description, headers and sizes are as expected."""
         try:
             if self._path("description.txt").read_bytes() != self._text.encode():
                 return None
@@ -106,14 +107,14 @@ class _Entry:
         _replace(self._path("description.txt"), self._text.encode())
 
     def _map(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-        # The header is compared, not parsed: nothing in the file decides what is allocated.
+        # The header is compared, not parsed, so the file cannot decide how much is allocated.
         path, header = self._path(f"{name}.npy"), _header(shape, dtype)
         size = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with open(path, "rb") as file:
             if file.read(len(header)) != header or os.fstat(file.fileno()).st_size != size:
                 raise ValueError(path)
         mapped = np.memmap(path, dtype=dtype, mode="r", offset=len(header), shape=shape)
-        return mapped.view(np.ndarray)  # indexing a memmap itself costs several times more
+        return mapped.view(np.ndarray)  # indexing a memmap is several times slower
 
 
 def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
@@ -126,7 +127,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 def _replace(path: Path, *contents: bytes | memoryview) -> None:
-    # Not the process id: ranks on several hosts may share this folder.
+    # A random name and not the process id: ranks on several hosts may share this folder.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -140,27 +141,27 @@ def _replace(path: Path, *contents: bytes | memoryview) -> None:
 
 
 SEPARATE_BELOW = 0.80
-"""The last epoch is shuffled apart if less than this share of its samples is wanted."""
+"""The last epoch is shuffled separately if less than this share of its samples is needed."""
 
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """The number of passes over a set of documents, and the samples that they yield."""
+    """The number of epochs over a set of documents, and the number of their samples."""
 
     tokens_per_epoch: int
     sequence_length: int
     epochs: int
     samples: int
-    """Samples in all epochs together; at least as many as were asked for."""
+    """Samples in all epochs; at least as many as requested."""
     samples_before_last: int | None
-    """Samples that start before the last epoch if that one is shuffled apart, else None."""
+    """Samples before the last epoch if that one is shuffled separately, else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The three indices: sample k lies between rows r and r + 1, r = shuffle_index[k]."""
+    """Three indices: sample k is between rows r and r + 1, where r = shuffle_index[k]."""
 
     document_index: NDArray[np.int32]  # [epochs * documents] numbers of sequences in the file
     sample_index: NDArray[np.integer]  # [samples + 1, 2] (place in document_index, offset in it)
@@ -170,7 +171,10 @@ class SampleOrder:
 def plan_epochs(
     tokens_per_epoch: int, *, sequence_length: int, num_samples: int | None
 ) -> EpochPlan:
-    """Fewest epochs that yield `num_samples` (None: one epoch); needs at least one token."""
+    """Return the fewest epochs that yield `num_samples` (None: one epoch).
+
+    Needs at least one token.
+    """
     assert tokens_per_epoch > 0 and sequence_length > 0
     epochs = 1
     if num_samples is not None:
@@ -193,14 +197,14 @@ def plan_epochs(
 def expected_arrays(
     plan: EpochPlan, num_documents: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype of each array of a `SampleOrder`, by name: what a cached one must have."""
+    """Return shape and dtype of each array of a `SampleOrder`, by name, to check a cached one."""
     places = num_documents * plan.epochs
     int32, int64 = np.iinfo(np.int32), np.dtype("<i8")
     return {
         "document_index": ((places,), np.dtype("<i4")),
         "sample_index": (
             (plan.samples + 1, 2),
-            # Offsets fit int32, as lengths do; only the places can outgrow it.
+            # Offsets fit int32, as lengths do; only positions can exceed it.
             np.dtype("<i4") if places <= int32.max else int64,
         ),
         "shuffle_index": (
@@ -213,10 +217,10 @@ def expected_arrays(
 def build_order(
     sequence_lengths: NDArray[np.int32], documents: range, *, plan: EpochPlan, seed: int
 ) -> SampleOrder:
-    """The order of `documents` (numbers of sequences in the file) under a plan and a seed.
+    """Return the order of `documents` (numbers of sequences in the file) by plan and seed.
 
-    Peak memory is the result, the lengths and numbers of the documents once, and some 50 MB.
-    Of the seed the low 32 bits count.
+    Peak memory is the result, the lengths and numbers of the documents once, and about 50 MB. Only
+    the low 32 bits of the seed count.
     """
     arrays = expected_arrays(plan, len(documents))
     rng = np.random.RandomState(seed % 2**32)
@@ -233,7 +237,7 @@ def build_order(
 
 
 def _shuffle(values: NDArray, cut: int | None, rng: np.random.RandomState) -> None:
-    """Shuffle in place, the parts before and from `cut` apart; one random stream for both."""
+    """Shuffle the parts before and after `cut` in place, from one random stream."""
     if cut is None:
         rng.shuffle(values)
         return
@@ -244,8 +248,8 @@ def _shuffle(values: NDArray, cut: int | None, rng: np.random.RandomState) -> No
 def _cut_into_samples(
     rows: NDArray, lengths: NDArray, places: NDArray, first: int, sequence_length: int
 ) -> None:
-    """Fill `rows`: sample i starts at token i * sequence_length, in the document that holds it."""
-    # Row 0 names place 0 even if that document is empty; later rows never name an empty one.
+    """Fill `rows`: sample i starts at token i * sequence_length; a row is (position, offset)."""
+    # Row 0 names position 0 even if that document is empty; later rows never name an empty one.
     rows[0] = 0
     sample, before = 1, 0
     for start in range(0, len(places), _BLOCK):
@@ -271,9 +275,9 @@ class GPTDataset:
     """A data set of at least `num_samples` samples of documents; item k is int64 [s + 1].
 
     `documents` are numbers of sequences in the file (Megatron splits by sequence). `num_samples`
-    None is one epoch. Each read checks ids against `vocab_size` (None: unchecked): DataError naming
-    id, document and offset. With a `cache` the order is kept on disk under a name that covers
-    everything it depends on, size and time of the data files included.
+    None is one epoch. Each read checks ids against `vocab_size` (None: unchecked) and raises
+    DataError naming id, document and offset. With a `cache` the order is kept on disk, under a name
+    that covers everything it depends on, including size and time of the data files.
     """
 
     def __init__(
@@ -346,11 +350,11 @@ class GPTDataset:
         return text
 
     def epochs_in(self, num_samples: int) -> float:
-        """Times each token is read, on average, in the first `num_samples` samples."""
+        """Return how often each token is read, on average, in the first `num_samples` samples."""
         return num_samples * self.sequence_length / self.plan.tokens_per_epoch
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """(sequence, offset, length) of each stretch of a sample in the file."""
+        """Yield (sequence, offset, length) of each piece of a sample in the file."""
         (first, start), (last, end) = self._sample_index[row : row + 2].tolist()
         sequences = self._document_index[first : last + 1].tolist()
         if first == last:
@@ -379,7 +383,7 @@ class GPTDataset:
 
 
 def count_tokens(indexed: IndexedDataset, documents: range) -> int:
-    """Tokens in a range of sequences."""
+    """Return the number of tokens in a range of sequences."""
     lengths = indexed.sequence_lengths[documents.start : documents.stop]
     return int(np.sum(lengths, dtype=np.int64))
 

@@ -35,7 +35,7 @@ DTYPE_CODES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Token types by their code in the file; Megatron's 6 and 7 are floats, which hold no tokens."""
+"""Token dtypes by their code in the file; Megatron's 6 and 7 are floats, which hold no tokens."""
 
 _CHUNK = 1 << 20
 
@@ -52,22 +52,22 @@ class IndexTables:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """The token file of a prefix."""
+    """Return the token file of a prefix."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """The index file of a prefix."""
+    """Return the index file of a prefix."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def without_suffix(path: str) -> str:
-    """The prefix of a pair, also where one of its two files was named instead."""
+    """Return the prefix of a pair, also for the name of one of its files."""
     return path.removesuffix(".bin").removesuffix(".idx")
 
 
 def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
-    """Sizes in bytes of `.bin` and `.idx`; DataError unless both are regular files."""
+    """Return the sizes in bytes of `.bin` and `.idx`; DataError unless both are regular files."""
     paths = (bin_path(prefix), idx_path(prefix))
     sizes: list[int] = []
     missing: list[str] = []
@@ -98,7 +98,7 @@ def pair_sizes(prefix: str | os.PathLike[str]) -> tuple[int, int]:
 def check_header(prefix: str | os.PathLike[str]) -> None:
     """Raise `DataError` unless both files can be read and the `.idx` header fits its size.
 
-    The tables are left alone, so this takes milliseconds for a pair of any size.
+    The tables are not read, so this takes milliseconds for a pair of any size.
     """
     _, idx_size = pair_sizes(prefix)
     for path in (bin_path(prefix), idx_path(prefix)):
@@ -110,8 +110,9 @@ def check_header(prefix: str | os.PathLike[str]) -> None:
 def read_index(prefix: str | os.PathLike[str]) -> IndexTables:
     """Map the tables of a pair after checking them against each other and the size of `.bin`.
 
-    One chunked pass: about 0.1 s per 1e7 sequences, memory of a few MB besides the page cache.
-    DataError (one line: file, first bad sequence or document, what was wanted) otherwise.
+    One chunked pass: about 0.1 s per 1e7 sequences, and a few MB of memory besides the page cache.
+    DataError otherwise: one line with the file, the first bad sequence or document, and the
+    expected value.
     """
     bin_size, idx_size = pair_sizes(prefix)
     path = idx_path(prefix)
@@ -201,14 +202,18 @@ def _check_sequences(
     itemsize: int,
     bin_size: int,
 ) -> int:
-    """Tokens in the pair; every writer lays sequences end to end, so one sum checks all offsets."""
+    """Return the tokens in the pair, after checking offsets and size.
+
+    Writers store sequences end to end, so one sum checks all offsets.
+    """
     offset = start = 0
     for start in range(0, len(lengths), _CHUNK):
         part = np.asarray(lengths[start : start + _CHUNK])
         if part.min() < 0:
             bad = int((part < 0).argmax())
             raise DataError(f"{path}: sequence {start + bad} has length {part[bad]}; wanted >= 0")
-        # A chunk sums to less than 2**54 bytes, and `offset` below is a Python integer: no wrap.
+        # A chunk sums to less than 2**54 bytes, and `offset` below is a Python integer, so nothing
+        # wraps.
         ends = np.cumsum(part, dtype=np.int64) * itemsize
         expected = np.empty_like(ends)
         expected[0] = 0
@@ -237,19 +242,19 @@ def _check_sequences(
 
 
 _LONGEST = 2**31 - 1
-"""Lengths are int32 in the format."""
+"""Maximum length of a sequence; lengths are int32 in the format."""
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """The token type Megatron writes: uint16 below 65500 entries, else (or if unknown) int32."""
+    """Return the token dtype that Megatron writes: uint16 below 65500 entries, else int32."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """A checked `.bin/.idx` pair; item i is the array of tokens of sequence i, in the file's dtype.
 
-    `mmap=False` reads `.bin` with pread instead of mapping it (for file systems that map badly);
-    the index is always mapped. DataError if the pair is missing, damaged or not what it says.
+    `mmap=False` reads `.bin` by pread instead of mapping it (for file systems without good mmap);
+    the index is always mapped. DataError if the pair is missing, damaged or inconsistent.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True) -> None:
@@ -267,7 +272,7 @@ class IndexedDataset:
         try:
             if mmap:
                 mapped = np.memmap(self._path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
-                self._tokens = mapped.view(np.ndarray)  # slices of a memmap cost more
+                self._tokens = mapped.view(np.ndarray)  # slices of a memmap are slower
             else:
                 self._file = os.open(self._path, os.O_RDONLY)
         except (OSError, ValueError) as error:
@@ -283,13 +288,13 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents, including empty ones; a document is one or more sequences, or none."""
+        """Number of documents, including empty ones; a document is zero or more sequences."""
         return len(self.document_indices) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens [offset, offset + length) of a sequence, to its end if no length is given.
+        """Return tokens [offset, offset + length) of a sequence, by default to its end.
 
-        Read-only; a view of the mapped file where there is one.
+        Read-only; a view of the mapped file if it is mapped.
         """
         available = int(self.sequence_lengths[index]) - offset
         length = available if length is None else length
@@ -297,7 +302,7 @@ class IndexedDataset:
         return self.read(int(self._pointers[index]) // self._itemsize + offset, length)
 
     def read(self, start: int, length: int) -> NDArray:
-        """Tokens [start, start + length) of the whole file, across sequence borders."""
+        """Return tokens [start, start + length) of the whole file, across sequences."""
         if self._tokens is not None:
             return self._tokens[start : start + length]
         wanted = length * self._itemsize
@@ -313,7 +318,10 @@ class IndexedDataset:
         return np.frombuffer(raw, dtype=self.dtype)
 
     def check_unchanged(self) -> None:
-        """DataError if `.bin` is no longer as long as at open: reading a mapped one would crash."""
+        """Raise DataError if `.bin` has shrunk since it was opened.
+
+        Reading a mapped file beyond its end would crash the process.
+        """
         wanted = self.num_tokens * self._itemsize
         try:
             size = os.stat(self._path).st_size
@@ -328,7 +336,7 @@ class IndexedDataset:
 
 
 class _HashedFile:
-    """A file to write from its start, which knows the size and the hash of what it was given."""
+    """A file that is written from its start, with a running size and hash."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
@@ -346,7 +354,7 @@ class _HashedFile:
         self._size += len(content)
 
     def finish(self) -> DataFileRecord:
-        """Put the content on disk and close the file."""
+        """Write the content to disk and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -354,10 +362,10 @@ class _HashedFile:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair that appears under its names only when `close` has it complete on disk.
+    """Writer of a pair, whose files get their names when `close` has both complete on disk.
 
-    A context manager: an exception inside leaves no output and takes the temporary files away.
-    Tokens outside the range of `dtype` are a DataError, never a wrap. Disk errors are DataErrors.
+    A context manager: an exception inside leaves no output and removes the temporary files. Tokens
+    outside the range of `dtype` are a DataError, never wrapped. Disk errors are DataErrors.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
@@ -380,20 +388,23 @@ class IndexedDatasetWriter:
             raise DataError(f"{self._final[0]}: cannot be written: {error.strerror}") from error
 
     def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence to the open document: integers, any length that int32 holds."""
+        """Append one sequence to the open document: integers, of any length that int32 holds."""
         values = np.asarray(tokens).reshape(-1)
-        # Lengths after the write, so that a refused sequence leaves them as they were.
+        # The length is appended after the write, so that a refused sequence changes nothing.
         self._write(values)
         self._lengths.append(values.size)
 
     def end_document(self) -> None:
-        """Close the open document; with no sequence since the last one it is an empty document."""
+        """Close the open document.
+
+        Without a sequence since the last one it is an empty document.
+        """
         self._marks.append(len(self._lengths))
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
         """Append a whole document: its tokens and the lengths of its sequences (default: one).
 
-        No tokens and no lengths is an empty document: a mark without a sequence.
+        No tokens and no lengths make an empty document.
         """
         values = np.asarray(tokens).reshape(-1)
         if lengths is None:
@@ -423,11 +434,11 @@ class IndexedDatasetWriter:
         self._marks.frombytes(np.asarray(marks, dtype="=i8").tobytes())
 
     def close(self, *, tokenizer: Mapping[str, object] | None = None) -> None:
-        """Put the pair on disk under its names; `.idx` last, so that it vouches for the rest.
+        """Give the pair its names; `.idx` comes last, so that its presence shows a complete pair.
 
-        `tokenizer` goes into the sidecar, with the size and hash of both files; without one an old
-        sidecar is removed, as it describes data that is no longer there (call `write_sidecar` after
-        this, not before).
+        `tokenizer` goes into the sidecar, with the size and hash of both files. Without it an old
+        sidecar is removed, since it describes other data (call `write_sidecar` after this, not
+        before).
         """
         assert self._marks[-1] == len(self._lengths), "end_document() was not called"
         try:
@@ -453,7 +464,7 @@ class IndexedDatasetWriter:
         try:
             self._bin.close()
         except OSError:
-            pass  # the buffer of a full disk; the file goes next
+            pass  # flushing to a full disk fails, but the file is removed next
         for path in self._temporary:
             path.unlink(missing_ok=True)
 
@@ -511,7 +522,7 @@ def merge(
     *,
     tokenizer: Mapping[str, object] | None = None,
 ) -> None:
-    """Join pairs of one dtype, in the order given, into a new pair; the parts stay as they are."""
+    """Join pairs of one dtype, in the given order, into a new pair; the parts are not changed."""
     assert parts, "nothing to merge"
     with IndexedDatasetWriter(prefix, read_index(parts[0]).dtype) as writer:
         for part in parts:
@@ -528,11 +539,11 @@ def _sync_folder(folder: str) -> None:
 
 
 HASHED_BYTES = 32 * 2**20
-"""At most this much from either end of an index is hashed: 0.1 s."""
+"""Bytes that are hashed at either end of an index, which takes 0.1 s."""
 
 
 def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Facts by file name: `bytes`, `modified` (ns since 1970), for an index `sha256` too.
+    """Return facts by file name: `bytes`, `modified` (ns since 1970), for an index also `sha256`.
 
     Raises `DataError` for a file that cannot be read.
     """
@@ -550,9 +561,9 @@ def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences, as one short text for each file.
+    """Return the differences, as one short text per file.
 
-    A file that is not in `was` is new and none of this function's business.
+    A file that is not in `was` is new and is ignored.
     """
     found = []
     for path in sorted(was.keys() & now.keys()):

@@ -1,4 +1,4 @@
-"""Opening what a user named as a file: it exists, it is a regular file, it is text of its kind."""
+"""Opening of files that a user named: existing, regular, and of the expected kind of text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.errors import DataError
 
 
 def one_line(value: object, *, longest: int = 300) -> str:
-    """The first line of a text, cut where it is too long for an error message."""
+    """Return the first line of a text, shortened for an error message."""
     line = next(iter(str(value).strip().splitlines()), "")
     return line if len(line) <= longest else f"{line[:longest]}..."
 
 
 def stat_of(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """Stat of a path, None where nothing is there; `DataError` where that cannot be known.
+    """Return the stat of a path; None if nothing is there; `DataError` if that cannot be known.
 
-    `Path.exists` and its like raise `PermissionError` for a folder that cannot be searched, and
-    `OSError` for a name that is too long.
+    `Path.exists` raises `PermissionError` for a folder that cannot be searched, and `OSError` for a
+    name that is too long.
     """
     try:
         return os.stat(path)
@@ -34,19 +34,19 @@ def stat_of(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a regular file is there; `DataError` where that cannot be known."""
+    """Return whether a regular file exists; `DataError` if that cannot be known."""
     found = stat_of(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is there; `DataError` where that cannot be known."""
+    """Return whether a folder exists; `DataError` if that cannot be known."""
     found = stat_of(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def require_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Stat of a regular file; DataError for one that is missing, a folder, a pipe or a device."""
+    """Return the stat of a regular file; DataError if missing, a folder, a pipe or a device."""
     found = stat_of(path)
     if found is None:
         raise DataError(f"{path}: no such file (looked from {Path.cwd()})")
@@ -58,7 +58,7 @@ def require_regular(path: str | os.PathLike[str]) -> os.stat_result:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a small regular file; else DataError."""
+    """Return the content of a small regular file. Raises DataError."""
     require_regular(path)
     try:
         return Path(path).read_bytes()
@@ -67,7 +67,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A small UTF-8 file, with or without a BOM, its line ends as they are; else DataError."""
+    """Return a small UTF-8 file without BOM, with its line ends unchanged. Raises DataError."""
     content = read_bytes(path)
     try:
         return content.decode("utf-8-sig")
@@ -77,9 +77,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A file that holds one JSON object; DataError with the line otherwise.
+    """Read a file that holds one JSON object; DataError with the line otherwise.
 
-    A key given twice, anywhere in it, is refused: the last one would silently win.
+    Duplicate keys are refused everywhere, since the last one would win silently.
     """
     text = read_text(path)
 
@@ -95,7 +95,7 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise DataError(f"{path}: not JSON: {str(error).partition(';')[0]}") from error
     except RecursionError as error:
         raise DataError(f"{path}: nested too deeply") from error

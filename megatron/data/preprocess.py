@@ -33,7 +33,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerChoice:
-    """Arguments of `build_tokenizer`, small enough to send to a worker; the user's own flags."""
+    """Arguments of `build_tokenizer` from the user's flags, small enough to send to a worker."""
 
     type: str
     vocab_file: str | None = None
@@ -44,7 +44,7 @@ class TokenizerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """The settings that turn a record into tokens: keys, tokenizer, an end mark or none."""
+    """The settings that turn a record into tokens: keys, tokenizer, end mark or not."""
 
     keys: tuple[str, ...]
     tokenizer: TokenizerChoice
@@ -53,7 +53,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The good documents of a batch, one array and one list of lengths per key, and the bad."""
+    """The documents of a batch, an array and a list of lengths per key, and bad records."""
 
     tokens: list[NDArray]
     lengths: list[list[int]]  # 0 = an empty document
@@ -62,7 +62,7 @@ class Encoded:
 
 
 def encode(batch: RecordBatch, options: EncodeOptions) -> Encoded:
-    """Tokens of a batch; a record with one bad key is left out under every key."""
+    """Tokenize a batch; a record with one bad key is left out under every key."""
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
     ids: list[list[NDArray]] = [[] for _ in options.keys]
@@ -90,7 +90,7 @@ def encode(batch: RecordBatch, options: EncodeOptions) -> Encoded:
 
 @functools.cache
 def load_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """The tokenizer of a choice, read once per process (a worker gets a choice per batch)."""
+    """Return the tokenizer of a choice, built once per process (each batch carries the choice)."""
     return build_tokenizer(
         choice.type,
         vocab_file=choice.vocab_file,
@@ -102,7 +102,7 @@ def load_tokenizer(choice: TokenizerChoice) -> Tokenizer:
 
 
 def extract_texts(payload: Payload, kind: str, keys: Sequence[str]) -> list[str]:
-    """The text under each key of a record; DataError with the reason if one is not there."""
+    """Return the text under each key of a record; DataError with the reason if one is missing."""
     if isinstance(payload, Oversized):
         raise DataError(
             f"{payload.size} bytes or more; a document may have {MAX_DOCUMENT_BYTES} (of a plain "
@@ -156,11 +156,11 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _AHEAD = 3
-"""Tasks a worker may hold: one at work, one waiting, one done and not fetched yet."""
+"""Maximum tasks per worker: one running, one waiting, one done but not fetched."""
 
 
 class WorkerError(Exception):
-    """A task failed with what is no error of ours, or its worker is gone; one line says which."""
+    """A task failed with an unexpected error, or its worker died; the message is one line."""
 
     def __init__(self, task: object, reason: str, *, died: bool) -> None:
         super().__init__(reason)
@@ -170,10 +170,10 @@ class WorkerError(Exception):
 
 
 class Crew(Generic[Task, Result]):
-    """`size` spawned workers, each started with its first task; a context manager.
+    """A pool of `size` spawned workers, each started with its first task; a context manager.
 
-    `work` and the tasks must be picklable. Leaving ends every worker, whatever it is doing. If
-    this process dies, its workers end after the task at hand.
+    `work` and the tasks must be picklable. Leaving the context ends every worker at once. If this
+    process dies, its workers end after the current task.
     """
 
     def __init__(self, work: Callable[[Task], Result], *, size: int) -> None:
@@ -198,9 +198,9 @@ class Crew(Generic[Task, Result]):
         self._workers.clear()
 
     def map(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
-        """Tasks with their results, in order; a few tasks per worker are read ahead.
+        """Yield tasks with their results, in order; a few tasks per worker are read ahead.
 
-        A SparsetronError of `work` is raised as it is, anything else as a WorkerError.
+        A SparsetronError of `work` is raised as it is, any other error as a WorkerError.
         """
         waiting: deque[tuple[int, Task]] = deque()
         for number, task in enumerate(tasks):
@@ -226,7 +226,7 @@ class Crew(Generic[Task, Result]):
         try:
             process.start()
         finally:
-            theirs.close()  # or the end of the worker would not be the end of the pipe
+            theirs.close()  # otherwise the end of the worker would not close the pipe
         self._workers.append((process, ours))
 
     def _receive(self, number: int, task: Task) -> tuple[Task, Result]:
@@ -242,13 +242,14 @@ class Crew(Generic[Task, Result]):
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
-    """A worker's life: tasks until the pipe ends, each answered by (error or None, result)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to answer
+    """Run a worker: tasks until the pipe ends, each answered by (error or None, result)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     end = object()
 
     def receive() -> None:
-        # Apart from the work, so that the caller never waits to send while we wait to answer.
+        # Separate from the work, so that the parent never waits to send while this worker waits to
+        # answer.
         try:
             with contextlib.suppress(EOFError, OSError):
                 while True:
@@ -272,7 +273,7 @@ def _answer(work: Callable[[Any], Any], task: Any) -> tuple[SparsetronError | st
 
 
 def describe_error(error: Exception) -> str:
-    """Type and first line of the message."""
+    """Return the type and the first line of the message."""
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
@@ -289,7 +290,7 @@ class PreprocessCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessResult:
-    """A finished run: the prefixes written, one per key, and what is in them together."""
+    """A finished run: the prefixes written, one per key, and their total contents."""
 
     prefixes: tuple[str, ...]
     dtype: np.dtype
@@ -308,9 +309,9 @@ def preprocess(
 ) -> PreprocessResult:
     """Write `{output_prefix}_{key}_document.{bin,idx,json}` for each key.
 
-    Nothing appears under these names before all of it is complete. `watch` is called after each
-    batch, `log` with a line for each record left out. DataError: more than `max_bad_lines` bad
-    records, a worker that fails, or no tokens at all.
+    Nothing gets these names before all of it is complete. `watch` is called after each batch, `log`
+    with a line for each record left out. DataError: more than `max_bad_lines` bad records, a worker
+    that fails, or no tokens at all.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
@@ -345,7 +346,7 @@ def preprocess(
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> tuple[str, ...]:
-    """Megatron's names, one per JSON key; ConfigError for a key that cannot be part of one."""
+    """Return Megatron's names, one per JSON key; ConfigError for a key unfit for a file name."""
     for key in keys:
         if not re.fullmatch(r"[\w.-]+", key):
             raise ConfigError(f"--json-keys: {key!r}; a key names a file: letters, digits, . _ -")
@@ -355,7 +356,7 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite: bool) -> None:
-    """Make the output folder and clear what a killed run left there.
+    """Create the output folder and remove temporary files of a killed run.
 
     ConfigError if an output exists and may not be overwritten, or is one of the inputs.
     """
@@ -380,7 +381,7 @@ def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary files of `path` whose process is gone."""
+    """Remove temporary files of `path` whose process has ended."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)\.tmp")
     for other in path.parent.iterdir():
         match = pattern.fullmatch(other.name)
@@ -427,7 +428,7 @@ def _write(writer: IndexedDatasetWriter, tokens: NDArray, lengths: Sequence[int]
 def _encoded(
     batches: Iterable[RecordBatch], options: EncodeOptions, *, workers: int
 ) -> Generator[tuple[RecordBatch, Encoded], None, None]:
-    """Batches with their tokens, in order, made here by one worker or elsewhere by several."""
+    """Yield batches with their tokens, in order, from this process or from workers."""
     work = functools.partial(encode, options=options)
     try:
         if workers > 1:

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError, missing_ext
 
 @dataclass(frozen=True, slots=True)
 class Oversized:
-    """Stands for a record longer than the bound: its size in bytes, its content not kept."""
+    """Placeholder for a record longer than the limit: its size in bytes, without content."""
 
     size: int
 
@@ -31,19 +31,19 @@ Payload = bytes | tuple[object, ...] | Oversized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBatch:
-    """Consecutive records of one source; each with its line or row number, from 1."""
+    """Consecutive records of one source, each with its line or row number, from 1."""
 
     source: str
     kind: Literal["json", "text", "row"]
     records: list[tuple[int, Payload]]
-    position: int  # bytes of all sources read so far, as stored (compressed)
+    position: int  # bytes read so far of all sources, as stored (compressed)
 
 
 _ROWS = 256
 
 
 def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[RecordBatch]:
-    """Batches of rows of the columns `keys`; `position` grows with the rows read."""
+    """Yield batches of rows of the columns `keys`; `position` counts rows."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -65,9 +65,9 @@ def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[Re
 
 
 def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[RecordBatch]:
-    """Rows of a data set that the `datasets` package knows by name, or of a folder of its own.
+    """Yield rows of a data set that the `datasets` package knows by name, or of a local folder.
 
-    A name that is not a local folder is fetched from the hub, before this returns. `position`
+    A name that is not a local folder is downloaded from the hub before this returns. `position`
     counts rows.
     """
     try:
@@ -81,7 +81,7 @@ def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[Reco
             found = found[split] if isinstance(found, datasets.DatasetDict) else found
         else:
             found = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the package, the hub and the network raise what they like
+    except Exception as error:  # the package, the hub and the network may raise any exception
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"--dataset {name}: split {split!r} cannot be loaded: {reason}") from error
     _check_columns(name, keys, found.column_names)
@@ -112,7 +112,7 @@ def _rows(source: str, columns: list[list[object]], *, first: int, position: int
 
 
 MAX_DOCUMENT_BYTES = 256 << 20
-"""A longer line, paragraph or file that is one document is taken for an accident."""
+"""Maximum length of a line, paragraph or one-document file; a longer one is taken for an error."""
 
 TextUnit = Literal["file", "line", "paragraph"]
 TEXT_UNITS: tuple[TextUnit, ...] = ("file", "line", "paragraph")
@@ -128,9 +128,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Path]:
-    """Files, folders (all readable files below, by path) and glob patterns, as regular files.
+    """Expand files, folders (all readable files below, by path) and glob patterns to regular files.
 
-    Order: as given, then by path. DataError for what is missing, empty or not a regular file.
+    The order is as given, then by path. DataError for an item that is missing, empty or not a
+    regular file.
     """
     found: list[Path] = []
     for name in given:
@@ -165,7 +166,7 @@ def read_batches(
     text_unit: TextUnit,
     max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[RecordBatch]:
-    """Batches of records in the order of the files, a batch never reaching over two files."""
+    """Yield batches of records in the order of the files; a batch never spans two files."""
     before = 0
     for path in files:
         size = path.stat().st_size
@@ -184,7 +185,7 @@ def read_batches(
 
 
 def format_of(path: Path) -> Literal["json", "text", "parquet"]:
-    """Return the format by the suffix, below the suffix of a compression.
+    """Return the format by the suffix, ignoring the suffix of a compression.
 
     Anything that is neither JSON nor Parquet is plain text.
     """
@@ -200,10 +201,9 @@ def _inner_suffix(path: Path) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every file below a folder.
+    """Yield every file below a folder.
 
-    `DataError` for a folder that cannot be listed, as its files would be missing from the data in
-    silence.
+    `DataError` for a folder that cannot be listed, since its files would be silently missing.
     """
 
     def refuse(error: OSError) -> None:
@@ -292,7 +292,7 @@ def _records(
 
 
 def _lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Oversized]]:
-    """Numbered lines without their ends, LF or CRLF, and without a BOM at the start."""
+    """Yield numbered lines without their ends, LF or CRLF, and without a BOM at the start."""
     number = 0
     while line := stream.readline(max_bytes + len(b"\r\n")):
         number += 1
@@ -308,7 +308,7 @@ def _lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Ove
 
 
 def _paragraphs(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes | Oversized]]:
-    """Runs of lines between blank ones, numbered by their first line."""
+    """Yield paragraphs: lines between blank ones, numbered by the first line."""
     start, size, held = 0, 0, list[bytes]()
     for number, line in _lines(stream, max_bytes):
         length = line.size if isinstance(line, Oversized) else len(line)

@@ -1,8 +1,8 @@
 """The samples that a rank reads in an iteration, and their collation into microbatches.
 
-A global batch is samples [consumed, consumed + global batch size). It is cut into global
-microbatches; block b of rank r is number b * data_parallel_size + r. What a number holds depends on
-the micro batch size alone, never on the number of ranks.
+A global batch is samples [consumed, consumed + global batch size). It is divided into global
+microbatches; block b of rank r is number b * data_parallel_size + r. The samples of a number depend
+on the micro batch size alone, never on the number of ranks.
 
     global batch of 8, micro batch 2, two ranks:   samples 0 1 | 2 3 | 4 5 | 6 7
                                                    number    0     1     2     3
@@ -35,7 +35,7 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class CollateOptions:
-    """The effects of an end-of-document token; ConfigError if there is no such token."""
+    """The effects of an end-of-document token; ConfigError if the tokenizer has no such token."""
 
     eod: int | None = None
     eod_mask_loss: bool = False
@@ -63,14 +63,14 @@ class MicrobatchSampler:
         assert self.micro_batch_size > 0 and 0 <= self.data_parallel_rank < self.data_parallel_size
 
     def numbers(self, global_batch_size: int) -> list[int]:
-        """Global numbers of this rank's microbatches, in the order it runs them."""
+        """Return the global numbers of this rank's microbatches, in order."""
         block = self.micro_batch_size * self.data_parallel_size
         assert global_batch_size > 0 and global_batch_size % block == 0, (global_batch_size, block)
         count = global_batch_size // self.micro_batch_size
         return list(range(self.data_parallel_rank, count, self.data_parallel_size))
 
     def indices(self, consumed_samples: int, global_batch_size: int) -> list[range]:
-        """Samples of each of this rank's microbatches, in the order of `numbers`."""
+        """Return the samples of each of this rank's microbatches, in the order of `numbers`."""
         size = self.micro_batch_size
         starts = [consumed_samples + number * size for number in self.numbers(global_batch_size)]
         return [range(start, start + size) for start in starts]

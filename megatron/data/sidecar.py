@@ -1,7 +1,6 @@
-"""`PREFIX.json` beside a pair.
+"""`PREFIX.json`, which describes a pair: its tokenizer, and size and hash of its files.
 
-Which tokenizer made it, so that another one is refused, and the size and hash of both files, so
-that damage is found.
+Data of another tokenizer are refused by the first, damage is found by the second.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from megatron.errors import DataError
 FORMAT = 1
 SUFFIXES = (".bin", ".idx")
 MAX_IDS = 2**31
-"""Ids in a vocabulary, at most: `.bin` holds an id of the largest vocabularies as int32."""
+"""Maximum number of ids in a vocabulary: `.bin` holds ids of large vocabularies as int32."""
 _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFileRecord:
-    """The size of one file when it was written, and the sha256 of its bytes in hex."""
+    """The size of one file when it was written, and its sha256 in hex."""
 
     bytes: int
     sha256: str
 
 
 def sidecar_path(prefix: str | os.PathLike[str]) -> Path:
-    """The description file of a prefix."""
+    """Return the description file of a prefix."""
     return Path(f"{os.fspath(prefix)}.json")
 
 
@@ -43,7 +42,7 @@ def write_sidecar(
 ) -> None:
     """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files.
 
-    Appears whole or not at all.
+    The file is written atomically.
     """
     content: dict[str, object] = {"format": FORMAT, "tokenizer": dict(tokenizer)}
     if files is not None:
@@ -52,15 +51,15 @@ def write_sidecar(
 
 
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
-    """Read the facts that `write_sidecar` wrote, None without such a file, else DataError."""
+    """Read the facts that `write_sidecar` wrote; None without such a file, else DataError."""
     content = _read(sidecar_path(prefix))
     return None if content is None else content["tokenizer"]
 
 
 def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecord] | None:
-    """Size and hash of `.bin` and `.idx`, by suffix, as they were written.
+    """Return size and hash of `.bin` and `.idx` when they were written, by suffix.
 
-    None where nothing recorded them: there is no sidecar, or an older version wrote it.
+    None if they were not recorded: there is no sidecar, or an older version wrote it.
     """
     path = sidecar_path(prefix)
     content = _read(path)
@@ -79,7 +78,7 @@ def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecor
 def check_sizes(prefix: str | os.PathLike[str]) -> None:
     """Raise `DataError` unless both files have the size that the sidecar recorded.
 
-    This is the check at the start of a run. It takes no time for data of any size, and it does not
+    This is the check at the start of a run. It takes no time for data of any size, and does not
     find changed bytes: hashing all tokens at each start would cost minutes (`check_data` does it).
     """
     for suffix, record in (read_file_records(prefix) or {}).items():
@@ -100,7 +99,7 @@ def _record(value: Mapping[str, object]) -> DataFileRecord:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The checked content of a sidecar, None where there is none."""
+    """Return the checked content of a sidecar; None if there is none."""
     if not is_file(path):
         return None
     try:
@@ -133,7 +132,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file under a temporary name, fsync, rename; DataError if it cannot be."""
+    """Write a small file under a temporary name, fsync, rename; DataError if that fails."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

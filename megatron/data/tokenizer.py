@@ -30,10 +30,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_vocab(path: str, *, alphabet: Iterable[str]) -> dict[str, int]:
-    """Ids by token; DataError on an id that is no number, occurs twice or leaves a gap.
+    """Read ids by token; DataError for an id that is not a number, occurs twice or leaves a gap.
 
-    Every symbol of `alphabet` (the 256 that stand for bytes) and the end mark must be there: the
-    encoder would drop the bytes that have none.
+    Every symbol of `alphabet` (the 256 symbols of bytes) and the end mark must be present: the
+    encoder would drop bytes without a symbol.
     """
     vocab = read_json_object(path)
     owners: dict[int, str] = {}
@@ -58,10 +58,10 @@ def read_vocab(path: str, *, alphabet: Iterable[str]) -> dict[str, int]:
 
 
 def read_merges(path: str, *, vocab: Mapping[str, int], vocab_file: str) -> list[tuple[str, str]]:
-    """Merges by rank; the file's order is the rank, so no line may be bad or occur twice."""
+    """Read merges by rank; the file's order is the rank, so no line may be bad or occur twice."""
     merges: list[tuple[str, str]] = []
     lines: dict[tuple[str, str], int] = {}
-    # Not splitlines(): the alphabet holds U+0085 and other characters that it breaks lines at.
+    # Not splitlines(), which also breaks at U+0085 and other characters of the alphabet.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
@@ -92,7 +92,10 @@ _END_MARKS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]
 def describe(
     type: str, *, vocab_size: int, eod: int, fingerprint: str, files: Mapping[str, str]
 ) -> dict[str, object]:
-    """Sidecar form of a tokenizer; `files` maps arguments of `build_tokenizer` to places."""
+    """Return the sidecar form of a tokenizer.
+
+    `files` maps arguments of `build_tokenizer` to paths.
+    """
     return {
         "type": type,
         "vocab_size": vocab_size,
@@ -103,7 +106,7 @@ def describe(
 
 
 class _FastTokenizer:
-    """A tokenizer of the `tokenizers` package, held to the protocol: text is only text."""
+    """A tokenizer of the `tokenizers` package; special tokens in a text are plain text."""
 
     type: str
     eod: int
@@ -121,7 +124,7 @@ class _FastTokenizer:
         self._fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        # A batch of one skips the character offsets: 1.4 times as fast as encode().
+        # A batch of one computes no character offsets and is 1.4 times as fast as encode().
         try:
             return self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:
@@ -153,7 +156,7 @@ class _FastTokenizer:
 class GPT2BPETokenizer(_FastTokenizer):
     """GPT-2's byte-level BPE from its `encoder.json`/`vocab.json` and `vocab.bpe`/`merges.txt`.
 
-    The end mark is the entry `<|endoftext|>`. DataError names the file and line or entry.
+    The end mark is the entry `<|endoftext|>`. DataError names the file and the line or entry.
     """
 
     type = "GPT2BPETokenizer"
@@ -178,13 +181,13 @@ class GPT2BPETokenizer(_FastTokenizer):
 
 
 class HuggingFaceTokenizer(_FastTokenizer):
-    """A `tokenizer.json`, a folder that holds one, or else what transformers finds by that name.
+    """A `tokenizer.json`, a folder with one, or a name that transformers resolves.
 
-    The end mark is `eos_token` of the `tokenizer_config.json` beside it, else the first known
-    name in the vocabulary (`<|endoftext|>`, `</s>`, ...). Ids may have gaps: `vocab_size` is the
-    largest plus one. A folder without `tokenizer.json` and a hub name need transformers; a hub
-    name that is not on this machine is downloaded with `hub` and refused without. Code that comes
-    with a model is never run.
+    The end mark is `eos_token` of the `tokenizer_config.json` in the same folder, else the first
+    known name in the vocabulary (`<|endoftext|>`, `</s>`, ...). Ids may have gaps: `vocab_size` is
+    the largest plus one. A folder without `tokenizer.json` and a hub name need transformers. A hub
+    name that is not on this machine is downloaded with `hub` and refused without it. Code of a
+    model is never run.
     """
 
     type = "HuggingFaceTokenizer"
@@ -225,7 +228,8 @@ class HuggingFaceTokenizer(_FastTokenizer):
 class SentencePieceTokenizer:
     """A SentencePiece `.model`; the end mark is its end-of-sentence piece.
 
-    SentencePiece normalises (spaces, some Unicode forms), so decoding may not give the very text.
+    SentencePiece normalises (spaces, some Unicode forms), so decoding may not return the exact
+    text.
     """
 
     type = "SentencePieceTokenizer"
@@ -273,7 +277,7 @@ class SentencePieceTokenizer:
 class Llama2Tokenizer(SentencePieceTokenizer):
     """A SentencePiece `.model` whose texts begin with the begin-of-sentence piece, as Megatron's.
 
-    An empty text is that piece alone.
+    An empty text becomes that piece alone.
     """
 
     type = "Llama2Tokenizer"
@@ -286,7 +290,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
                 f"{model}: has no begin-of-sentence piece; train one with --bos_id set, or give "
                 "--tokenizer-type SentencePieceTokenizer"
             )
-        # One model file gives two series of ids, so the fingerprints differ too.
+        # One model file gives two different encodings, so the fingerprints must differ, too.
         self._fingerprint = hashlib.sha256(f"bos {self._fingerprint}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -294,7 +298,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
 
 def unencodable(text: str) -> DataError:
-    """The error for a string that has no UTF-8 form (JSON can spell half of a surrogate pair)."""
+    """Return the error for a string without a UTF-8 form (JSON can hold half a surrogate pair)."""
     bad = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
     return DataError(f"text: unpaired surrogate {text[bad : bad + 1]!a} at character {bad}")
 
@@ -344,10 +348,10 @@ def _find_eod(place: str, vocab: Mapping[str, int], named: str | None) -> int:
 
 
 def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
-    """The `tokenizer.json` text and the eos token of a folder or hub name.
+    """Return the `tokenizer.json` text and the eos token of a folder or hub name.
 
-    A tokenizer may bring Python code of its own. `trust_remote_code=False` refuses that code;
-    without the argument transformers would ask on a terminal whether to run it.
+    A tokenizer may include Python code. `trust_remote_code=False` refuses it; without the argument
+    transformers would ask on a terminal whether to run it.
     """
     try:
         from transformers import AutoTokenizer
@@ -357,7 +361,7 @@ def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
         found: Any = AutoTokenizer.from_pretrained(
             name, local_files_only=not hub, trust_remote_code=False
         )
-    except Exception as error:  # whatever the package, the network or the hub made of it
+    except Exception as error:  # any error of the package, the network or the hub
         way_out = "" if hub else f"; only this machine was searched: {_HUB_FLAGS} downloads it"
         if is_folder(name) or "trust_remote_code" in str(error):
             way_out = "; code that comes with a tokenizer is never run"
@@ -377,8 +381,8 @@ def _from_transformers(name: str, *, hub: bool) -> tuple[str, str | None]:
 def _refusing(place: str | Path, what: str) -> Iterator[None]:
     """Turn any error of the `tokenizers` package into a `DataError` of one line.
 
-    A file that the package does not foresee ends in a Rust panic, which prints a report of its own
-    on stderr; the report is held back, as the error says the same.
+    An unexpected file ends in a Rust panic, which also prints a report on stderr; the report is
+    suppressed, since the error says the same.
     """
     try:
         with _silent_stderr():
@@ -389,10 +393,10 @@ def _refusing(place: str | Path, what: str) -> Iterator[None]:
 
 
 def _refuse(what: str, error: BaseException) -> None:
-    """Raise a `DataError` for an error of the `tokenizers` package.
+    """Raise a `DataError` for an error of the `tokenizers` package; ignore any other.
 
-    A bare Exception, or a Rust panic, which is a BaseException of a class that no module exports.
-    Leave any other alone.
+    The package raises a bare Exception, or a Rust panic, which is a BaseException of a class that
+    no module exports.
     """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         raise DataError(f"{what}: {one_line(error)}") from error
@@ -400,10 +404,10 @@ def _refuse(what: str, error: BaseException) -> None:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Drop what native code writes to file descriptor 2 meanwhile."""
+    """Discard output of native code to file descriptor 2 in the context."""
     try:
         kept = os.dup(2)
-    except OSError:  # the descriptor is closed: nothing is shown anyway
+    except OSError:  # the descriptor is closed, so nothing is shown anyway
         yield
         return
     try:
@@ -420,7 +424,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Largest id plus one, the end mark included and padding not."""
+        """Largest id plus one, including the end mark and excluding padding."""
         ...
 
     @property
@@ -429,24 +433,24 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end mark; DataError if it cannot be represented."""
+        """Return the ids of a text, without an end mark; DataError if it cannot be represented."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 (a cut character) become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         ...
 
     def fingerprint(self) -> str:
-        """sha256 (hex) over everything that determines the ids, and nothing else."""
+        """Return the sha256 (hex) of everything that determines the ids, and nothing else."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """Description for the sidecar of a data set; `tokenizer_from_sidecar` reverses it."""
+        """Return the description for a data set's sidecar; `tokenizer_from_sidecar` inverts it."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8 as ids 0 to 255, and 256 as the end mark. Needs no file."""
+    """A tokenizer without files: the 256 bytes of UTF-8 are ids 0 to 255; 256 is the end mark."""
 
     vocab_size = 257
     eod = 256
@@ -458,7 +462,7 @@ class ByteTokenizer:
             raise unencodable(text) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; end marks, which no byte stands for, are left out."""
+        """Return the text of the ids; end marks are left out, since no byte represents them."""
         return bytes(id for id in ids if id != self.eod).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -475,7 +479,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text that already is ids: whole numbers set apart by spaces.
+    """Tokenizer of text that consists of ids: whole numbers separated by spaces.
 
     As in Megatron-LM, `ids` is the number of ordinary ids, the end mark is `ids` itself and
     `vocab_size` is one more.
@@ -515,7 +519,7 @@ class NullTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """The construction of a type: `needs` maps arguments of `build_tokenizer` to their flags."""
+    """How to build a type of tokenizer; `needs` maps arguments of `build_tokenizer` to flags."""
 
     needs: Mapping[str, str]
     build: Callable[..., Tokenizer]
@@ -536,7 +540,7 @@ _KINDS: dict[str, _Kind] = {
 }
 
 TOKENIZER_TYPES = tuple(_KINDS)
-"""Names that `--tokenizer-type` takes."""
+"""Names that `--tokenizer-type` accepts."""
 
 
 def build_tokenizer(
@@ -548,12 +552,12 @@ def build_tokenizer(
     vocab_size: int | None = None,
     hub: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a type name and the files it needs.
+    """Build the tokenizer of a type name from its files.
 
-    A `model` that is the name of a hub model is downloaded with `hub` alone, which a caller gives
-    where the user's own flag names the model; a name that a file brought may not start a download.
-    ConfigError: unknown type, a flag missing, a flag that the type does not take, an absent
-    package, or a `vocab_size` that is not the tokenizer's. DataError: a file missing or damaged.
+    A `model` that is the name of a hub model is downloaded only with `hub`. A caller sets it if the
+    user's own flag names the model; a name found in a file may not start a download. ConfigError:
+    unknown type, a flag missing, a flag that the type does not take, an absent package, or a
+    `vocab_size` that is not the tokenizer's. DataError: a file missing or damaged.
     """
     kind = _KINDS.get(type)
     if kind is None:
@@ -592,11 +596,10 @@ def build_tokenizer(
 def tokenizer_from_sidecar(
     info: Mapping[str, object], *, folder: str | Path | None = None
 ) -> Tokenizer:
-    """Rebuild the tokenizer that `Tokenizer.describe()` described, and prove it the same.
+    """Rebuild the tokenizer that `Tokenizer.describe()` described, and check its fingerprint.
 
-    A file that is no longer at its recorded place is looked for by name in `folder` (where the
-    data lies). DataError if the description is no such thing, a file has gone, or the fingerprint
-    differs.
+    A file that is not at its recorded path is looked for by name in `folder` (the folder of the
+    data). DataError if the description is invalid, a file is missing, or the fingerprint differs.
     """
     kind = info.get("type")
     files = info.get("files", {})
@@ -637,7 +640,7 @@ def tokenizer_from_sidecar(
 
 def _locate(recorded: str, folder: str | Path | None, kind: str) -> str:
     path = Path(recorded)
-    # A relative name is a hub name, which the tokenizer looks for on this machine alone.
+    # A relative name is a hub name, which the tokenizer looks for on this machine only.
     if not path.is_absolute() or stat_of(path) is not None:
         return recorded
     if folder is not None and stat_of(Path(folder) / path.name) is not None:

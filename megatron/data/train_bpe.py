@@ -12,15 +12,17 @@ from megatron.errors import ConfigError, DataError, missing_extra
 MIN_VOCAB_SIZE = 257
 """The 256 bytes and the end mark."""
 MAX_VOCAB_SIZE = 1 << 20
-"""Four times the largest vocabulary in use; the trainer reserves memory for all entries at once
-and aborts where there is not enough."""
+"""Four times the largest vocabulary in use.
+
+The trainer allocates all entries at once and aborts if memory is insufficient.
+"""
 
 
 def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, output: Path) -> int:
-    """Train on `texts`, write `output`, return the number of entries reached.
+    """Train on `texts`, write `output`, and return the number of entries reached.
 
     Id 0 is `<|endoftext|>`, 1 to 256 are the bytes; every string can be encoded and decodes to
-    itself. A small text may give fewer entries than asked. The same texts in the same order give
+    itself. A small text may yield fewer entries than requested. Equal texts in equal order yield
     the same file. Uses every core.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:

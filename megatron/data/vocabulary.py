@@ -1,7 +1,7 @@
 """The number of token ids of a run, and the id that ends a document.
 
-Training needs no tokenizer, only these numbers, so they come from the data's own description where
-no tokenizer is named: a prepared data set trains without the packages that prepared it.
+Training needs only these numbers, not a tokenizer. Unless a tokenizer is named, they come from the
+data's description, so a prepared data set trains without the packages that prepared it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOCK_VOCABULARY = 1024
 
 
 class VocabularyOptions(Protocol):
-    """The settings this reads; `DataConfig` has them."""
+    """The settings that this module reads; `DataConfig` has them."""
 
     @property
     def mock_data(self) -> bool: ...
@@ -37,10 +37,10 @@ class VocabularyOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """`size`: ids are 0 to size - 1, before padding.
+    """The token ids of a run.
 
-    `eod`: id that ends a document, if known. `fingerprint`: of the tokenizer, if known; data made
-    by another one is refused.
+    `size`: ids are 0 to size - 1, before padding. `eod`: id that ends a document, if known.
+    `fingerprint`: of the tokenizer, if known; data of another tokenizer are refused.
     """
 
     size: int
@@ -53,14 +53,13 @@ def find_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a run.
 
-    It is the named tokenizer's, else the one that the first data set names, else `--vocab-size`.
-    Raises `DataError` where a pair is missing or its index has no good header, `ConfigError` where
-    nobody knows, or files of a tokenizer come without its type.
-
-    `hub` allows the download of a tokenizer that the hub has (see `build_tokenizer`).
+    It comes from the named tokenizer, else from the tokenizer of the first data set, else from
+    `--vocab-size`. Raises `DataError` if a pair is missing or its index has no valid header,
+    `ConfigError` if no source gives the size or files of a tokenizer come without its type. `hub`
+    allows the download of a tokenizer from the hub (see `build_tokenizer`).
     """
     for prefix in prefixes:
-        check_header(prefix)  # before its silent sidecar is blamed
+        check_header(prefix)  # checked before its sidecar is reported as missing
     if options.tokenizer_type is not None:
         tokenizer = build_tokenizer(
             options.tokenizer_type,
@@ -88,7 +87,7 @@ def find_vocabulary(
 
 
 def data_prefixes(options: DataOptions) -> list[str]:
-    """Prefixes of every data set the options name, in order, each once."""
+    """Return the prefixes of every data set the options name, in order, each once."""
     if options.mock_data:
         return []
     sources = [source for source in split_sources(options) if source is not None]
@@ -96,9 +95,10 @@ def data_prefixes(options: DataOptions) -> list[str]:
 
 
 def _refuse_files_without_type(options: VocabularyOptions) -> None:
-    """Megatron takes GPT2BPETokenizer where no type is given.
+    """Refuse files of a tokenizer without `--tokenizer-type`.
 
-    Here the data names its tokenizer, and another one in these files would be ignored in silence.
+    Megatron would assume GPT2BPETokenizer. Here the data name their tokenizer, and files of another
+    one would be ignored silently.
     """
     files = {
         "--vocab-file": ("GPT2BPETokenizer", options.vocab_file),

@@ -1,4 +1,4 @@
-"""Ranks that were started differently are refused before step 1, and what differs is named."""
+"""Checks before step 1 that all ranks were started with the same settings, code and data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _CODE = ("megatron", "radius", "samo")
 _NAMED = 3
-"""Differing facts that an error names before it counts the rest."""
+"""Differing facts that an error lists; it counts the remaining ones."""
 
 
 def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
-    """Raise `ConfigError` on every rank if one has other settings, code or packages. Collective."""
+    """Raise `ConfigError` on every rank if settings, code or packages differ. Collective."""
     facts = {name: value for name, value in config.values().items() if name != "debug"}
     here = environment()
     facts |= {"run_dir": str(run_dir), "code": code_fingerprint(), "python": here["python"]}
@@ -43,9 +43,9 @@ def compare_data(readers: Readers, world: Group) -> None:
 def compare(
     world: Group, facts: Mapping[str, Any], kind: type[SparsetronError], way_out: str
 ) -> None:
-    """Raise `kind` on every rank unless all have the same facts.
+    """Raise `kind` on every rank unless all ranks have the same facts.
 
-    The odd rank is the one that differs from most.
+    The error names the rank that differs from most ranks.
     """
     mine = json.dumps(facts, sort_keys=True, default=str)
     digests = world.all_gather_str(hashlib.sha256(mine.encode()).hexdigest())
@@ -70,7 +70,7 @@ def compare(
 
 
 def code_fingerprint() -> str:
-    """Digest of every source file of ours: also tells changed files of one commit apart."""
+    """Return a digest of every source file of the program, which also shows uncommitted changes."""
     root = Path(__file__).resolve().parent.parent.parent
     files = list(root.glob("pretrain_*.py"))
     files += [file for top in _CODE for file in (root / top).rglob("*.py")]

@@ -1,12 +1,13 @@
-"""Finds the rank that issued another collective than its peers, from what each wrote of its own.
+"""Finds the rank that issued another collective than its peers, from the ranks' heartbeat files.
 
-gloo pairs the n-th collective of one rank with the n-th of another, whatever they are: ranks that
-are one apart end in an abort, in a timeout or with each other's numbers, far from the cause.
+gloo pairs the n-th collective of one rank with the n-th collective of another, whatever they are.
+Ranks that are one apart abort, time out or receive each other's numbers, far from the cause.
 
     rank 0   bucket  vote  loss    bucket  vote
     rank 1   bucket  vote  [extra]  loss   bucket      they part at [extra]
 
-Each set of connections counts by itself: ranks are compared in those that they share.
+Each set of connections has its own count: two ranks are compared over the connections that they
+share.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.fault_tolerance.heartbeat import (
 
 @dataclass(frozen=True, kw_only=True)
 class Desync:
-    """`rank` issued `odd` where `other` issued `usual`: the first place where they differ."""
+    """The first place where two ranks differ: `rank` issued `odd`, `other` issued `usual`."""
 
     rank: int
     odd: CollectiveCall
@@ -39,7 +40,7 @@ class Desync:
 
     @property
     def place(self) -> CollectiveCall:
-        """The earlier of the two calls: an extra or a missing collective there is the cause."""
+        """The earlier of the two calls; a collective was added or left out there."""
         return min(self.odd, self.usual, key=_moment)
 
     def __str__(self) -> str:
@@ -51,12 +52,11 @@ class Desync:
 
 
 def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None:
-    """Return where ranks' calls first differ, None where they do not as far as they are recorded.
+    """Return the first place where the calls of ranks differ; None if the records do not differ.
 
-    Over any connections, the earliest such place.
-
-    The odd rank is the one that differs from most. Of two, it is the one that does what was not
-    done after the same calls of an earlier step; where there is no such step, the later rank.
+    The place is the earliest over all connections. The named rank is the one that differs from most
+    ranks. Of two ranks, it is the one whose call did not follow the same calls in an earlier step;
+    if no earlier step decides, the higher rank.
     """
     by_group: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
     for rank, log in calls.items():
@@ -69,7 +69,7 @@ def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None
 def find_parting_of(folder: Path, seen: Sequence[RankStatus]) -> Desync | None:
     """Return what `find_parting` finds in all calls of these ranks in `folder`.
 
-    The heartbeat headers are read first: call rings are read only for ranks whose digests differ.
+    Heartbeat headers are read first; rings of calls are read only for ranks whose digests differ.
     """
     by_group: dict[str, dict[int, LastCall]] = {}
     for one in sorted(seen, key=lambda one: one.rank):
@@ -84,10 +84,10 @@ def find_parting_of(folder: Path, seen: Sequence[RankStatus]) -> Desync | None:
 
 
 def _find_by_digests(folder: Path, tails: Mapping[int, LastCall]) -> Desync | None:
-    """Ranks are compared in a row, from the least far to the farthest.
+    """Compare the ranks pairwise, in order of progress.
 
-    Two of them that differ have a pair of neighbours between them that differs no later: a digest
-    stands for all before it.
+    If two ranks differ, then two neighbours in this order differ no later, since a digest covers
+    all earlier calls.
     """
     row = sorted(tails, key=lambda rank: tails[rank].number)
     by_number: dict[int, dict[int, CollectiveCall]] = {}
@@ -100,7 +100,7 @@ def _find_by_digests(folder: Path, tails: Mapping[int, LastCall]) -> Desync | No
     first = next(differ, None)
     if first is None:
         return None
-    # How many ranks did what tells the odd one: everybody's call of that number counts.
+    # The odd rank is found by majority, so every rank's call of that number is needed.
     everybody = {
         rank: call
         for rank, tail in tails.items()
@@ -147,10 +147,7 @@ def _kind(call: CollectiveCall) -> tuple[int, str]:
 
 
 def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int, int, str]:
-    """Return a call's relation to the calls before it.
-
-    Its place in the step of the last, how many steps it is later, and what it does.
-    """
+    """Return how a call follows the earlier ones: its place in their step, steps later, name."""
     if not agreed:
         return 0, 0, call.what
     last = agreed[-1].step
@@ -159,7 +156,7 @@ def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int,
 
 
 def _precedents(agreed: Sequence[CollectiveCall]) -> dict[tuple[int, int, str], int]:
-    """The last step in which each call was made after as many others of that step."""
+    """Return the last step in which each call had the same number of predecessors in its step."""
     found: dict[tuple[int, int, str], int] = {}
     place, step = 0, agreed[0].step if agreed else 0
     for call in agreed:

@@ -1,7 +1,7 @@
-"""Requests of people and launchers to save or to leave: signals, and files in the run folder.
+"""Requests to save or to leave: signals, and files in the run folder.
 
-Handlers only note the signal; ranks agree at the next step boundary, where the engine's vote
-carries the largest request of any rank.
+Signal handlers only record the signal. Ranks agree at the next step boundary, where the engine's
+vote carries the largest request of any rank.
 
     RUN/SAVE, SIGTERM, SIGUSR1, SIGINT, RUN/STOP --> pending() --> vote --> save, go on or leave
 """
@@ -16,11 +16,14 @@ from pathlib import Path
 from types import FrameType
 
 SIGTERM_SECONDS = 1.0
-"""A launcher that saw a rank fail sends SIGTERM to the others, who may not know of it yet."""
+"""Seconds to wait after SIGTERM, for the report of a failure.
+
+A launcher that saw a rank fail sends SIGTERM to the other ranks, which may not know of it yet.
+"""
 
 
 class ExitRequest(IntEnum):
-    """A request of a rank after a step; the largest request of all ranks counts."""
+    """A rank's request after a step; the largest request of all ranks counts."""
 
     NONE = 0
     SAVE = 1
@@ -32,12 +35,12 @@ class ExitRequest(IntEnum):
 
     @property
     def leaves(self) -> bool:
-        """Return whether it ends the run."""
+        """True if the request ends the run."""
         return self > ExitRequest.SAVE
 
     @property
     def left(self) -> str:
-        """The text of status.json for a run that left for this request."""
+        """Name of the request in status.json."""
         return "exit-duration" if self is ExitRequest.DURATION else self.name
 
 
@@ -49,9 +52,10 @@ _SIGNALS = {
 
 
 class ExitSignals:
-    """Requests to save or leave that reached this rank.
+    """The requests to save or leave that reached this rank.
 
-    `folder`: the run folder, on the rank that looks for files; None on others.
+    Args:
+        folder: The run folder, on the rank that looks for the files; None on other ranks.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -61,15 +65,15 @@ class ExitSignals:
         self._sigterm_at = -SIGTERM_SECONDS
 
     def install(self, *numbers: signal.Signals) -> None:
-        """Take over these signals, or all, for good: a rank that is failing has to tell why.
+        """Handle these signals, or all, for the rest of the process.
 
-        Main thread only.
+        They are never given back, since a failing rank must still report. Main thread only.
         """
         for number in numbers or _SIGNALS:
             signal.signal(number, self._note)
 
     def pending(self) -> ExitRequest:
-        """The most urgent request that reached this rank so far."""
+        """Return the most urgent request that has reached this rank."""
         if self._noted is ExitRequest.NONE and self._stop is not None and self._save is not None:
             if self._stop.exists():
                 self._noted = ExitRequest.STOP
@@ -78,17 +82,17 @@ class ExitSignals:
         return self._noted
 
     def saved(self) -> None:
-        """A checkpoint was committed after the request: RUN/SAVE is obeyed."""
+        """Remove RUN/SAVE, after a checkpoint was committed."""
         _remove(self._save)
 
     def left(self) -> None:
-        """The run leaves: RUN/STOP is obeyed, and the same command goes on."""
+        """Remove RUN/STOP, so that the same command resumes the run."""
         _remove(self._stop)
 
     def wait_out_sigterm(self) -> None:
-        """Wait until a second after a SIGTERM.
+        """Wait until one second after a SIGTERM.
 
-        By then the failure of a peer that caused the signal has shown.
+        If the signal was caused by the failure of a peer, the failure is known by then.
         """
         time.sleep(max(0.0, self._sigterm_at + SIGTERM_SECONDS - time.monotonic()))
 

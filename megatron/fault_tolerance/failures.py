@@ -1,7 +1,4 @@
-"""The end of a rank that fails.
-
-One cause for all of them in status.json and on stderr, and an exit code.
-"""
+"""Report of a failed rank: the first cause, once, in status.json and on stderr; an exit code."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ _COLLECTIVE = (
     "gloo", "NCCL", "ProcessGroup", "Connection reset", "Broken pipe", "Application timeout",
     "Timed out waiting", "Socket Timeout",
 )  # fmt: skip
-"""What errors of torch.distributed say; they have no type of their own."""
+"""Texts by which errors of torch.distributed are recognised; they have no type of their own."""
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 
 @dataclass(kw_only=True)
 class Failures:
-    """Reports this rank's failure. Its fields are filled in as the run gets under way."""
+    """Reports this rank's failure. Fields are filled in while the run starts."""
 
     argv: Sequence[str]
     launch: Launch | None = None
@@ -46,7 +43,7 @@ class Failures:
     _code: int | None = field(default=None, init=False)
 
     def causes(self) -> RootCause:
-        """The failures of this start. Needs `run_dir` and `launch`."""
+        """Return the record of this start's failures. `run_dir` and `launch` must be set."""
         assert self.run_dir is not None and self.launch is not None
         return RootCause(
             run_dir=self.run_dir,
@@ -58,9 +55,9 @@ class Failures:
         )
 
     def report(self, error: BaseException) -> int:
-        """Tell what ended this rank, unless a peer told it already; the exit code.
+        """Report what ended this rank, unless a peer has reported it, and return the exit code.
 
-        A second call only repeats that.
+        A second call only returns the exit code.
         """
         if self._code is None:
             self._code = self._report(error)
@@ -75,15 +72,16 @@ class Failures:
             error = PeerError(f"a collective failed: {said}")
         parted = self.causes().parted() if self.attempt else None
         if parted is not None:
-            # Whatever went wrong here, with the numbers of another collective, came of that.
+            # A desynchronised collective explains any error here, since ranks got each other's
+            # numbers.
             if self.causes().known() is None:
                 self._tell(parted)
             return PeerError.exit_code
         if not isinstance(error, SparsetronError):
             return self._report_unexpected(error)
         if rank and (error.shared or self.run_dir is None):
-            # Every rank knows alike what a flag or an agreement says: rank 0 tells it, and before
-            # launchers end everybody with the first rank that leaves.
+            # Every rank raises the same error from a flag or an agreement, so rank 0 reports it.
+            # The others wait, because a launcher ends all ranks when the first one exits.
             if not error.shared:
                 time.sleep(SECONDS_TO_SPEAK)
             return error.exit_code
@@ -98,7 +96,7 @@ class Failures:
         return error.exit_code
 
     def _report_unexpected(self, error: BaseException) -> int:
-        """A bug of ours or of the machine: the traceback is the message."""
+        """Report an unexpected error, a bug or a fault of the machine, by its traceback."""
         text = "".join(traceback.format_exception(error))
         known = self.causes().known() if self.attempt else None
         if known is None:
@@ -131,7 +129,7 @@ class Failures:
             where = f"rank {launch.rank}: " if launch.world_size > 1 else ""
             print(f"{where}{status.reason}", file=sys.stderr, flush=True)
             return
-        # A failure before the ranks agreed on a name for this start: it joins one told since.
+        # Before the ranks have agreed on a name for this start, a failure joins one reported since.
         old = read_status(folder)
         fresh = old is not None and old.state == "failed" and _seconds(old.time) >= self._began
         attempt = self.attempt or (old.attempt if old is not None and fresh else uuid4().hex[:12])
@@ -145,11 +143,11 @@ class Failures:
         causes.tell(status)
 
     def _may_write(self, folder: Path) -> bool:
-        """Return whether there is such a folder, and no other run holds it."""
+        """Return whether the folder exists and no other run holds it."""
         try:
             return folder.is_dir() and (bool(self.attempt) or not (folder / LOCK).exists())
         except (OSError, ValueError):
-            return False  # no permission to look, a loop of links, or no path at all
+            return False  # permission denied, a loop of links, or not a path
 
 
 def _is_collective(error: BaseException) -> bool:
@@ -166,7 +164,7 @@ def _seconds(stamp: str) -> float:
 
 
 def _run_dir_in(argv: Sequence[str]) -> Path | None:
-    """Find the run folder in a command line that could not be parsed as a whole."""
+    """Return the run folder named in a command line that could not be parsed."""
     for flag, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
         if name == "--run-dir":

@@ -1,14 +1,14 @@
-"""The step, phase and latest collectives of each rank, in a memory-mapped file of its own.
+"""Step, phase and latest collectives of each rank, in a memory-mapped file per rank.
 
-A phase change costs about a microsecond and no system call, and what a rank wrote last survives
-its being killed or stopped, so that its peers can name it and what it was doing. A file, not the
-rendezvous store: that lives in one rank and dies with it.
+A change of phase costs about a microsecond and no system call. The file keeps what a rank wrote
+before it was killed or stopped, so that its peers can name the rank and its phase. The rendezvous
+store would not serve: it lives in one rank and is lost with it.
 
-    header, 704 bytes    who, where, since when; of each group: calls issued and their digest
+    header, 704 bytes     process, host, phase, times; of each group: calls issued and their digest
     rings, 110 KB        the latest calls of each group
 
-A digest stands for all calls up to it, in order. Ranks whose digests agree issued the same calls,
-so a reader of a thousand headers needs the rings of the few ranks whose digests differ.
+A digest covers all calls up to the latest, in order. Ranks with equal digests issued the same
+calls, so a reader of a thousand headers needs the rings of the few ranks whose digests differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 FOLDER = "heartbeat"
 LOOK = "look"
-"""File of the folder that holds what one rank found in all headers, for all ranks."""
+"""File in the folder with the finding of the rank that read all headers, for all ranks."""
 PHASES = (
     "start", "data", "receive", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
     "leaving", "done",
@@ -35,16 +35,16 @@ PHASES = (
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _OWNER = struct.Struct("<16sq64s")  # attempt, pid, host
 _BEAT = struct.Struct("<qqqd")  # beats, step, phase, time of the last beat
-_ALIVE = struct.Struct("<d")  # time at which the rank was seen running
+_ALIVE = struct.Struct("<d")  # last time at which the rank's watchdog ran
 _CALL = struct.Struct("<qqqq40s")  # number, digest, step, phase, what
 _COUNT = struct.Struct("<q")
-_TAIL = struct.Struct("<32sqq")  # name of a ring's connections, number and digest of the last call
+_TAIL = struct.Struct("<32sqq")  # name of a ring's connections; number and digest of the last call
 _LAST = struct.Struct("<qq")
 _NAME_BYTES = _TAIL.size - _LAST.size
 _CALLS = 128
-"""Collectives that a ring holds: the latest."""
+"""Number of collectives that a ring holds."""
 _RINGS = 12
-"""Connections of a rank: of every axis of the grid, and to its neighbours in the pipeline."""
+"""Maximum number of a rank's groups: every axis of the grid, and its pipeline neighbours."""
 _RING = _CALLS * _CALL.size
 _BEAT_AT = _OWNER.size
 _ALIVE_AT = _BEAT_AT + _BEAT.size
@@ -56,9 +56,9 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """The last call of a rank over the connections `group`, which ring `ring` is about.
+    """The last call of a rank over the connections `group`, whose ring is number `ring`.
 
-    Its number, and the digest of all calls up to it.
+    `number` counts its calls; `digest` covers all calls up to it.
     """
 
     group: str
@@ -71,8 +71,8 @@ class LastCall:
 class RankStatus:
     """The latest record of a rank.
 
-    Times are in seconds since the epoch, by that rank's clock; `beats` counts its phase changes;
-    `alive` is when its watchdog last ran; `tails` has one entry for each of its groups.
+    Times are in seconds since the epoch, by that rank's clock. `beats` counts changes of phase;
+    `alive` is when its watchdog last ran; `tails` has one entry per group.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class RankStatus:
 
     @property
     def issued(self) -> int:
-        """Return how many collectives the rank has begun."""
+        """Number of collectives that the rank has begun."""
         return sum(tail.number for tail in self.tails)
 
     def __str__(self) -> str:
@@ -96,10 +96,9 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective that a rank issued.
+    """One collective that a rank issued: its number over the connections `group`, step and phase.
 
-    Its number among those over the same connections, whose name is `group`, where the rank was, and
-    what it is. `digest` stands for it and all before.
+    `digest` covers this call and all earlier ones.
     """
 
     number: int
@@ -114,10 +113,12 @@ class CollectiveCall:
 
 
 class Heartbeat:
-    """This rank's whereabouts; `folder` None keeps them in this process.
+    """The heartbeat of this rank.
 
-    `attempt` tells this start of the run from others, at most 16 ASCII characters. `across_hosts`:
-    peers read the file over a network, so `alive` pushes it there.
+    Args:
+        folder: Folder of the heartbeat files; None keeps the record in this process.
+        attempt: Name of this start of the run, at most 16 ASCII characters.
+        across_hosts: Whether peers read the file over a network; `alive` then writes it out.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Heartbeat:
         self.at("start")
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The rank goes into `phase`, of `step` if that is new."""
+        """Record that the rank enters `phase`, of `step` if given."""
         if step is not None:
             self.step = step
         self.phase, self.changed = phase, time.monotonic()
@@ -152,14 +153,14 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, _BEAT_AT, *beat)
 
     def alive(self) -> None:
-        """The process runs, whatever its main thread does."""
+        """Record that the process runs, even if its main thread does not."""
         _ALIVE.pack_into(self._memory, _ALIVE_AT, time.time())
         if self._file is not None and self._across_hosts:
             with suppress(OSError):
                 self._file.flush()
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
-        """The rank is about to issue collective `number` of those over some connections."""
+        """Record that the rank is about to issue collective `number` over some connections."""
         if group not in self._rings:
             ring = len(self._rings)
             assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
@@ -167,21 +168,22 @@ class Heartbeat:
             _TAIL.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size, group.encode(), 0, 0)
         ring, digest = self._rings[group]
         name = what.encode()[:40]
-        # Not of the phase: ranks may wait for the same collective in different ones.
+        # The phase is not part of the digest: ranks may wait for the same collective in different
+        # phases.
         digest = zlib.crc32(name, digest + self.step & 0xFFFFFFFF)
         self._rings[group] = ring, digest
         place = _CALLS_AT + ring * _RING + number % _CALLS * _CALL.size
         _CALL.pack_into(self._memory, place, 0, digest, self.step, _NUMBER[self.phase], name)
-        # The numbers come last: a reader that finds the number there finds the rest.
+        # Numbers are written last: a reader that finds a number also finds the rest of the record.
         _COUNT.pack_into(self._memory, place, number)
         _LAST.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size + _NAME_BYTES, number, digest)
 
     def seconds(self) -> float:
-        """Time since the last phase change."""
+        """Seconds since the last change of phase."""
         return time.monotonic() - self.changed
 
     def close(self) -> None:
-        """An orderly end: the file goes, and the folder with the last of them."""
+        """Remove the file at an orderly end, and the folder with the last file."""
         self.at("done")
         if self._path is not None:
             with suppress(OSError):
@@ -220,9 +222,9 @@ def sightings(folder: Path, *, attempt: str, ranks: Sequence[int]) -> list[RankS
 
 
 def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list[CollectiveCall]]:
-    """The latest collectives of these ranks in this attempt, in order, group after group.
+    """Return the latest collectives of these ranks in this attempt, in order, group by group.
 
-    Ranks without a readable record are left out. Reads everything that the ranks wrote.
+    Ranks without a readable record are left out. Reads the whole files.
     """
     return {
         seen.rank: [call for tail in seen.tails for call in calls_of(folder, seen.rank, tail)]
@@ -231,7 +233,7 @@ def calls(folder: Path, *, attempt: str, ranks: Sequence[int]) -> dict[int, list
 
 
 def calls_of(folder: Path, rank: int, tail: LastCall) -> list[CollectiveCall]:
-    """The latest collectives of a rank over the connections of `tail`, in order."""
+    """Return the latest collectives of a rank over the connections of `tail`, in order."""
     with suppress(OSError, struct.error, UnicodeError, IndexError):
         data = _read(folder, rank, _CALLS_AT + tail.ring * _RING, _RING)
         found = (_call(fields, tail.group) for fields in _CALL.iter_unpack(data) if fields[0])
@@ -240,9 +242,9 @@ def calls_of(folder: Path, rank: int, tail: LastCall) -> list[CollectiveCall]:
 
 
 def call_of(folder: Path, rank: int, tail: LastCall, number: int) -> CollectiveCall | None:
-    """Collective `number` of a rank over the connections of `tail`.
+    """Return collective `number` of a rank over the connections of `tail`.
 
-    None where it is not among the latest.
+    None if the ring does not hold it any more.
     """
     with suppress(OSError, struct.error, UnicodeError, IndexError):
         place = _CALLS_AT + tail.ring * _RING + number % _CALLS * _CALL.size
@@ -280,7 +282,7 @@ def _text(padded: bytes) -> str:
 
 
 def is_gone(seen: RankStatus) -> bool:
-    """Return whether the process certainly does not run any more; False for one on another host."""
+    """Return whether the process has certainly ended; False for a process on another host."""
     if seen.host != socket.gethostname():
         return False
     try:
@@ -291,9 +293,9 @@ def is_gone(seen: RankStatus) -> bool:
 
 
 def wake(seen: RankStatus) -> None:
-    """Let a process of this host go on if it was stopped.
+    """Continue a process of this host that was stopped.
 
-    Stopped, it could not obey a launcher's SIGTERM, and torchrun waits for 30 s before it kills.
+    A stopped process cannot obey a launcher's SIGTERM, and torchrun waits 30 s before it kills.
     """
     if seen.host == socket.gethostname():
         with suppress(OSError):
@@ -302,7 +304,7 @@ def wake(seen: RankStatus) -> None:
 
 def _mapped(path: Path) -> mmap.mmap:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-    # A file of an earlier start may still be mapped by a process of it: never write into that.
+    # A process of an earlier start may still map its file, so that file is never written.
     path.unlink(missing_ok=True)
     with open(path, "xb+") as file:
         file.truncate(_SIZE)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 WINDOW = 128
-"""Losses, the latest ones, that a new one is compared with."""
+"""Number of recent losses with which a new loss is compared."""
 
 
 def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
     """Return whether `loss` is a spike.
 
-    A spike lies more than `sigmas` standard deviations above the mean of the recent losses; there
+    A spike lies more than `sigmas` standard deviations above the mean of the recent losses. There
     is none before `WINDOW` losses.
     """
     if len(recent) < WINDOW:
@@ -23,6 +23,9 @@ def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
 
 
 def remember(recent: list[float], loss: float) -> None:
-    """Add a loss, skipped or not: a lasting change of level is no spike for ever."""
+    """Append a loss, also of a skipped step.
+
+    After a lasting change of level, the new level soon counts as normal.
+    """
     recent.append(loss)
     del recent[:-WINDOW]

@@ -1,7 +1,7 @@
-"""A check that values which several ranks hold are equal to the last bit.
+"""Check that values which several ranks hold are equal to the last bit.
 
-A parameter's checksum is the sum of its bit patterns as integers: exact in any order, as fast as
-memory, and changed by any single flipped bit.
+A parameter's checksum is the sum of its bit patterns as integers. The sum does not depend on the
+order, runs at memory speed, and changes with any single flipped bit.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.parallel.groups import Group, ProcessGroups
 
 _NAMED = 3
-"""Parameters that an error names before it counts the rest."""
+"""Parameters that an error lists; it counts the remaining ones."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the bit patterns of a tensor, an int64 scalar (wrapping)."""
+    """Return the sum of the bit patterns of a tensor, an int64 scalar (wrapping)."""
     return tensor.reshape(-1).view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
     """Return checksums of each parameter's master weights and of its 16-bit copy, if any.
 
-    Sharded master weights have no replicas; the weights that the model reads are summed instead.
+    Sharded master weights have no replicas; the model's weights are summed instead.
     """
     found = {}
     for info, bucket, where in optimizer.engine.slices():
         if bucket.shard is None:
             master = where.of(optimizer.states[bucket.index].master)
-            # Which may be in host memory, where the others are not.
+            # Master weights of an offloaded optimizer are in host memory.
             found[info.name] = checksum(master).to(info.param.device)
         if bucket.shard is not None or info.param.dtype != torch.float32:
             found[f"{info.name} ({info.param.dtype})"] = checksum(info.param.detach())
@@ -76,7 +76,7 @@ def compare_replicas(
 
 
 class _Copies(NamedTuple):
-    """Checksums of what the ranks of a group hold alike, by name."""
+    """Return checksums of the values that all ranks of a group hold, by name."""
 
     group: Group
     found: dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ def _copies(
 
 
 def _odd(copies: _Copies) -> list[str]:
-    """Names that are not equal on all ranks."""
+    """Return the names whose checksums are not equal on all ranks."""
     mine = torch.stack(list(copies.found.values()))
     extremes = torch.stack([mine, -mine])
     copies.group.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -106,7 +106,7 @@ def _odd(copies: _Copies) -> list[str]:
 
 
 def _told(copies: _Copies, names: list[str]) -> Iterator[str]:
-    """A line for each of these names: on which ranks. Collective over the group."""
+    """Return one line per name with the ranks that differ. Collective over the group."""
     group, found = copies
     texts = group.all_gather_str(json.dumps([int(found[name]) for name in names]))
     everyone = [json.loads(text) for text in texts]

@@ -1,6 +1,8 @@
-"""The first cause of a failure: found by the ranks while they fail, and by launchers afterwards.
+"""The first cause of a failure, found by failing ranks.
 
-python -m megatron.fault_tolerance.root_cause RUN      prints the exit code of status.json
+    python -m megatron.fault_tolerance.root_cause RUN      prints the exit code of status.json
+
+Launchers use the command for a run that could not report its failure.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from megatron.fault_tolerance.heartbeat import (
 from megatron.status import STATUS, Status, read_status, write_status
 
 PATIENCE = 2.0
-"""Seconds that a rank waits for a peer to tell what happened to it."""
+"""Seconds for which a rank waits for a peer's report."""
 _POLL = 0.05
 _LOOK_BYTES = 4096
 _REASON = 512
-"""Characters of a reason that fit into a look, each of which takes up to 6 bytes there."""
+"""Maximum length of a reason in a finding; each character takes up to 6 bytes there."""
 _READS = 5
 SILENT = 3.0
 """Seconds without a sign of life after which a rank counts as stopped."""
@@ -42,11 +44,11 @@ SILENT = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RingCheck:
-    """The finding of one rank in the headers of all.
+    """The finding of the rank that read the headers of all ranks.
 
-    The rank that parted from the others (`step`, `phase` and `reason` say how), and the rank that
-    has come the least far. None: no such rank. `number` counts the looks of this start: clocks of
-    two hosts would not tell which was first.
+    It has the desynchronised rank (`step`, `phase` and `reason` describe it), and the rank with the
+    least progress; None: no such rank. `number` counts the findings of this start, since the clocks
+    of two hosts would not order them.
     """
 
     attempt: str
@@ -60,10 +62,10 @@ class RingCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class RootCause:
-    """The knowledge of this attempt's ranks about its failure.
+    """What the ranks of this attempt know about its failure.
 
-    `signed`: job and version of every status. `near`: the ranks on this host; all ranks where that
-    is not known.
+    `signed` has job and version for every status. `near` lists the ranks on this host; all ranks if
+    that is not known.
     """
 
     run_dir: Path
@@ -74,7 +76,7 @@ class RootCause:
     near: Sequence[int] = ()
 
     def known(self) -> Status | None:
-        """The failure that a rank of this attempt told, if one did."""
+        """Return the failure that a rank of this attempt reported, if any."""
         status = read_status(self.run_dir)
         if status is None or (status.state, status.attempt) != ("failed", self.attempt):
             return None
@@ -92,22 +94,22 @@ class RootCause:
             print(line(status, self.world_size), file=sys.stderr, flush=True)
 
     def gone(self) -> RankStatus | None:
-        """A peer that ended without a word, seen on this host."""
+        """Return a peer on this host that ended without a report."""
         near = [rank for rank in self._near() if rank != self.rank]
         return next((peer for peer in self._seen(near) if is_gone(peer)), None)
 
     def parted(self) -> Status | None:
-        """The failure of the rank that issued another collective than its peers, if one did.
+        """Return the failure of the desynchronised rank, if there is one.
 
-        What else went wrong came of that.
+        It explains any other error.
         """
         return self._parted_in(self.look(until=time.monotonic() + PATIENCE))
 
     def look(self, *, until: float) -> RingCheck:
-        """Return the finding of this rank, or of another one that looks for all.
+        """Return the finding of this rank, or of the rank that looks for all.
 
-        A rank that nobody has told anything `until` then looks by itself: the one that looks for
-        all may be the one that is stopped.
+        If no finding arrives `until` then, this rank looks by itself, since the other rank may be
+        stopped.
         """
         try:
             with _opened(self.run_dir / FOLDER / LOOK) as file:
@@ -115,26 +117,26 @@ class RootCause:
                 if not _locked(file, until):
                     return self._look()
                 told = self._told(file) or RingCheck(attempt=self.attempt)
-                # The look after this may have begun before this rank asked, the next one did not.
+                # The next finding may have begun before this call; the one after it did not.
                 since = asked is not None and told.number > asked.number + 1
                 if told.parted is not None or since:
                     return told
                 found = replace(self._look(), number=told.number + 1)
-                # One length for all, so that nobody reads the end of the look before.
+                # Findings have one length, so that a reader never sees the end of an older one.
                 told = replace(found, reason=found.reason[:_REASON])
                 text = json.dumps(asdict(told), ensure_ascii=False)
                 os.pwrite(file, text.encode().ljust(_LOOK_BYTES), 0)
                 return found
         except OSError:
-            # No locks on this disk, or no space: one rank of each host looks, for itself.
+            # The disk has no locks or no space: one rank of each host looks for itself.
             mine = self.rank == min(self._near()) or time.monotonic() >= until
             return self._look() if mine else RingCheck(attempt=self.attempt)
 
     def _told(self, file: int) -> RingCheck | None:
-        """The last look of this start, as the file has it.
+        """Return the last finding of this start from the file.
 
-        A half-written one is read again; None where it stays so, since the number of that look is
-        not known.
+        A partly written finding is read again; None if it stays unreadable, since its number is
+        unknown.
         """
         for _ in range(_READS):
             text = os.pread(file, _LOOK_BYTES, 0)
@@ -156,7 +158,8 @@ class RootCause:
                 look, parted=parting.rank, step=place.step, phase=place.phase, reason=str(parting)
             )
         late = [one for one in seen if one.phase not in ("leaving", "done")]
-        # Of two in one phase, the one that waits for the other has begun another collective.
+        # Of two ranks in the same phase, the one that waits for the other has begun one more
+        # collective.
         last = min(late, key=lambda one: (waits(one), one.beats, one.issued), default=None)
         return replace(look, last=last.rank if last is not None else None)
 
@@ -173,17 +176,17 @@ class RootCause:
         return self._failed(rank=look.parted, step=step, phase=phase, reason=look.reason)
 
     def blame(self, heartbeat: Heartbeat, seen: str) -> Status | None:
-        """Whose fault a failed collective is, as this rank can tell it.
+        """Return the failure behind a failed collective, as far as this rank can tell.
 
-        None where a peer told its own. `seen`: what the collective said. Takes up to `PATIENCE`
-        seconds.
+        `seen` is the message of the collective. None if a peer has reported its own failure. Takes
+        up to `PATIENCE` seconds.
         """
         here = f"seen by rank {self.rank} in {heartbeat.phase}: {seen}"
         step, phase = heartbeat.step, heartbeat.phase
         heartbeat.at("leaving")
         deadline = time.monotonic() + PATIENCE
         while True:
-            # What the last look finds counts like what those before it found.
+            # The deadline is read before the last look, so that this look still counts.
             ends = time.monotonic() >= deadline
             gone, look = self.gone(), self.look(until=deadline)
             parted = self._parted_in(look)
@@ -192,7 +195,8 @@ class RootCause:
             if parted is not None:
                 return replace(parted, reason=f"{parted.reason}; {here}")
             if gone is not None:
-                # It may have been killed by its launcher since another one failed; wait for that.
+                # The launcher may have killed it after another rank's failure, so wait for that
+                # report.
                 time.sleep(_POLL)
                 return None if self.known() is not None else self.of(gone, gone_text(gone, here))
             if ends:
@@ -206,7 +210,7 @@ class RootCause:
         return cause
 
     def of(self, peer: RankStatus, reason: str) -> Status:
-        """A failure of another rank, told for it."""
+        """Return the failure of another rank, reported in its place."""
         return self._failed(rank=peer.rank, step=peer.step, phase=peer.phase, reason=reason)
 
     def _failed(self, *, rank: int, step: int, phase: str, reason: str) -> Status:
@@ -230,11 +234,9 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _locked(file: int, until: float) -> bool:
-    """Lock the file before `until`; return whether that worked.
+    """Lock the file before `until` and return whether that worked; closing the file unlocks it.
 
-    Closing the file unlocks it.
-
-    Raises OSError where the disk has no locks.
+    Raises OSError if the disk has no locks.
     """
     while True:
         try:
@@ -283,9 +285,9 @@ def _silence(peer: RankStatus) -> float:
 
 
 def find_out(run_dir: Path) -> int | None:
-    """The run's exit code; a run that was cut short is written down as failed.
+    """Return the run's exit code, and write down a run that was cut short as failed.
 
-    None where there is no status.json to go by.
+    None if there is no usable status.json.
     """
     status = read_status(run_dir)
     if status is None or status.state != "running":
@@ -323,7 +325,7 @@ def find_out(run_dir: Path) -> int | None:
 
 
 def _recorded(run_dir: Path) -> int | None:
-    """The code in the file, also in one of another version that we do not know all of."""
+    """Return the exit code in the file, also of another version with unknown fields."""
     try:
         code = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))["exit_code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -332,7 +334,7 @@ def _recorded(run_dir: Path) -> int | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the code, if there is one."""
+    """Print the exit code, if there is one."""
     code = find_out(Path(argv[0]))
     print("" if code is None else code)
     return 0

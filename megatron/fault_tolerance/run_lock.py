@@ -1,12 +1,10 @@
-"""One run folder, one run: a second start is refused before it can touch a file of the first.
+"""A lock that allows one run at a time in a run folder: a second start is refused at once.
 
-The lock is a file that names its holder. The kernel's lock on it (`flock`) tells within
-milliseconds whether the holder lives, where the disk has such locks and both are on hosts that see
-them; the contents tell it elsewhere: a process that is gone on this host, or a file that another
-host has not touched for `STALE_SECONDS`, holds nothing. Without `flock`, two starts that take over
-the same stale lock in the same milliseconds may both get it.
-
-Nothing here imports torch or numpy.
+The lock is a file that names its holder. Where disk and hosts support it, the kernel's lock on the
+file (`flock`) shows within milliseconds whether the holder is alive. Elsewhere the contents decide:
+the holder is dead if its process on this host is gone, or if a holder on another host has not
+touched the file for `STALE_SECONDS`. Without `flock`, two starts that take over the same stale lock
+in the same milliseconds may both get it. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from megatron.errors import ConfigError
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 20.0
 STALE_SECONDS = 120.0
-"""A holder on another host that was silent for so long is taken for dead."""
+"""Seconds of silence after which a holder on another host is considered dead."""
 _TRIES = 8
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class RunFolderInUse(ConfigError):
-    """Another start holds the run folder: nothing in it may be written, its status least of all."""
+    """Another start holds the run folder, so nothing in the folder may be written."""
 
     shared = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a run folder.
+    """The process that holds a run folder.
 
-    `started` is the process's start in clock ticks since `boot`, so that a pid given to another
-    process is not taken for it. `job` and `restarts` are Slurm's.
+    `started` is the process's start in clock ticks since `boot`, which tells it from a later
+    process with the same pid. `job` and `restarts` are Slurm's.
     """
 
     host: str
@@ -60,7 +58,7 @@ class Holder:
 
 
 class RunLock:
-    """Held from `take` to `release`, or to the end of the process."""
+    """The lock of a run folder, held from `take` to `release` or to the end of the process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -71,10 +69,10 @@ class RunLock:
     def take(
         cls, run_dir: Path, *, job: Mapping[str, str], log: Callable[[str], None]
     ) -> RunLock | None:
-        """Lock an existing run folder. `job`: Slurm's variables, as far as they are set.
+        """Lock an existing run folder. `job` has Slurm's variables, as far as they are set.
 
-        None, after a word, where the disk cannot hold such a lock. A lock whose holder is gone is
-        taken over, and told. Raises `RunFolderInUse` naming the holder.
+        Returns None, with a note in the log, if the disk cannot hold such a lock. Takes over a lock
+        whose holder is gone, and logs it. Raises `RunFolderInUse` naming the holder.
         """
         path = run_dir / LOCK
         mine = _myself(job)
@@ -93,7 +91,7 @@ class RunLock:
         raise RunFolderInUse(f"{path}: changes hands all the time; start one run at a time")
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         self._over.set()
         with contextlib.suppress(OSError):
             if _same_file(self._path, self._descriptor):
@@ -107,10 +105,10 @@ class RunLock:
 
 
 def check_free(run_dir: Path) -> None:
-    """Raise `RunFolderInUse` where the kernel knows that another process holds the folder.
+    """Raise `RunFolderInUse` if the kernel knows that another process holds the folder.
 
-    Changes nothing and decides nothing else, so every rank of a start on one host may ask, before
-    it spends seconds on getting ready.
+    Changes nothing and decides nothing else, so every rank of a start on one host may call it
+    before it spends seconds on getting ready.
     """
     path = run_dir / LOCK
     try:
@@ -132,9 +130,9 @@ def _in_use(path: Path, holder: Holder | None) -> RunFolderInUse:
 
 
 def _create(path: Path, mine: Holder) -> int | None:
-    """The descriptor of a new lock file, None where there is one.
+    """Create the lock file and return its descriptor; None if the file exists.
 
-    It gets its name by a link, so that under that name it is never without contents or kernel lock.
+    The file gets its name by a link, so that it always has contents and the kernel's lock.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
@@ -155,7 +153,7 @@ def _create(path: Path, mine: Holder) -> int | None:
 
 
 def _clear(path: Path, mine: Holder) -> str | None:
-    """Remove a lock whose holder is gone and name it; None if the lock has gone by itself.
+    """Remove a lock whose holder is gone and return the holder; None if the lock disappeared.
 
     Raises `RunFolderInUse`.
     """
@@ -167,7 +165,7 @@ def _clear(path: Path, mine: Holder) -> str | None:
         holder = _read(descriptor)
         if not _try_lock(descriptor) or not _is_gone(path, descriptor, holder, mine):
             raise _in_use(path, holder)
-        # Whoever takes over does so under the kernel's lock on the very file it looked at.
+        # A process takes over a lock only while it has the kernel's lock on the file that it read.
         if not _same_file(path, descriptor):
             return None
         path.unlink()
@@ -177,7 +175,10 @@ def _clear(path: Path, mine: Holder) -> str | None:
 
 
 def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """False where another process holds the kernel's lock; True also on disks without such."""
+    """Return False if another process has the kernel's lock, else True.
+
+    True also on disks without such locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -195,7 +196,7 @@ def _is_gone(path: Path, descriptor: int, holder: Holder | None, mine: Holder) -
 
 
 def _now_of(folder: Path) -> float:
-    """The time by the clock that stamps files there, which may be another host's."""
+    """Return the time by the clock that stamps files in the folder, possibly another host's."""
     probe = folder / f".{LOCK}.{secrets.token_hex(4)}"
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     try:
@@ -245,10 +246,10 @@ def _myself(job: Mapping[str, str]) -> Holder:
 def _started(pid: int) -> int:
     """Return the start of a process, in clock ticks since boot.
 
-    -1 if there is none, or only its remains that nobody waited for.
+    -1 if the process does not exist or is a zombie.
     """
     try:
-        # The command's name, in parentheses, may itself hold spaces and parentheses.
+        # The command name is in parentheses and may itself contain spaces and parentheses.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return -1

@@ -27,7 +27,7 @@ from megatron.status import STATUS, Status
 def before_abort(tell: Callable[[], object]) -> None:
     """Call `tell` before C++ ends this process, and end the process with exit code 6.
 
-    For good: there is no way back from where it is called. Does nothing where C++ is not GNU's.
+    The handler stays installed for the rest of the process. Does nothing without GNU's C++ library.
     """
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
@@ -35,8 +35,8 @@ def before_abort(tell: Callable[[], object]) -> None:
     except (OSError, AttributeError):
         return
     function = ctypes.CFUNCTYPE(None)
-    # The handler that was there before prints the exception; then it raises SIGABRT, whose number
-    # is, by luck, what _exit is to be called with.
+    # The previous handler prints the exception and raises SIGABRT, whose number is, by luck, the
+    # exit code that _exit must be called with.
     assert PeerError.exit_code == signal.SIGABRT
 
     def terminate() -> None:
@@ -56,19 +56,19 @@ def before_abort(tell: Callable[[], object]) -> None:
 
 TICK = 0.5
 SLACK = 3.5
-"""Seconds after the collectives' own timeout: what waits for this rank tells of it before."""
+"""Seconds in addition to the collectives' timeout, so that waiting ranks report first."""
 GRACE = 2.0
-"""Seconds for the main thread to leave by itself once a failure is known."""
+"""Seconds in which the main thread may leave by itself once a failure is known."""
 LEAVING_SECONDS = 6.0
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAY_TAKE_LONG = ("start", "save", "done")
 
 
 class Watchdog(threading.Thread):
-    """Watches one rank.
+    """The watchdog of one rank.
 
-    `limit`: seconds that a phase may take. Needs the main thread for `watch`, which starts it,
-    since signals go there.
+    `limit` is the number of seconds that a phase may take. Call `watch` on the main thread, which
+    receives the signals.
     """
 
     def __init__(self, heartbeat: Heartbeat, causes: RootCause, *, limit: float) -> None:
@@ -84,7 +84,7 @@ class Watchdog(threading.Thread):
         self._wakeup.setblocking(False)
 
     def watch(self) -> Callable[[], None]:
-        """Start; the function returned ends it."""
+        """Start the thread; call the result to stop it."""
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self.start()
 
@@ -100,9 +100,9 @@ class Watchdog(threading.Thread):
         return end
 
     def run(self) -> None:
-        """The thread's life."""
+        """Run the thread."""
         while not self._ended.is_set():
-            # From C: works where the interpreter itself does not come to run this thread any more.
+            # In C, so that it works even if the interpreter does not run this thread any more.
             faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)
             self._heartbeat.alive()
             self._look_at_interrupts()
@@ -151,7 +151,7 @@ class Watchdog(threading.Thread):
             rank = (self._causes.rank + 1) % self._causes.world_size
             folder = self._causes.run_dir / FOLDER
             seen = sightings(folder, attempt=self._causes.attempt, ranks=[rank])
-            # In another container its process may not be visible: then it cannot be judged.
+            # A process in another container may not be visible, and is then not judged.
             self._neighbour = seen[0] if seen and not is_gone(seen[0]) else None
         elif is_gone(self._neighbour) and self._causes.known() is None:
             folder = self._causes.run_dir / FOLDER

@@ -1,7 +1,7 @@
 """The metrics of a run: terminal, log, metrics files and trackers, written by one rank.
 
-The trainer makes one `StepRecord` a step and hands it to `Metrics.step`, which only stores it; all
-formatting happens at the log interval. Ranks that do not write hold a `NullMetrics`.
+The trainer makes one `StepRecord` per step and passes it to `Metrics.step`, which only stores it;
+all formatting happens at the log interval. Other ranks have a `NullMetrics`.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from megatron.metrics.record import Evaluation, LogInterval, Spread, StepRecord,
 
 
 def byte_size(count: float) -> str:
-    """A traffic or file size in decimal units: 512 B, 3.10 MB."""
+    """Format a traffic or file size in decimal units: 512 B, 3.10 MB."""
     return f"{count:.0f} B" if count < 1000 else f"{scaled(count)}B"
 
 
 def memory_size(count: float) -> str:
-    """A memory size in binary units: 1.50 GiB."""
+    """Format a memory size in binary units: 1.50 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{three_digits(count)} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -24,14 +24,14 @@ def memory_size(count: float) -> str:
 
 
 def flop_rate(per_second: float) -> str:
-    """A rate of floating-point operations: GFLOP/s, from 1000 of them on TFLOP/s."""
+    """Format a rate in GFLOP/s, or in TFLOP/s from 1000 GFLOP/s on."""
     if per_second < 1e12:
         return f"GFLOP/s: {three_digits(per_second / 1e9)}"
     return f"TFLOP/s: {three_digits(per_second / 1e12)}"
 
 
 def scaled(value: float) -> str:
-    """Three digits and a decimal prefix, the unit to be put behind: 3.10 M."""
+    """Format a number by three digits and a decimal prefix, to put before a unit: 3.10 M."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5:
             return f"{three_digits(value)} {prefix}"
@@ -40,7 +40,7 @@ def scaled(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A positive number with three significant digits and no exponent below 10^15."""
+    """Format a positive number by three significant digits, without exponent below 10^15."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.0f}"
     if abs(value) >= 99.95:
@@ -51,7 +51,7 @@ def three_digits(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in its two largest units: 3d 04h, 2h 05m, 4m 09s, 12s."""
+    """Format a time span by its two largest units: 3d 04h, 2h 05m, 4m 09s, 12s."""
     if not math.isfinite(seconds):
         return "unknown"
     total = int(round(seconds))
@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def timestamp(seconds: float) -> str:
-    """Local wall-clock time to the second."""
+    """Format the local wall-clock time to the second."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -79,10 +79,11 @@ def format_line(
     throughput: bool = False,
     peak_tflops: float | None = None,
 ) -> str:
-    """The line for the interval that ends with step `last`, without a newline.
+    """Return the log line for the interval that ends with step `last`, without a newline.
 
-    `throughput` adds Megatron's field of that name (model TFLOP/s of a rank); `peak_tflops`, a
-    rank's peak, adds model FLOPs utilization. `seconds_left` is the time to the end of the run.
+    `throughput` adds Megatron's field of that name (model TFLOP/s per rank). `peak_tflops`, the
+    peak of a rank, adds model FLOPs utilization. `seconds_left` is the estimated time to the end of
+    the run.
     """
     rate = interval.flops / interval.seconds / last.world_size if interval.seconds > 0 else 0.0
     fields = [
@@ -195,9 +196,9 @@ def format_brief_evaluation(evaluation: Evaluation) -> str:
 
 
 def format_timers(timers: Mapping[str, Spread], *, steps: int, option: str) -> str:
-    """Milliseconds a step of each timer: the largest rank's, smallest and largest, or all ranks'.
+    """Format milliseconds per step of each timer: the maximum, minimum and maximum, or all ranks.
 
-    `option` is max, minmax or all; a pair (min, max) cannot show all ranks and shows both ends.
+    `option` is max, minmax or all. A pair (min, max) cannot show all ranks and shows both ends.
     """
     titles = {
         "max": "max time across ranks (ms):",

@@ -1,4 +1,4 @@
-"""The metrics of a run: step records on their way to files, console and trackers."""
+"""Output of step records to metrics files, log, console and trackers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ rate have the keys of the task's unit: "tokens" and "tokens_per_second".
 _LOSSES = ("lm_loss", "loss")
 
 PHASE = "seconds/"
-"""What the keys of timers begin with (`--timing-log-level`)."""
+"""Prefix of the keys of timers (`--timing-log-level`)."""
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -92,10 +92,10 @@ def columns_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AppendFile:
-    """A file that grows by whole lines: a write that fails leaves nothing of itself behind.
+    """A file that grows by whole lines; a failed write leaves no partial line.
 
-    Lines that could not be written (disk full) stay in memory and go out with the next write. The
-    file is opened by the first write, so that what is in it can still be cut before.
+    Lines that could not be written (disk full) stay in memory until the next write. The first write
+    opens the file, so that the file can be cut before that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,14 +106,14 @@ class AppendFile:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing was ever written, by this run or one before."""
+        """Return whether the file is empty or absent."""
         size = self._size
         if self._descriptor < 0 and self._path.exists():
             size = self._path.stat().st_size
         return size == 0 and not self._waiting
 
     def write(self, text: str) -> None:
-        """Append `text` and what an earlier failure left over; after an OSError call again."""
+        """Append `text` after the lines of failed writes. After an OSError, call it again."""
         self._waiting.append(text.encode("utf-8", "backslashreplace"))
         if self._descriptor < 0:
             self._open()
@@ -129,7 +129,7 @@ class AppendFile:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close; a second call does nothing, a write opens again."""
+        """Close the file. A second call does nothing; a write opens the file again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -140,11 +140,11 @@ class AppendFile:
 
 
 def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str, Value]:
-    """The line of a step as a dictionary.
+    """Return the metrics of a step as a dictionary.
 
-    `COLUMNS`, then what went along other axes of the grid, what the gradient path tells of it, and
-    where timers were read, the seconds a step of each: the slowest rank's mean over the `steps`
-    since they were read before.
+    The keys are `COLUMNS`, then bytes sent along other axes of the grid, the gradient path's own
+    numbers, and timers if they were read. A timer's value is in seconds per step, the maximum over
+    ranks of the mean over the `steps` since the last reading.
     """
     columns: dict[str, Value] = {
         "iteration": record.iteration,
@@ -171,7 +171,7 @@ def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str,
 
 
 def json_line(values: dict[str, Value]) -> str:
-    """One line of metrics.jsonl, with its newline."""
+    """Return one line of metrics.jsonl, with its newline."""
     return json.dumps({k: _strict(v) for k, v in values.items()}, allow_nan=False) + "\n"
 
 
@@ -182,13 +182,12 @@ def _strict(value: Value) -> Value:
 
 
 def cut_metrics(run_dir: str | Path, step: int) -> int:
-    """Move lines after `step` out of `metrics.jsonl` of a run that resumes from `step`.
+    """Move the lines after `step` out of `metrics.jsonl`, for a run that resumes from `step`.
 
-    The lines go to `metrics.jsonl.cut-N`, N being the first free number. Lines
-    that cannot be read, as a crash leaves at the end, go with them. A run that starts over
-    (`step` 0) keeps no line, since it evaluates iteration 0 again.
-
-    Returns the number of JSON lines moved. Call on one rank before `Metrics` is made.
+    The lines go to `metrics.jsonl.cut-N`, where N is the first free number, together with
+    unreadable lines that a crash left at the end. A run that starts over (`step` 0) keeps no line,
+    since it evaluates iteration 0 again. Call on one rank before `Metrics` is created. Returns the
+    number of JSON lines moved.
     """
     run_dir = Path(run_dir)
     number = 1
@@ -216,7 +215,7 @@ def cut_metrics(run_dir: str | Path, step: int) -> int:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Lines of a file that may hold anything: a longer one comes in parts of `MAX_LINE_BYTES`."""
+    """Yield the lines of a file; lines longer than `MAX_LINE_BYTES` come in parts."""
     with open(path, "rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             yield line
@@ -228,11 +227,11 @@ def _synchronize(file: IO[bytes]) -> None:
 
 
 _MOST_ITERATIONS = 2**53
-"""Larger numbers are no step of a run, and curves could not hold them exactly."""
+"""Largest number of a step; curves could not represent larger numbers exactly."""
 
 
 def parse_line(line: bytes) -> dict[str, Value] | None:
-    """A line of metrics.jsonl, or None where it is torn or not ours."""
+    """Parse a line of metrics.jsonl; None if the line is torn or of another program."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -255,9 +254,9 @@ _SECONDS_BETWEEN_REDRAWS = 0.2
 
 
 class Console:
-    """The outputs of lines and of the progress bar.
+    """Output of text to log and console, and of the progress bar.
 
-    A terminal that goes away (closed pipe) or a disk that is full ends that output, not the run.
+    A closed terminal or a full disk ends that output, not the run.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class Console:
         self._next_redraw = 0.0
 
     def log(self, text: str, *, brief: str | None = None) -> None:
-        """Announce `text`, with the time before its first line and control characters dropped.
+        """Write `text` after the time; control characters are removed.
 
         `brief` is as for `line`.
         """
@@ -289,9 +288,9 @@ class Console:
         self.line(time + text, brief=time + brief if brief else brief)
 
     def line(self, text: str, *, brief: str | None = None) -> None:
-        """Announce `text` as it is, save for control characters.
+        """Write `text` as it is, with control characters removed.
 
-        A terminal shows `brief` in its place where there is one, and nothing where that is empty.
+        A terminal shows `brief` instead, if given, and nothing if `brief` is empty.
         """
         text = _CONTROL.sub("", text) + "\n"
         if brief is None or not self._is_terminal:
@@ -321,11 +320,14 @@ class Console:
             rate = f"{scaled(record.per_second)}{record.unit}/s"
             self._bar.set_postfix_str(f"loss {record.loss:.4f}, {rate}", refresh=False)
             self._bar.update(record.iteration - self._bar.n)
-        except (OSError, ValueError):  # ValueError: the stream was closed under us
+        except (
+            OSError,
+            ValueError,
+        ):  # ValueError: the stream was closed by another part of the program
             self._lose_terminal()
 
     def close(self) -> None:
-        """Leave the bar as it stands and close the log; a second call does nothing."""
+        """Leave the bar as it stands and close the log. A second call does nothing."""
         if self._bar is not None:
             self._bar.close()
         self._bar, self._wants_bar = None, False
@@ -337,7 +339,7 @@ class Console:
         from tqdm import tqdm
 
         class Bar(tqdm):
-            # A watcher thread would only redraw slow bars, and outlive the run.
+            # tqdm's monitor thread would only redraw slow bars, and would outlive the run.
             monitor_interval = 0
 
         return Bar(
@@ -372,16 +374,20 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 class Metrics:
-    """Everything the writing rank tells the world about a run.
+    """The metrics of the run, on the writing rank.
 
-    `step` only stores; formatting, files and trackers come at each log interval, after 10 s of
-    training, at evaluations, at `flush` and at `close`. Trackers and files never end a run: one
-    notice, and the tracker is off; lines that a full disk refused are tried again.
+    `step` only stores a record. Formatting, files and trackers follow at each log interval, after
+    10 s of training, at evaluations, at `flush` and at `close`. Trackers and files never end a run:
+    a tracker that fails is turned off with one notice, and lines that a full disk refused are tried
+    again. When a run resumes, call `cut_metrics` before.
 
-    `formula` says which operations `StepRecord.flops` counts; `summary` is what trackers show as
-    the configuration. `bar` forces the progress bar on or off (None:
-    on a terminal). Raises `ConfigError` where a tracker's package is missing. On resume call
-    `cut_metrics` before.
+    Args:
+        formula: The operations that `StepRecord.flops` counts.
+        summary: The configuration that trackers show.
+        bar: Whether to show a progress bar; None: on a terminal.
+
+    Raises:
+        ConfigError: A tracker's package is missing.
     """
 
     def __init__(
@@ -427,9 +433,9 @@ class Metrics:
         self._announce_formula(formula)
 
     def log(self, text: str, *, brief: str | None = None) -> None:
-        """Announce `text` on stdout and in log.txt, with the time.
+        """Write `text` with the time to stdout and log.txt.
 
-        Where stdout is a terminal it shows `brief` instead, if there is one, and nothing if that is
+        If stdout is a terminal, it shows `brief` instead, if given, and nothing if `brief` is
         empty.
         """
         self._console.log(text, brief=brief)
@@ -466,7 +472,7 @@ class Metrics:
         self._guard(lambda tracker: tracker.evaluation(evaluation, time=now, samples=self._samples))
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
-        """Return whether metrics.jsonl holds this loss, from whichever start of the run."""
+        """Return whether metrics.jsonl has this loss, from any start of the run."""
         path, key = self.run_dir / JSONL, f"{kind}_loss"
         if not path.exists():
             return False
@@ -474,7 +480,7 @@ class Metrics:
         return any(v is not None and key in v and v["iteration"] == iteration for v in found)
 
     def throughput(self, workload: Workload) -> Throughput | None:
-        """Say what the steps of this start come to; None where there was but one, or none."""
+        """Log and return the throughput of this start; None if fewer than two steps were run."""
         found = self._stopwatch.read(workload, peak_tflops=self._logging.peak_tflops)
         if found is not None:
             if self._interval:
@@ -483,7 +489,10 @@ class Metrics:
         return found
 
     def flush(self) -> None:
-        """Write all steps so far. Call before a checkpoint commits, so that none is ever lost."""
+        """Write all steps so far.
+
+        Call before a checkpoint is committed, so that no step is ever lost.
+        """
         records, self._pending, self._pending_seconds = self._pending, [], 0.0
         if not records:
             return
@@ -499,7 +508,7 @@ class Metrics:
             self._guard(lambda tracker: tracker.steps(chosen))
 
     def close(self) -> None:
-        """Print an unfinished interval and write everything; a second call does nothing."""
+        """Print an unfinished interval and write everything. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -533,8 +542,8 @@ class Metrics:
         self._console.line(line, brief=brief)
 
     def _seconds_left(self, last: StepRecord, *, now: float) -> float:
-        # By the wall clock, so that evaluations and saves are in it; the first step, which warms
-        # everything up, is not.
+        # Wall-clock time includes evaluations and saves. The first step is excluded, since it warms
+        # up.
         assert self._first is not None
         done = last.iteration - self._first.record.iteration
         a_step = (now - self._first.time) / done if done else last.step_seconds
@@ -586,30 +595,30 @@ class Metrics:
 
 
 class NullMetrics(Metrics):
-    """`Metrics` of a rank that writes nothing: the same methods, no file, no line."""
+    """`Metrics` of a rank that writes nothing: the same methods without effect."""
 
     def __init__(self) -> None:
         pass
 
     def log(self, text: str, *, brief: str | None = None) -> None:
-        """Drop the text."""
+        """Ignore the text."""
 
     def step(self, record: StepRecord) -> None:
-        """Drop the record."""
+        """Ignore the record."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Drop the means."""
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
-        """Another rank knows."""
+        """Return False: only the writing rank knows."""
         return False
 
     def throughput(self, workload: Workload) -> Throughput | None:
-        """Another rank says it."""
+        """Return None: only the writing rank measures."""
         return None
 
     def flush(self) -> None:
-        """Nothing is pending."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The most memory that a process has held."""
+"""The peak of a process's memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Let the peak start again from the memory that is held now.
+    """Reset the peak to the memory in use now.
 
-    The peak of a process on the CPU is the kernel's, which goes on rising from the start of the
+    On the CPU the kernel keeps the peak of a process, which only rises from the start of the
     process.
     """
     if device.type == "cuda":
@@ -18,7 +18,7 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak: of tensors on a GPU, or of the resident memory of a process on the CPU."""
+    """Return the peak in bytes: of tensors on a GPU, of resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The numbers of one training step, and the mean of an interval of them."""
+"""The numbers of one training step, and their means over an interval."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def key_of(name: str) -> str:
 
 
 Spread = tuple[float, float] | list[float]
-"""A timer over ranks: the pair (min, max), or a list with one value for each rank."""
+"""A timer over ranks: the pair (min, max), or a list with one value per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ class Evaluation:
 class LogInterval:
     """Sums, means and counts of the steps since the last log line.
 
-    Of `path`, which not every step has, the latest of each name.
+    `path` has the latest value of each name, since not every step has all names.
     """
 
     steps: int
@@ -145,7 +145,7 @@ class LogInterval:
 
 
 def summarize(records: Sequence[StepRecord]) -> LogInterval:
-    """Fold a non-empty interval of steps.
+    """Summarise a non-empty interval of steps.
 
     Loss and other means are those of the steps that were applied; where all were skipped, of those.
     """

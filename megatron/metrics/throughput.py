@@ -1,6 +1,6 @@
-"""The throughput of the steps of one start.
+"""Throughput of the steps of one start.
 
-Their pace, the time of a whole training, and the arithmetic of a device (AxoNN, VI-D, Eq. 2 and 3).
+It covers the time per step, the time of a whole training, and FLOP/s (AxoNN, VI-D, Eq. 2 and 3).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from megatron.metrics.record import StepRecord
 from megatron.model.flops import training_days
 
 FLOPS_PER_TOKEN_OF_GPT3 = 6e8
-"""FLOPs per token of the smallest model that GPT-3 trained on 300 billion tokens: 6 for each of
-about 100 million parameters. For a smaller model, the days for 300 billion tokens say
-nothing.
+"""FLOPs per token of GPT-3's smallest model, about 6 for each of 100 million parameters.
+
+For smaller models the days for 300 billion tokens are not reported.
 """
 
 
@@ -87,7 +87,7 @@ def shows_papers_metrics(flops_per_token: float | None, percent_of_peak: float |
 
 
 class Stopwatch:
-    """Adds up the steps of one start, all but its first, which warms everything up."""
+    """Adds up the steps of one start, except its first step, which warms everything up."""
 
     def __init__(self) -> None:
         self._started = False
@@ -96,7 +96,7 @@ class Stopwatch:
         self._world_size = 1
 
     def add(self, record: StepRecord) -> None:
-        """Count one step, the start's first for nothing."""
+        """Count one step; the first step of the start is ignored."""
         if not self._started:
             self._started = True
             return
@@ -107,7 +107,7 @@ class Stopwatch:
         self._world_size = record.world_size
 
     def read(self, workload: Workload, *, peak_tflops: float | None) -> Throughput | None:
-        """The means, None where no step was timed. `peak_tflops`: of one rank."""
+        """Return the means, or None if no step was timed. `peak_tflops` is the peak of one rank."""
         if not self._steps or self._seconds <= 0:
             return None
         length = workload.seq_length

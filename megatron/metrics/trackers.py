@@ -1,6 +1,6 @@
-"""TensorBoard and Weights & Biases, under Megatron-LM's names of the curves.
+"""TensorBoard and Weights & Biases, with Megatron-LM's names of curves.
 
-Both are optional. They may raise whatever they like: `Metrics` then drops them with one notice.
+Both are optional. If one of them raises, `Metrics` turns it off with one notice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TimedRecord(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A place that draws curves; any method may raise."""
+    """A program that draws curves; any method may raise."""
 
     name: str
 
@@ -38,12 +38,12 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending values."""
         ...
 
 
 def check_trackers(logging: LoggingConfig) -> None:
-    """Raise `ConfigError` if a tracker is asked for whose package is absent; imports neither."""
+    """Raise `ConfigError` if the package of a requested tracker is absent; imports neither."""
     if logging.tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
         raise missing_extra("tensorboard", "log")
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
@@ -51,7 +51,7 @@ def check_trackers(logging: LoggingConfig) -> None:
 
 
 def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]:
-    """Curves of one step by name; those of the memory and timers only where flags ask for them."""
+    """Return the curves of one step by name; memory and timers only if flags ask for them."""
     scalars: dict[str, float] = {
         **record.means,
         "learning-rate": record.lr,
@@ -92,7 +92,7 @@ _ALSO_OVER_SAMPLES = ("learning-rate", "batch-size", "loss-scale", "grad-norm")
 
 
 class TensorBoardTracker:
-    """Event files in `--tensorboard-dir`; points after `start_iteration` of older files hide."""
+    """Event files in `--tensorboard-dir`; older points after `start_iteration` are hidden."""
 
     name = "TensorBoard"
 
@@ -125,7 +125,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending values."""
         self._writer.close()
 
     def _add(self, scalars: Mapping[str, float], *, time: float, step: int, samples: int) -> None:
@@ -135,7 +135,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run at Weights & Biases; its own WANDB_MODE decides whether anything leaves the machine."""
+    """A run at Weights & Biases; its variable WANDB_MODE decides whether data leave the machine."""
 
     name = "wandb"
 
@@ -166,5 +166,5 @@ class WandbTracker:
         self._run.log(scalars, step=evaluation.iteration)
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending values."""
         self._run.finish()

@@ -1,7 +1,7 @@
-"""The report of a run, made from its folder alone: report.html with charts inside, and loss.png.
+"""Reports from run folders: report.html with charts inside, and loss.png.
 
-Needs no torch and no network. `write_report` may be called at any time, also while a run goes on;
-`write_comparison` lays several runs over each other, `compare` tells where two part.
+Needs no torch and no network. `write_report` may be called at any time, also during a run;
+`write_comparison` overlays several runs, and `compare` finds where two runs differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The charts of a report, and the form of each quantity."""
+"""The charts of a report, one function per quantity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
 
 
 def run_charts(run: RunData) -> list[str]:
-    """All charts of one run as SVG; empty where no step is recorded."""
+    """Return all charts of one run as SVG; empty if no step is recorded."""
     if not run.iterations:
         return []
     charts = [loss_chart(run)]
@@ -56,7 +56,7 @@ def run_charts(run: RunData) -> list[str]:
 
 
 def loss_chart(run: RunData, *, after: int | None = None) -> str:
-    """Training loss with its running mean, the validation points, and marks at NaN steps.
+    """Draw the training loss with its running mean, validation points, and marks at NaN steps.
 
     `after` leaves out the steps up to that one, so that the slow end of a run can be seen.
     """
@@ -73,7 +73,7 @@ def loss_chart(run: RunData, *, after: int | None = None) -> str:
 
 
 def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
-    """The losses of several runs in one chart, then without the beginning; validation is dashed."""
+    """Draw the losses of several runs, then again without the beginning; validation is dashed."""
     series: list[Series] = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         color = PALETTE[i % len(PALETTE)]
@@ -95,7 +95,7 @@ def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[st
 
 
 def _speed_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """The time of a step of each run."""
+    """Draw the time of a step of each run."""
     series = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         values = [1000 * seconds for seconds in run.steps["step_seconds"]]
@@ -197,7 +197,7 @@ def _path_chart(name: str, points: Sequence[tuple[int, float]]) -> str:
 
 
 def _step_time_chart(run: RunData) -> str:
-    """Milliseconds of a step, and of as many of its phases as there are colours, the longest."""
+    """Draw the time of a step and of its longest phases, one per available colour."""
     values = [1000 * seconds for seconds in run.steps["step_seconds"]]
     smoothed = smooth(values, smoothing_window(len(values)))
     series = [Series(label="step", x=run.iterations, y=smoothed, color=PALETTE[0], width=2)]

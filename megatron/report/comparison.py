@@ -1,4 +1,4 @@
-"""Two runs side by side: where their losses part, and by how much."""
+"""Comparison of two runs: where their losses differ, and by how much."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Comparison:
     """The differences between the recorded losses of two runs.
 
     `first_difference` is the first common step whose losses differ by more than the tolerance
-    (None: nowhere); `max_difference` is over the common steps, infinite where only one loss is a
+    (None: no such step). `max_difference` is over the common steps, infinite if only one loss is a
     number, at step `max_at`.
     """
 
@@ -37,12 +37,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether both have the same steps, at least one, and none of them differs."""
+        """True if both runs have the same steps, at least one, and no loss differs."""
         same_steps = self.common > 0 and self.only_in_first == self.only_in_second == 0
         return same_steps and self.first_difference is None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         missing = ""
         if self.only_in_first or self.only_in_second:
             missing = f"; steps only in the first: {self.only_in_first}, "

@@ -1,6 +1,6 @@
 """Line charts as SVG text, for a page that must work without a network or scripts.
 
-A chart takes about a millisecond this way, and a tenth of a second or more with matplotlib, at the
+A chart takes about a millisecond; with matplotlib it would take a tenth of a second or more at the
 end of every run.
 """
 
@@ -28,24 +28,24 @@ class Series:
     dashed: bool = False
 
     def after(self, x: float) -> Series:
-        """The part of the curve right of `x`."""
+        """Return the part of the curve right of `x`."""
         kept = [i for i, value in enumerate(self.x) if value > x]
         return replace(self, x=[self.x[i] for i in kept], y=[self.y[i] for i in kept])
 
 
 def smoothing_window(count: int) -> int:
-    """Return the values (odd) that a smoothed curve of `count` points averages; 1 = none.
+    """Return the window (odd) of the moving average for a curve of `count` points; 1 = none.
 
-    The number is about a 50th of `count`.
+    The window is about a 50th of `count`.
     """
     return 1 if count < 60 else 2 * (count // 100) + 1
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean of the finite values.
+    """Return the centred mean of the finite values.
 
-    Centred, since a trailing mean draws a falling loss too high; for the same reason the window
-    narrows on both sides alike where a run begins. At the end it loses its right side alone.
+    A trailing mean would draw a falling loss too high. For the same reason the window narrows
+    symmetrically where a run begins; at the end it only loses its right side.
     """
     sums, counts = [0.0], [0]
     for value in values:
@@ -64,7 +64,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def thin(
     x: Sequence[float], y: Sequence[float], *, most: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """Thin a curve to about `most` points: of each stretch its smallest and largest value."""
+    """Thin a curve to about `most` points: the smallest and the largest value of each section."""
     if len(x) <= most:
         return list(x), list(y)
     size = math.ceil(2 * len(x) / most)
@@ -105,13 +105,16 @@ class Axis:
 def linear_axis(
     values: Iterable[float], *, ticks: int, from_zero: bool = False, whole: bool = False
 ) -> Axis:
-    """An axis that begins and ends at a tick and holds all finite values; `whole`: no fractions."""
+    """Return an axis that begins and ends at a tick and spans all finite values.
+
+    `whole`: ticks are whole numbers.
+    """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        # A constant: some room around it, and never a range of nothing.
+        # For a constant, leave some room around it, and never make an empty range.
         room = abs(high) * 0.1 or 1.0
         low, high = (low if from_zero and low == 0 else low - room), high + room
     step = round_step((high - low) / ticks)
@@ -123,7 +126,7 @@ def linear_axis(
 
 
 def span_axis(low: float, high: float, *, ticks: int) -> Axis:
-    """A linear axis over exactly [low, high], with the whole-number ticks that lie inside."""
+    """Return a linear axis over exactly [low, high], with the whole-number ticks inside."""
     if high <= low:
         low, high = low - 1, low + 1
     step = max(1.0, round_step((high - low) / ticks))
@@ -132,7 +135,7 @@ def span_axis(low: float, high: float, *, ticks: int) -> Axis:
 
 
 def log_axis(values: Iterable[float]) -> Axis:
-    """A logarithmic axis over the positive values; 1, 2, 5 are marked where decades are few."""
+    """Return a logarithmic axis over the positive values; 1, 2, 5 are marked if decades are few."""
     positive = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
     low, high = min(positive), max(positive)
     if high / low < 1.5:
@@ -150,13 +153,13 @@ def log_axis(values: Iterable[float]) -> Axis:
 
 
 def round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `rough`."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def plain(value: float) -> str:
-    """4, 0.25, 1.5e-4."""
+    """Format as 4, 0.25, 1.5e-4."""
     if value != 0 and not 1e-3 <= abs(value) < 1e6:
         digits, exponent = f"{value:.4e}".split("e")
         return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
@@ -164,7 +167,7 @@ def plain(value: float) -> str:
 
 
 def counted(value: float) -> str:
-    """0, 500, 1.5k, 20M."""
+    """Format as 0, 500, 1.5k, 20M."""
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g}{suffix}"
@@ -172,7 +175,7 @@ def counted(value: float) -> str:
 
 
 def traffic(value: float) -> str:
-    """512 B, 2.5 MB."""
+    """Format as 512 B, 2.5 MB."""
     text = counted(value)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
@@ -196,10 +199,10 @@ def chart(
     mark_label: str = "",
     x_label: str = "iteration",
 ) -> str:
-    """An <svg> element with axes, a legend and one line for each series.
+    """Return an <svg> element with axes, a legend and one line per series.
 
-    `marks` are x positions that get a red tick on the lower axis, named `mark_label` in the
-    legend. Values that are not finite interrupt a line; on a log axis so do those below 0.
+    `marks` are x positions that get a red tick on the lower axis, named `mark_label` in the legend.
+    Values that are not finite interrupt a line; on a log axis so do values below 0.
     """
     thinned = [(s, *thin(s.x, s.y)) for s in series]
     x_values = [x for s in series for x in s.x] or [0.0, 1.0]

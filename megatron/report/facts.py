@@ -29,7 +29,7 @@ _PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
 
 
 def tiles(run: RunData) -> list[tuple[str, str, str]]:
-    """The headline figures: (name, figure, remark)."""
+    """Return the headline figures: (name, figure, remark)."""
     count = len(run.iterations)
     last = run.last(LOSS) if count else math.nan
     speeds = [v for v in run.steps[PER_SECOND] if math.isfinite(v) and v > 0]
@@ -71,7 +71,6 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
                 ("host", status.host),
                 ("job", status.job_id),
                 ("version", status.version),
-                ("next command", status.next_command),
             )
             if value
         ]
@@ -112,7 +111,7 @@ def _throughput(means: object) -> list[tuple[str, str]]:
 
 
 def phase_table(run: RunData) -> list[tuple[str, str, str]]:
-    """Rows (phase, milliseconds, share of the step): the median of what was read of each timer."""
+    """Return rows (phase, milliseconds, share of the step): the median of each timer."""
     steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
     whole = median(steps) if steps else 0.0
     found = {"step": whole} if whole > 0 else {}
@@ -127,7 +126,7 @@ def phase_table(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def config_table(run: RunData) -> list[tuple[str, str]]:
-    """Return the settings that readers ask for first, with those of the gradient path."""
+    """Return the main settings, with those of the gradient path."""
     of_path = [key for key in run.config if key.startswith(_PATH_PREFIXES)]
     return [
         (key.replace("_", " "), _setting(run.config[key]))
@@ -137,7 +136,7 @@ def config_table(run: RunData) -> list[tuple[str, str]]:
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """Rows (setting, its value in each run) where these differ.
+    """Return rows (setting, its value in each run) of settings that differ.
 
     A run without the setting has a dash.
     """

@@ -1,4 +1,4 @@
-"""The HTML around charts and tables. Every text that came from a file is escaped here."""
+"""The HTML around charts and tables. Every text from a file is escaped here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LONGEST_FIGURE = 16
 
 
 def run_page(run: RunData, *, written: str) -> str:
-    """The report of one run as a complete HTML document; `written` is the time to be shown."""
+    """Return the report of one run as a complete HTML document; `written` is the displayed time."""
     state = run.status.state if run.status else ""
     badge = f'<span class="state {escape(state)}">{escape(state)}</span>' if state else ""
     charts = run_charts(run)
@@ -103,10 +103,10 @@ def comparison_page(
     *,
     written: str,
 ) -> str:
-    """The page that lays runs over each other.
+    """Return the page that compares runs.
 
-    The `settings` in which they differ, their figures (`rows`), each with its heading first, and
-    the charts.
+    It has the `settings` that differ, the figures (`rows`), each with its heading first, and the
+    charts.
     """
     differing = _table("Settings that differ", settings[1:], head=tuple(settings[0]))
     figures = _table("Runs", rows[1:], head=tuple(rows[0]))
@@ -120,7 +120,7 @@ def comparison_page(
 
 
 def document(title: str, body: Sequence[str], *, written: str) -> str:
-    """A complete document that loads nothing and runs nothing."""
+    """Return a complete document that loads nothing and runs nothing."""
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return "\n".join(
         [
@@ -160,6 +160,6 @@ def _table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = (
 
 
 def _cell(text: str) -> str:
-    """A cell; a text that is longer than a figure may be broken into lines."""
+    """Return a cell; a text that is longer than a figure may wrap."""
     kind = ' class="text"' if len(text) > _LONGEST_FIGURE else ""
     return f"<td{kind}>{escape(text)}</td>"

@@ -1,4 +1,4 @@
-"""A tolerant reader of run folders: a crash may have torn or left out any file."""
+"""A tolerant reader of run folders: after a crash any file may be torn or missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as its folder tells it.
+    """A run, as read from its folder.
 
     `steps` maps each of the `COLUMNS` to one float for each recorded step, NaN where there is no
     number; all lists have the length of `iterations`, which rise. `counted` and `per_second` are of
@@ -64,27 +64,27 @@ class RunData:
     """Means of the task beside the loss, such as the accuracy: for each name (iteration, value)
     pairs by set: train, valid, test."""
     path: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """Numbers of the gradient path's own: for each name the steps that have one, and its value."""
+    """Numbers of the gradient path's own, by name: the steps that have one, and the values."""
     phases: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """Seconds a step of each timer, where they were read."""
+    """Seconds per step of each timer, where they were read."""
     loaded: list[int] = field(default_factory=list)
-    """Steps of the checkpoints that it went on from, in order."""
+    """Steps of the checkpoints from which the run resumed, in order."""
     checkpoints: list[str] = field(default_factory=list)
     sample: str = ""
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """Name of the folder."""
         return self.folder.resolve().name
 
     def last(self, key: str) -> float:
-        """The newest finite value of a column, NaN where there is none."""
+        """Return the newest finite value of a column, NaN if there is none."""
         finite = (value for value in reversed(self.steps[key]) if math.isfinite(value))
         return next(finite, math.nan)
 
 
 def read_run(run_dir: str | Path) -> RunData:
-    """Read a run folder; `ConfigError` where it holds no metrics.jsonl."""
+    """Read a run folder; `ConfigError` if it has no metrics.jsonl."""
     folder = Path(run_dir)
     if not (folder / JSONL).is_file():
         raise ConfigError(f"{folder}: holds no {JSONL}; give the folder of a run (--run-dir)")

@@ -1,4 +1,4 @@
-"""The report of a run in its folder: report.html, and loss.png where matplotlib is installed."""
+"""Writing of a run's report: report.html, and loss.png if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.report.runs import RunData, read_run
 
 
 def write_picture(path: Path, runs: Sequence[RunData], labels: Sequence[str]) -> bool:
-    """Draw the losses of one run, or of several over each other; False without matplotlib."""
+    """Draw the losses of one run, or of several in one chart; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -60,7 +60,7 @@ def _draw(axes: Any, run: RunData, *, label: str, color: str, alone: bool) -> No
 
 
 def _without_formulas(text: str) -> str:
-    # matplotlib reads text between dollars as a formula.
+    # matplotlib interprets text between dollars as a formula.
     return text.replace("$", r"\$")
 
 
@@ -74,12 +74,10 @@ def write_report(
     output: str | Path | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write report.html and loss.png from what the folder holds, into it or into `output`.
+    """Write report.html and loss.png of a run folder, into the folder or into `output`.
 
-    Returns the former's path.
-
-    Without matplotlib there is no loss.png, and `log` is told so. Raises `ConfigError` where the
-    folder holds no metrics, OSError where it cannot be written.
+    Without matplotlib there is no loss.png, and `log` gets a note. Returns the path of report.html.
+    Raises `ConfigError` if the folder has no metrics, OSError if it cannot be written.
     """
     run = read_run(run_dir)
     folder = run.folder if output is None else Path(output)
@@ -91,7 +89,7 @@ def write_report(
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole, so that a reader sees the old or the new one."""
+    """Write a file atomically, so that a reader sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8", errors="replace")
     os.replace(temporary, path)

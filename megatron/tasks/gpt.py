@@ -159,7 +159,8 @@ class LoadedGPT:
         ]
         if choose_compilation(config, device.type).on:
             for chunk in chunks:
-                # Dropout draws what it draws without the compiler, so that grids agree.
+                # Dropout must not be compiled: compiled code draws other numbers, and grids would
+                # disagree.
                 chunk.compile_layers(options={"fallback_random": True})
         return chunks
 
@@ -192,7 +193,7 @@ class LoadedGPT:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
         )
-        # Rank 0 builds first and fills the index cache.
+        # Rank 0 builds the data sets first and fills the index cache.
         mine = groups.world.raise_on_all_ranks(lambda: build() if groups.world.rank == 0 else None)
         sets = groups.world.raise_on_all_ranks(lambda: mine or build())
 

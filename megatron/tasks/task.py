@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class LoadedTask(Protocol):
-    """A task whose files were read: everything that does not need the other ranks is known."""
+    """A task whose files were read: all facts that do not depend on other ranks are known."""
 
     @property
     def summary(self) -> str:
-        """The model in a few words, for the log."""
+        """A short description of the model, for the log."""
         ...
 
     @property

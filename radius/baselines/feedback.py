@@ -4,8 +4,8 @@
     offered - what was sent of it         reduce or wait, in place there
     -> residual                           commit exchanges the buffers, abort does nothing
 
-A dropped step therefore costs nothing to undo. The second buffer is the price: the gradient's own
-is where the mean has to go.
+So a dropped step needs no undo. It costs a second buffer, since the gradient's own buffer receives
+the mean.
 """
 
 from __future__ import annotations
@@ -40,37 +40,36 @@ if TYPE_CHECKING:
 
 
 class CompressedWork(ABC):
-    """A compressed reduction under way, from `FeedbackReducer.compress`.
+    """A compressed reduction in progress, from `FeedbackReducer.compress`.
 
-    `entries`: how many this rank sends.
+    `entries` is the number of entries that this rank sends.
     """
 
     entries: int
 
     @abstractmethod
     def wait(self) -> ReducedGrad:
-        """Put the mean into the bucket's gradient; leave the unsent part in the offered buffers."""
+        """Write the mean to the bucket's gradient; leave the unsent part in the offered buffers."""
 
     @abstractmethod
     def drop(self) -> None:
         """Let the collective end; its result is not needed."""
 
     def commit(self) -> None:  # noqa: B027  # most methods have no state but the residual
-        """Keep what the method itself learned in this step."""
+        """Save state that the method itself updates in this step."""
 
 
 class FeedbackReducer(GradientReducer, ABC):
-    """Compresses residual + gradient of matrices; what is not sent is in the next residual.
+    """Reducer that compresses residual + gradient of matrices, and keeps the unsent part.
 
-    Steps before `start_iter` and buckets of which `plan` compresses nothing, those of 1-D
-    parameters among them, travel as on the dense path. The residual belongs to this rank; it is
-    fp32, in unscaled units, and leaves out vocabulary padding. Compression is each rank's own
-    affair: what a tensor-parallel rank has of a parameter is compressed as if it were the whole, so
-    that the trajectory depends on the grid.
+    Steps before `start_iter`, and buckets of which `plan` compresses nothing, such as buckets of
+    1-D parameters, are sent as on the dense path. The residual belongs to this rank; it is fp32, in
+    unscaled units, and excludes vocabulary padding. Each tensor-parallel rank compresses its part
+    of a parameter as if the part were the whole, so the results depend on the grid.
     """
 
     name: str
-    """Its value of `--grad-path`."""
+    """The path's value of `--grad-path`."""
 
     def __init__(
         self,
@@ -96,26 +95,26 @@ class FeedbackReducer(GradientReducer, ABC):
         self.began = self._told = False
         self._notes: list[str] = []
 
-    # ---- what a method adds --------------------------------------------------------------------
+    # ---- for subclasses ------------------------------------------------------------------------
 
     @abstractmethod
     def plan(self, bucket: GradBucket) -> Sequence[str]:
         """Prepare for a bucket of matrices.
 
-        Returns the parameters that need a residual, none to have the whole bucket sent densely.
+        Returns the parameters that need a residual; none to send the whole bucket densely.
         """
 
     @abstractmethod
     def compress(self, bucket: GradBucket, step: StepContext) -> CompressedWork:
-        """Start sending what stands for `offer` of each planned parameter.
+        """Start to send a compressed form of `offer` of each planned parameter.
 
         Must not wait for a collective.
         """
 
     def offer(self, bucket: GradBucket, name: str, step: StepContext) -> torch.Tensor:
-        """Residual + gradient of the logical entries, fp32, unscaled.
+        """Return residual + gradient of the logical entries, fp32, unscaled.
 
-        What is left of it when the step is committed is the next residual.
+        The remainder that is left in it when the step is committed is the next residual.
         """
         import torch
 
@@ -200,7 +199,7 @@ class FeedbackReducer(GradientReducer, ABC):
             if name in self._residual:
                 self._residual[name].copy_(residual)
             else:
-                # On this grid its parts are so small that factors would not pay.
+                # On this grid its parts are so small that factors would not be smaller.
                 self._notes.append(f"{self.name}: sends {name} whole, what waited is dropped")
 
     def _squared_residual(self) -> float:
@@ -219,7 +218,7 @@ def options_of(config: Config, kind: type[T]) -> T:
 
 
 def check_start(config: Config, name: str, start: int) -> None:
-    """Raise `ConfigError` where the first compressed step is past the end of the run."""
+    """Raise `ConfigError` if the first compressed step is past the end of the run."""
     training = config.training
     counted = training.train_iters is not None or training.global_batch_size is not None
     if training.skip_train or not counted:

@@ -15,27 +15,28 @@ from megatron.data_parallel.bucket_plan import (
 
 
 def count(density: float, entries: int) -> int:
-    """K = ceil(d n), so that top-k leaves no parameter out."""
+    """Return K = ceil(d n), so that top-k leaves no parameter out."""
     return math.ceil(density * entries)
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:
     """Return whether factors of this rank have fewer entries than the matrix.
 
-    That also bounds the rank by both sides.
+    This also bounds the rank by both sides.
     """
     return rank * (rows + columns) < rows * columns
 
 
 RESIDUAL_BYTES = 8
-"""Bytes of the residual of an entry: fp32, and its successor during a step."""
+"""Bytes of the residual per entry: fp32, and its successor during a step."""
 FACTOR_BYTES = 4
 
 
 def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
-    """`warm start`: the Q that the last step ended with.
+    """Bytes of PowerSGD's state, by kind.
 
-    `factors`: P, its basis and Q, and what is sent whole beside the first.
+    `warm start` is the Q of the last step; `factors` are P, its basis and Q, and parameters that
+    are sent whole with the first factor.
     """
     residual = warm = passing = 0
     for bucket in matrices(rank):
@@ -54,7 +55,7 @@ def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
 def powersgd_traffic(
     rank: RankShapes, *, rank_of_factors: int, start: int, steps: int, value_bytes: int
 ) -> list[StepTraffic]:
-    """Dense before step `start`; then two sums of factors for each bucket that has any."""
+    """Return the traffic: dense before step `start`, then two sums of factors per bucket."""
     dense, sparse = all_reduces(rank, value_bytes), list[PlannedCollective]()
     for number, bucket in enumerate(rank.buckets):
         first, second, compressed = _factors(rank, bucket, rank_of_factors)
@@ -74,7 +75,7 @@ def matrices(rank: RankShapes) -> list[BucketPlan]:
 def _factors(
     rank: RankShapes, bucket: BucketPlan, rank_of_factors: int
 ) -> tuple[int, int, list[ParamShape]]:
-    """Entries of the first and of the second sum of a bucket, and what is compressed in it."""
+    """Return the entries of a bucket's first and second sum, and its compressed parameters."""
     first = second = 0
     compressed: list[ParamShape] = []
     for name, where in bucket.slices.items():

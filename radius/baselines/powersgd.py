@@ -1,14 +1,14 @@
 """`--grad-path powersgd`: low-rank gradients with error feedback (Vogels et al. 2020).
 
-For each matrix M = residual + gradient, a x b, and the Q, b x r, that the last step ended with:
+For each matrix M = residual + gradient, a x b, and Q, b x r, of the last step:
 
     P = M orth(Q)  --all-reduce-->  P^ = orth(P),  Q = M' P^  --all-reduce-->  M^ = P^ Q'
          (1)           (2)                 (3)                    (4)            (5)
 
-(1) and (2) when the bucket is full, from inside backward; (3) and (4) for all buckets once the
-backwards are over, so that the second sums overlap each other; (5) bucket by bucket. torch's hook
-for DistributedDataParallel starts (4) in a callback of (2), which lets ranks issue the sums of
-several buckets in different orders; here there is one order, that of the buckets.
+(1) and (2) run when the bucket is full, during backward. (3) and (4) run for all buckets after
+backward, so that the second sums overlap each other. (5) runs bucket by bucket. torch's hook for
+DistributedDataParallel starts (4) in a callback of (2), so ranks may issue the sums of several
+buckets in different orders; here all ranks use the order of the buckets.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
 """Entries of a matrix that are decompressed at a time, by the type of its device."""
 WARM_START = "warm_start/"
-"""Before a logical name: its Q of the last step, equal on all data-parallel ranks."""
+"""Prefix, before a logical name, of the Q of the last step, equal on all data-parallel ranks."""
 
 
 def first_q(seed: int, name: str, columns: int, rank: int) -> torch.Tensor:
-    """The Q that a parameter starts from, [columns, rank]: normal, a function of these alone."""
+    """Return the initial Q of a parameter, [columns, rank]: normal, from the arguments alone."""
     digest = hashlib.sha256(f"powersgd {seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(columns, rank, generator=generator)
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the column space.
+    """Return an orthonormal basis of the column space.
 
-    Householder's QR gives one of full rank even where the columns depend on each other or are 0;
-    Gram-Schmidt would divide by 0 there, and a Q that became 0 would stay it.
+    Householder's QR has full rank even if columns are dependent or 0. Gram-Schmidt would divide by
+    0 there, and a Q that became 0 would stay 0.
     """
     return torch.linalg.qr(matrix).Q
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A compressed parameter, and where its factors lie among those of its bucket."""
+    """A compressed parameter, and the position of its factors among those of its bucket."""
 
     name: str
     rows: int
@@ -100,7 +100,7 @@ class _PowerSGDWork(CompressedWork):
         self._pending = reducer.exchange.mean(self._first)  # (2)
 
     def start_second_round(self) -> None:
-        """Wait for P and send Q. Every rank calls it for its buckets in index order."""
+        """Wait for P and send Q. All ranks call this method in index order of the buckets."""
         self._end_round()
         for matrix in self._plan.matrices:  # (3)
             basis = orthonormal(self._p(matrix))
@@ -127,7 +127,7 @@ class _PowerSGDWork(CompressedWork):
             self._reducer.q[matrix.name].copy_(self._q(matrix))
 
     def _decompress(self, matrix: _Matrix, basis: torch.Tensor) -> None:
-        """M^ in place of the gradient, and out of what was offered as it was rounded there."""
+        """Write M^ to the gradient, and subtract M^ as rounded there from the offered buffer."""
         grad = self._bucket.slices[matrix.name].of(self._bucket.grad)
         mean = grad[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
         offered = self._offered(matrix)
@@ -151,12 +151,12 @@ class _PowerSGDWork(CompressedWork):
 
 
 class PowerSGDReducer(FeedbackReducer):
-    """Sends each matrix as the product of two factors of rank `rank`.
+    """Reducer that sends each matrix as the product of two factors of rank `rank`.
 
-    Factors are computed and sent in fp32. A matrix that they would not make smaller goes as it is,
-    with the first of them. Ranks take what all of them sent, M^, off their own residual + gradient,
-    as torch's hook does: the mean of what they keep is the mean of what was not sent. Parts of a
-    tensor-parallel parameter are matrices of their own.
+    Factors are computed and sent in fp32. A matrix that they would not make smaller is sent whole
+    with the first factor. Each rank subtracts M^, the mean that all ranks get, from its residual +
+    gradient, as torch's hook does: the mean of the residuals is then the mean of what was not sent.
+    Parts of a tensor-parallel parameter are matrices of their own.
     """
 
     name = "powersgd"
@@ -199,7 +199,7 @@ class PowerSGDReducer(FeedbackReducer):
     def _is_worth_it(self, name: str) -> bool:
         """Return whether factors are smaller, for any rank's smallest part of the parameter.
 
-        Its ranks have a residual all or none.
+        All ranks of a parameter have a residual, or none has.
         """
         info, tp = self.infos[name], self.model_shard.tp
         ranks = 1 if tp is None else tp.size
@@ -217,7 +217,7 @@ class PowerSGDReducer(FeedbackReducer):
     def start_second_rounds(self) -> None:
         """Start the second round of every bucket whose first round is in progress.
 
-        The first call of a step starts all of them, later calls none.
+        The first call in a step starts all of them, later calls none.
         """
         while self.first_rounds:
             self.first_rounds.pop(0).start_second_round()
@@ -231,12 +231,12 @@ class PowerSGDReducer(FeedbackReducer):
     ) -> None:
         super().load_state_tensors(own, shared)
         for name, q in self.q.items():
-            # Factors of other parts say nothing of this rank's, which begin anew.
+            # Factors of other parts do not fit this rank's part, which starts from the initial Q.
             if self._warm_start(name) in shared:
                 q.copy_(shared[self._warm_start(name)])
 
     def _warm_start(self, name: str) -> str:
-        """Return the checkpoint's name of Q; for a part, by the whole parameter."""
+        """Return the checkpoint's name of Q; for a part, the name of the whole parameter."""
         shard = self.infos[name].tp_shard
         part = f"@{shard.axis}:{shard.start}-{shard.stop}" if shard is not None else ""
         return f"{WARM_START}{name}{part}"

@@ -1,4 +1,4 @@
-"""`--grad-path powersgd`: its settings, and what the planner asks. Loads torch only to build."""
+"""`--grad-path powersgd`: settings, and bytes for the planner. Loads torch only to build."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PowerSGDConfig:
 
 
 class PowerSGDPath(GradientPath):
-    """PowerSGD: gradients of matrices as products of two thin ones."""
+    """PowerSGD: gradients of matrices as products of two thin matrices."""
 
     name = "powersgd"
     sections = {"powersgd": PowerSGDConfig}

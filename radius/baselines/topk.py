@@ -1,11 +1,11 @@
 """`--grad-path topk`: naive top-k with all-gather and error feedback (Radius paper, section 6.5).
 
-Every rank selects for itself, so ranks hold different positions and values cannot be added on the
-way: each rank's message goes to every other rank, and traffic grows with the number of ranks.
+Every rank selects entries on its own, so positions differ and values cannot be added on the way:
+each rank's message goes to every other rank, and traffic grows with the number of ranks.
 
     one bucket's message, K entries of all its parameters:   [ K positions | K values | padding ]
 
-This file is the whole path: its settings, its reducer and what the planner asks.
+This file is the whole path: settings, reducer, and bytes for the planner.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.parallel.tensor_shard import ModelShard
 
 POSITION_BYTES = 4
-"""A position is an int32."""
+"""Maximum position, which is an int32."""
 MOST_ENTRIES = 2**31 - 1
 
 
@@ -87,7 +87,7 @@ class TopKPath(GradientPath):
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """`messages`: this rank's message and those of all ranks, until the values are added."""
+        """A reduction in progress, with the messages of this rank and of all ranks."""
         residual = messages = 0
         for bucket in matrices(rank) if options_of(config, TopKConfig).topk_density < 1 else ():
             residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)
@@ -97,7 +97,7 @@ class TopKPath(GradientPath):
         return PathBytes({"residual": residual}, {"messages": messages}, own=own)
 
     def plan_traffic(self, config: Config, rank: RankShapes) -> Sequence[StepTraffic]:
-        """Dense steps before the start, then a message to every rank for each matrix bucket."""
+        """Return the traffic: dense steps, then a message to every rank per bucket of matrices."""
         options = options_of(config, TopKConfig)
         sparse = dense = all_reduces(rank, BYTES[config.precision.grad_dtype])
         if options.topk_density < 1:
@@ -118,7 +118,7 @@ class TopKPath(GradientPath):
 
 
 def message_bytes(entries: int, value_bytes: int) -> int:
-    """Return the length of a message, such that the next rank's begins where a position may."""
+    """Return the length of a message, padded so that the next rank's positions are aligned."""
     used = entries * (POSITION_BYTES + value_bytes)
     return -(-used // POSITION_BYTES) * POSITION_BYTES
 
@@ -137,7 +137,7 @@ def split_message(
 @dataclass
 class _TopKWork(CompressedWork):
     bucket: GradBucket
-    message: torch.Tensor  # unchanged until the collective has read it
+    message: torch.Tensor  # must not change before the collective has read it
     received: Transfer  # [ranks, bytes]
     entries: int
 
@@ -146,8 +146,8 @@ class _TopKWork(CompressedWork):
 
         received = self.received.wait()
         mean = self.bucket.grad.zero_()
-        # Rank after rank, on every rank alike. Within one message no position occurs twice, so
-        # each addition is the same whatever the order of its entries.
+        # Every rank adds the messages in rank order. A message has no position twice, so the order
+        # of its entries does not matter.
         for raw in received:
             positions, values = split_message(raw, self.entries, mean.dtype)
             mean.index_add_(0, positions, values.div_(len(received)))
@@ -158,11 +158,11 @@ class _TopKWork(CompressedWork):
 
 
 class TopKReducer(FeedbackReducer):
-    """Sends, of each matrix, the `density` share of entries of largest |residual + gradient|.
+    """Reducer that sends the `density` share of largest |residual + gradient| of each matrix.
 
-    The shards of a tensor-parallel parameter are selected from separately. Values are sent in the
-    gradient's dtype; the rounding error stays in the residual. At density 1 positions carry no
-    information, so everything is sent as on the dense path.
+    Entries are selected separately in each shard of a tensor-parallel parameter. Values are sent in
+    the gradient's dtype; the rounding error stays in the residual. At density 1 everything is sent
+    as on the dense path.
     """
 
     name = "topk"

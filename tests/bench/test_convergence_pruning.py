@@ -6,8 +6,10 @@ The declared runs parse, and the rows and the page follow from the files that th
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,12 +22,14 @@ from samo.path import SamoPath
 from tests.bench.test_convergence import PLAN, line_of, run_some
 from tests.bench.test_convergence import Fake as FakeRunner
 from tools.bench.common.page_files import MARK
+from tools.bench.convergence import run as convergence
 from tools.bench.convergence.model import HEADS, LAYERS, VOCABULARY, parameters, shape_of, stored
 from tools.bench.convergence.plot import mean_difference
 from tools.bench.convergence.radius_page import RADIUS
 from tools.bench.convergence.report import write_report
 from tools.bench.convergence.rows import Row, append_row, row_of
 from tools.bench.convergence.study import StudyPlan, StudyRun, dense_of, flags_of
+from tools.bench.pruning import run as pruning
 from tools.bench.pruning.page import PRUNING, comparisons_of
 from tools.bench.pruning.study import (
     MOST_RUNS,
@@ -47,6 +51,20 @@ def flags(run: StudyRun, plan: StudyPlan = PLAN) -> dict[str, str]:
     """The command line by flag."""
     found = flags_of(run, plan, data=Path("data"), runs_dir=Path("runs"))[:-1]
     return dict(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.mark.parametrize("program", [convergence, pruning])
+def test_help_is_about_the_study_itself(
+    program: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--help"], PRUNING, program.__doc__)
+    shown = capsys.readouterr().out
+    assert f"python -m {program.__name__} --text-folder" in shown
+    named = {line.split()[2] for line in shown.splitlines() if line.startswith("    python -m ")}
+    assert named == {program.__name__}
+    flags = set(re.findall(r"--[a-z-]+", program.__doc__ or "")) - {"--help"}
+    assert flags <= set(re.findall(r"--[a-z-]+", shown.partition("options:")[2]))
 
 
 # ------------------------------------------------------------------------------ declarations

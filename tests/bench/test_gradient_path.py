@@ -18,7 +18,7 @@ from tools.bench.common.alpha_beta import (
     predict,
 )
 from tools.bench.common.methods import DEFAULT, SAMO, method
-from tools.bench.common.netlab import Network, Wire
+from tools.bench.common.netlab import InterfaceCounters, Network
 from tools.bench.common.phases import CPU_TIME, KEEP, PLACE, REDUCE
 from tools.bench.gradient_path import run as gradient_path
 from tools.bench.gradient_path.cost import DENSE, SPARSE, radius_targets
@@ -297,7 +297,12 @@ def test_again_measures_what_the_report_s_other_tables_have(
 
 
 def test_packets_headers_are_no_payload() -> None:
-    assert Wire(bytes=5000, packets=12).payload_since(Wire(bytes=1000, packets=2)) == 3340
+    assert (
+        InterfaceCounters(bytes=5000, packets=12).payload_since(
+            InterfaceCounters(bytes=1000, packets=2)
+        )
+        == 3340
+    )
 
 
 def test_cost_is_judged_by_dense_steps() -> None:

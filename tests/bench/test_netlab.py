@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.common.netlab import SCRIPT, Network, Wire, why_not
+from tools.bench.common.netlab import SCRIPT, InterfaceCounters, Network, why_not
 
 ALL_REDUCE = """
 import sys, time
@@ -80,7 +80,10 @@ def test_interfaces_count_what_all_reduces_send_at_the_rate(allowed: None, tmp_p
     assert rate < 25.5e6
     counters = json.loads((tmp_path / "out" / "counters.json").read_text())
     for before, after in zip(counters["before"], counters["after"], strict=True):
-        wires = [Wire(bytes=each["bytes"], packets=each["packets"]) for each in (before, after)]
+        wires = [
+            InterfaceCounters(bytes=each["bytes"], packets=each["packets"])
+            for each in (before, after)
+        ]
         assert wires[1].payload_since(wires[0]) == pytest.approx(sent, rel=0.03)
 
 

@@ -99,7 +99,11 @@ def test_a_run_on_another_host_is_lost_once_it_is_silent(
             "rank 3, step 8, save: gone",
             "launch.sh",
         ),
-        (Status(state="failed", exit_code=5, reason="NaN", next_command="do this"), "NaN", "do th"),
+        (
+            Status(state="failed", exit_code=5, reason="NaN", next_command="do this"),
+            "NaN",
+            "launch",
+        ),
     ],
     ids=lambda value: value.state if isinstance(value, Status) else "",
 )

@@ -1,11 +1,13 @@
-"""Predictions for a run that has not started: memory, traffic, time, disk. Loads no torch.
+"""Predictions for a run that has not started: memory, traffic, time, disk. Imports no torch.
 
-traffic       bytes on each process group in a step
-site          facts of a machine
-seconds       the time of a step on a machine; timeline: the time of a pipeline schedule
-updates       the time of all-reduces and optimizer updates
-plan          all figures of one configuration; fit: the nearest configuration that fits;
-              report: the figures as text
-simulation    a step event by event; course: its operations; drawing: the step as a picture
-replay        the runs of the papers, simulated
+    traffic      bytes on each process group in a step
+    site         facts about a machine
+    seconds      the time of a step on a machine; timeline: the time of a pipeline schedule
+    updates      the time of all-reduces and optimizer updates
+    plan         all figures of one configuration; fit: the nearest configuration that fits;
+                 report: the figures as text
+    simulation   a step event by event; course: its operations; drawing: the step as a picture
+    replay       the runs of the papers, simulated
+
+`tools/plan.py` and `tools/simulate.py` are the commands.
 """

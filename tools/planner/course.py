@@ -1,4 +1,4 @@
-"""The passes of a pipeline in a step that is simulated, however many microbatches it has."""
+"""The passes of a pipeline in a simulated step with any number of microbatches."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tools.planner.site import Link, Site
 from tools.planner.timeline import Passed, Timeline
 
 ROUNDS = 4
-"""Rounds of as many microbatches as there are stages that are simulated at least.
+"""Minimum number of rounds that are simulated; a round has as many microbatches as stages.
 
-Once two rounds in turn take equally long, the others are taken to last as long. With chunks, all
-rounds are simulated.
+Once two consecutive rounds take equally long, later rounds are assumed to take the same time. With
+several chunks, all rounds are simulated.
 """
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a data-parallel group, and of a stage with the next.
+    """The links of a data-parallel group, and between consecutive stages.
 
-    `blocking`: a message keeps the rank that sends it and the one that receives it from computing.
+    `blocking`: a message keeps its sender and its receiver from computing.
     """
 
     reduce: Link
@@ -37,8 +37,8 @@ class Links:
 class Setting:
     """The setting of a simulated step.
 
-    `ranks`: one of each stage; `passes` of a microbatch: of each stage; `lasts`: of each of so many
-    pipelines that are played against each other, all others being as one of these.
+    `ranks` has one rank per stage, `passes` the times of a microbatch per stage, and `lasts` the
+    factors of each simulated pipeline; other pipelines behave like one of these.
     """
 
     grid: RankGrid
@@ -58,30 +58,29 @@ class Setting:
 
     @cached_property
     def message(self) -> float:
-        """Seconds of a message."""
+        """Return the seconds of a message."""
         return self.links.message.message(Activations(self.grid).hidden)
 
     @cached_property
     def kinds(self) -> Sequence[StepTraffic]:
-        """Kinds of step of the run."""
+        """Return the kinds of step of the run."""
         return self.grid.path.plan_traffic(self.grid.config, self.ranks[0])
 
 
 @dataclass(frozen=True)
 class Course:
-    """A pipeline's passes.
+    """The passes of one pipeline.
 
-    All microbatches that were left out of `timeline` take `skipped` seconds together, in rounds
-    that are all alike.
+    All microbatches left out of `timeline` take `skipped` seconds together, in equal rounds.
     """
 
     timeline: Timeline
     skipped: float = 0.0
     rounds: float = 1.0
-    """How many times as many passes a whole batch has."""
+    """Return the ratio of the passes of a whole batch to the simulated ones."""
 
     def last_backwards(self, stage: int, chunks: int) -> list[tuple[float, float]]:
-        """Start and end of the last backward through each chunk, the model's last chunk first."""
+        """Return start and end of the last backward of each chunk, the model's last chunk first."""
         found: dict[int, Passed] = {}
         for each in self.timeline.ranks[stage]:
             if each.operation.kind is Kind.BACKWARD:
@@ -124,7 +123,7 @@ def course_of(setting: Setting, lasts: Lasts) -> Course:
 
 
 def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> int:
-    """Messages that a pass waits for and makes."""
+    """Return the messages that a pass waits for and sends."""
     place, operation = (
         StagePosition(stage=rank, stages=stages, chunks=chunks),
         Operation(kind, 0, chunk),
@@ -133,9 +132,9 @@ def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> in
 
 
 def _rounds(course: Timeline, stages: int) -> tuple[float, float]:
-    """Seconds of the last round before the pipeline drains, and of the one before it.
+    """Return the seconds of the last two rounds before the pipeline drains.
 
-    Between backwards of the first stage.
+    A round is measured between backwards of the first stage.
     """
     stops = [float(p.stop) for p in course.ranks[0] if p.operation.kind is Kind.BACKWARD]
     ends = [stops[-1 - turns * stages] for turns in (1, 2, 3)]
@@ -143,7 +142,7 @@ def _rounds(course: Timeline, stages: int) -> tuple[float, float]:
 
 
 def jittered(factor: Callable[[int, Operation], float]) -> Lasts:
-    """`Lasts` of passes that take so many times as long."""
+    """Return a `Lasts` that multiplies all passes by a factor."""
     return lambda rank, operation, seconds: seconds * factor(rank, operation)
 
 

@@ -1,4 +1,4 @@
-"""A simulated step as lines of letters, one row a stage."""
+"""A simulated step as lines of letters, one row per stage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LEGEND = (
     f"below a stage: {MARKS['reduce']} gradients are reduced, {MARKS['gather']} parameters are "
     f"gathered, {MARKS['norm']} norm, {MARKS['optimizer']} optimizer",
 )
-"""What the letters and signs of a drawing stand for."""
+"""Legend of the letters and signs of a drawing."""
 
 
 def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterator[str]:
-    """The first pipeline.
+    """Draw the first pipeline.
 
-    A row of passes for each of the first `stages`: capitals forward and small letters backward, by
-    microbatch, the alphabet over and over; below it what its network (=, + for gathers) does, or
-    beside that its look at sums (~) and its optimizer (#). What was not played is left out. The
+    Each of the first `stages` has a row of passes: capitals are forward, small letters backward, by
+    microbatch, repeating the alphabet. The rows below show its network (= reductions, + gathers),
+    its norm (~) and its optimizer (#). Microbatches that were not simulated are left out. The
     legend comes last.
     """
     course = step.courses[0]
@@ -55,7 +55,7 @@ def drawing(step: SimulatedStep, *, width: int = 88, stages: int = 16) -> Iterat
 
 
 def _fill(row: list[str], start: float, stop: float, mark: str) -> None:
-    """Each cell whose middle lies within; of what is shorter than one, the cell it begins in."""
+    """Fill each cell whose middle is within an activity; a short activity fills its first cell."""
     first, last = round(start), max(round(stop), round(start) + 1)
     for cell in range(max(first, 0), min(last, len(row))):
         row[cell] = mark

@@ -1,4 +1,4 @@
-"""The nearest settings that fit, where a configuration does not; and the fewest stages that do."""
+"""The nearest settings that fit if a configuration does not, and the fewest stages that do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_A_PIPELINE: Changes = {
     "pipeline_limit": None,
     "num_layers_per_virtual_pipeline_stage": None,
 }
-"""What a single stage has none of."""
+"""Settings that a single stage cannot have."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for plans that fit beside one; `paths`: the values of `--grad-path`."""
+    """Searches for plans that fit, near one that does not; `paths` has the gradient paths."""
 
     plan: Plan
     paths: Mapping[str, GradientPath]
@@ -64,7 +64,7 @@ class Search:
         return found[:MOST]
 
     def fewest(self) -> dict[str, Way | None]:
-        """The smallest pipelines with what makes them small, by what that is."""
+        """Return the smallest pipelines, each with the change that makes it small."""
         path = self.plan.grid.config.gradient.grad_path
         found = {f"{path} as it is": self.fewest_stages()}
         if "samo" in path:
@@ -77,9 +77,9 @@ class Search:
         return found
 
     def fewest_stages(self, changes: Changes | None = None) -> Way | None:
-        """The smallest pipeline on the same ranks, G_inter, that fits with these changes.
+        """Return the smallest pipeline on the same ranks, G_inter, that fits with these changes.
 
-        None where none does.
+        None if there is none.
         """
         dims = self.plan.grid.dims
         for stages in range(1, dims.world_size // dims.tp + 1):
@@ -134,7 +134,7 @@ class Search:
         return all(values[name] == value for name, value in changes.items())
 
     def _try(self, changes: Changes) -> Way | None:
-        """None where the configuration is refused."""
+        """Return a plan, or None if the configuration is refused."""
         try:
             config = changed(self.plan.grid.config, changes, self.paths)
             return Way(changes, self.planner(resolve(config, self.plan.grid.dims.world_size)))

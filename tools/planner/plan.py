@@ -26,24 +26,21 @@ from tools.planner.site import GIB, Site
 from tools.planner.traffic import StepBytes, step_bytes
 
 RESERVE = {"cuda": 1.0 * GIB, "cpu": 0.4 * GIB}
-"""Memory reserved for context, libraries and communicators, in bytes of a device or process.
-
-Assumed.
-"""
+"""Memory of context, libraries and communicators per device or process, in bytes; assumed."""
 START_SECONDS = 180
-"""From a job's start to its first step, and from its last to its end. Assumed."""
+"""Seconds from a job's start to its first step, and from its last step to its end; assumed."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Memory of the first tensor-parallel rank of a stage."""
+    """The memory of the first tensor-parallel rank of a stage."""
 
     stage: int
     rank: RankShapes
     state: StateBytes
     activations: ActivationBytes
     gradient: int
-    """The largest dense gradient, which backward makes before it is taken."""
+    """Largest dense gradient that backward makes before the engine takes it."""
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -67,7 +64,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Queue:
-    """Seconds of a whole run, and what they are for."""
+    """Seconds of a whole run, by purpose."""
 
     training: float
     evaluating: float
@@ -81,7 +78,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration, resolved, on the ranks and the GPU of a site."""
+    """A resolved configuration on the ranks and the GPU of a site."""
 
     grid: RankGrid
     site: Site
@@ -97,10 +94,10 @@ class Plan:
         cap: int,
         site: Site,
     ) -> Plan:
-        """`cap`: entries of a gradient bucket.
+        """Plan a configuration that is resolved for `world` ranks.
 
-        `config` is resolved for `world` ranks. Raises `ConfigError` where a tensor-parallel rank
-        would hold no token of the vocabulary.
+        `cap`: entries of a gradient bucket. Raises `ConfigError` if a tensor-parallel rank would
+        hold no token of the vocabulary.
         """
         check_vocabulary(config, vocabulary)
         parallel = config.parallel
@@ -126,7 +123,7 @@ class Plan:
 
     @cached_property
     def stages(self) -> list[StagePlan]:
-        """One for each stage of the pipeline."""
+        """Memory per stage of the pipeline."""
         sizes = Activations(self.grid)
         each = BYTES[self.grid.config.precision.param_dtype]
         found: list[StagePlan] = []
@@ -139,17 +136,17 @@ class Plan:
 
     @cached_property
     def fullest(self) -> StagePlan:
-        """The stage that needs most."""
+        """The stage that needs most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def needed(self) -> float:
-        """Bytes of a device for it, with the reserve."""
+        """Bytes of a device that this stage needs, with the reserve."""
         return self.fullest.total + RESERVE[self.grid.device]
 
     @property
     def host(self) -> int:
-        """Bytes in the memory of the node whose ranks have most there."""
+        """Bytes in host memory of the node that needs most."""
         dims, here = self.grid.dims, self.site.gpus_per_node
         each = [sum(stage.host.values()) for stage in self.stages]
         ranks = [each[dims.coordinates(rank).pp] for rank in range(dims.world_size)]
@@ -157,12 +154,12 @@ class Plan:
 
     @property
     def fits_device(self) -> bool:
-        """Return whether what a rank needs is there."""
+        """True if the device has enough memory."""
         return self.needed <= self.site.memory
 
     @property
     def fits_host(self) -> bool:
-        """Return whether a node has what goes to its memory."""
+        """True if the node has enough host memory."""
         return self.host <= self.site.host_memory
 
     @property
@@ -174,7 +171,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Logical ones."""
+        """Number of logical parameters."""
         return parameter_count(self.grid.config.model, self.grid.vocabulary)
 
     @property
@@ -212,7 +209,7 @@ class Plan:
 
     @cached_property
     def checkpoint(self) -> int:
-        """Bytes of the tensors of a checkpoint, at most."""
+        """Upper bound of the bytes of a checkpoint's tensors."""
         config, dims = self.grid.config, self.grid.dims
         copies = 1 if config.checkpoint.no_save_optim else 1 + config.optimizer.num_moments
         shapes: dict[str, int] = {}
@@ -227,7 +224,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Return the most checkpoints that the run keeps."""
+        """Return the maximum number of checkpoints that the run keeps."""
         asked, steps = self.grid.config.checkpoint, self.steps
         count = -(-steps // asked.save_interval) if asked.save_interval else 1
         retain = asked.save_retain_interval
@@ -238,19 +235,19 @@ class Plan:
 
     @cached_property
     def queue(self) -> Queue:
-        """Time of the whole run on these nodes, without waiting for them."""
+        """Return the time of the whole run on these nodes, without queueing."""
         config = self.grid.config
         asked, evaluation = config.checkpoint, config.evaluation
         saves = -(-self.steps // asked.save_interval) if asked.save_interval else 1
         writes = self.checkpoint / (self.site.disk_rate * self.nodes)
-        # At the end comes the test set.
+        # The test set is evaluated at the end.
         times = self.steps // evaluation.eval_interval + evaluation.eval_at_start + 1
         each = evaluation.eval_iters * evaluation_seconds(self.grid, self.site)
         return Queue(self.steps * self.seconds.total, times * each, saves * writes)
 
     @property
     def notes(self) -> list[str]:
-        """Return the notes that a reader of these numbers needs."""
+        """Return notes for readers of these numbers."""
         found: list[str] = []
         if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
             found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"
@@ -267,7 +264,7 @@ class Plan:
 
 
 def group_bytes(plan: Plan) -> Mapping[str, float]:
-    """Bytes that the busiest rank sends in a mean step, by group, and to the host."""
+    """Return the bytes that the busiest rank sends in a mean step, by group and to the host."""
     dims, found = plan.grid.dims, {"dp": 0.0, "tp": 0.0, "pp": 0.0, "host": 0.0}
     for each in plan.traffic:
         steps = sum(kind.steps for kind in each.dp) or 1

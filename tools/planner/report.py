@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 def lines_of(plan: Plan) -> Iterator[str]:
-    """The plan, section by section."""
+    """Return the plan as text, section by section."""
     yield from _run(plan)
     yield from _memory(plan)
     yield from _traffic(plan)
@@ -42,7 +42,7 @@ def ways_lines(ways: Sequence[Way]) -> Iterator[str]:
 
 
 def stages_lines(fewest: Mapping[str, Way | None]) -> Iterator[str]:
-    """The smallest pipelines that fit on the same ranks, G_inter, and what a step takes there."""
+    """Yield the smallest pipelines that fit on the same ranks, and their step times."""
     yield "fewest stages (G_inter)"
     width = max(map(len, fewest))
     for what, way in fewest.items():

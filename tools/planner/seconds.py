@@ -1,12 +1,12 @@
-"""The time of a step on a machine: a cost model of few constants, all of them a site's.
+"""A model of the time of a step on a machine, with few constants, all of them a site's.
 
     pipeline                                                    reduce       optimizer
     F F F | B F B F ... with messages and bubble | last B ...   |----------|----------|
                                                      '--------' buckets leave, hidden here
 
-Computation is FLOPs at a share of peak; groups are alpha-beta links; the schedule is played by
-`pipeline.timeline`, what comes after it by `updates`. What a path itself computes, data, saving and
-evaluation are not in it.
+Computation is FLOPs at a share of peak. Groups are alpha-beta links. The schedule is simulated by
+`pipeline.timeline`, the work after it by `updates`. The gradient path's own computation, data,
+saving and evaluation are not included.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tools.planner.updates import (
 )
 
 Lasts = Callable[[int, Operation, float], float]
-"""Seconds that a pass of a rank takes, out of those that it takes by the model."""
+"""A function that returns a pass's seconds, from a rank's seconds by the model."""
 
 
 def unchanged(rank: int, operation: Operation, seconds: float) -> float:
-    """`Lasts` of a machine that is as steady as the model."""
+    """The `Lasts` of a machine that behaves exactly like the model."""
     return seconds
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one microbatch through a stage, with tensor-parallel sums that nothing hides."""
+    """Seconds of one microbatch through a stage, with exposed tensor-parallel sums."""
 
     forward: float
     backward: float
@@ -61,9 +61,9 @@ class PassSeconds:
 class StepSeconds:
     """Seconds of an average step.
 
-    `compute` and `tensor` (waiting for tensor-parallel sums) of the busiest stage, `bubble` and
-    messages, `exposed` (the part of `reduce` that no backward hides), and the parts of norm and
-    `optimizer` that no reduction hides.
+    `compute` and `tensor` (waiting for tensor-parallel sums) are of the busiest stage. `bubble`
+    includes messages. `exposed` is the part of `reduce` that no backward hides, and norm and
+    `optimizer` are the parts that no reduction hides.
     """
 
     compute: float
@@ -75,12 +75,12 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.tensor + self.bubble + self.exposed + self.optimizer
 
 
 def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> StepSeconds:
-    """Return the time of an average training step; `ranks` has one item for each stage."""
+    """Return the time of an average training step; `ranks` has one item per stage."""
     passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
     slowest = max(passes, key=lambda each: each.total)
     count = microbatches_of(grid)
@@ -101,8 +101,8 @@ def step_seconds(grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Ste
 def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = True) -> PassSeconds:
     """Return the seconds of a microbatch through all chunks of a stage.
 
-    `hides_sums`: whether tensor-parallel sums of backward run beside the gradients of weights, as
-    in this program.
+    `hides_sums`: whether tensor-parallel sums of backward overlap the gradients of weights, as in
+    this program.
     """
     config, tp = grid.config, grid.dims.tp
     model, split = config.model, grid.split[stage]
@@ -124,7 +124,7 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
     ahead, back = tokens * forward / rate, tokens * (2 * forward + again) / rate
     sent, link = tensor_traffic(grid, stage), site.link(grid.dims, "tp")
     sums = link.ring(sent.forward, tp, rounds=sent.forward_rounds)
-    # A forward that is made again waits for its sums as the first one did.
+    # A recomputed forward waits for its sums as the first one did.
     left = link.ring(sent.again, tp, rounds=sent.again_rounds)
     answers = link.ring(sent.backward, tp, rounds=sent.backward_rounds)
     # The gradients of the weights take as long as a forward.
@@ -133,7 +133,7 @@ def pass_seconds(grid: RankGrid, site: Site, stage: int, *, hides_sums: bool = T
 
 
 def evaluation_seconds(grid: RankGrid, site: Site) -> float:
-    """Return the seconds of a global batch that only goes forward."""
+    """Return the seconds of a global batch with forward passes only."""
     passes = [pass_seconds(grid, site, stage).forward for stage in range(grid.dims.pp)]
     messages = site.message(grid.dims).message(Activations(grid).hidden) * (grid.dims.pp - 1)
     return sum(passes) + messages + (microbatches_of(grid) - 1) * max(passes)
@@ -142,9 +142,9 @@ def evaluation_seconds(grid: RankGrid, site: Site) -> float:
 def pipeline_seconds(
     grid: RankGrid, passes: Sequence[PassSeconds], link: Link, microbatches: int
 ) -> float:
-    """All microbatches through a pipeline; `passes`: of each stage.
+    """Return the seconds of all microbatches through a pipeline; `passes` has one item per stage.
 
-    Stages that take equal times wait for the bubble of Eq. 6 and 7 of the SAMO paper.
+    Stages with equal times wait for the bubble of Eq. 6 and 7 of the SAMO paper.
     """
     stages = grid.dims.pp
     if stages == 1:
@@ -156,8 +156,8 @@ def pipeline_seconds(
 
     if microbatches <= 4 * stages:
         return played(microbatches)
-    # By then every round of as many microbatches as there are stages takes as long as the last. A
-    # few that make no whole round come first, with chunks there are none.
+    # From here on every round of as many microbatches as stages takes as long as the last round.
+    # Microbatches that do not fill a round come first; with chunks there are none.
     odd = microbatches % stages
     some, more = played(2 * stages + odd), played(3 * stages + odd)
     return more + (microbatches - odd - 3 * stages) // stages * (more - some)
@@ -171,10 +171,10 @@ def play(
     *,
     lasts: Lasts = unchanged,
 ) -> Timeline:
-    """Play the passes of the stages.
+    """Simulate the passes of the stages.
 
-    `transfer`: seconds of a message, which occupies no rank; `lasts`: what becomes of the seconds
-    of a pass.
+    `transfer`: seconds of a message, which occupies no rank; `lasts`: turns the model's seconds of
+    a pass into its actual seconds.
     """
     stages, chunks = grid.dims.pp, len(grid.split[0])
     parallel = grid.config.parallel
@@ -201,11 +201,11 @@ def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float
 
 
 class AfterBackward(NamedTuple):
-    """Seconds of one stage's rank: `reduce`, all that it sends and waits for.
+    """Seconds of one stage's rank.
 
-    Of that `exposed`, what is left when backward is over; `looked`, until the norm is known after
-    that; `updated`, until its parameters are. Where updates follow sums one by one nobody waits for
-    a norm.
+    `reduce` is all its reductions, `exposed` the part after backward, `looked` the time from then
+    until the norm is known, `updated` until its parameters are. If updates follow sums one by one,
+    no rank waits for a norm.
     """
 
     reduce: float
@@ -217,7 +217,7 @@ class AfterBackward(NamedTuple):
 def after_backward(
     grid: RankGrid, site: Site, rank: RankShapes, step: StepTraffic, backward: float
 ) -> AfterBackward:
-    """Return the time after backward in a step of this kind: buckets leave as they fill."""
+    """Return the time after backward in a step of this kind; buckets are sent as they fill."""
     link, ranks = site.link(grid.dims, "dp"), grid.dims.dp
     overlaps = grid.config.parallel.overlap_grad_reduce
 
@@ -245,7 +245,7 @@ def after_backward(
 
 
 def _mean_after(grid: RankGrid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
-    """Over the steps of the run."""
+    """Return the mean over the steps of the run."""
     kinds = grid.path.plan_traffic(grid.config, rank)
     found = [(kind.steps, after_backward(grid, site, rank, kind, backward)) for kind in kinds]
     count = sum(steps for steps, _ in found)

@@ -1,6 +1,7 @@
-"""Plays a step event by event.
+"""Simulation of a step, event by event.
 
-Passes, messages, collectives, optimizer, each for as long as the cost model of `seconds` says.
+The events are passes, messages, collectives and optimizer updates, with durations from the cost
+model of `seconds`.
 
     stage 0   F F F . . B B B     norm    norm | optimizer
     network                    bucket bucket               gather      first in, first out
@@ -8,8 +9,8 @@ Passes, messages, collectives, optimizer, each for as long as the cost model of 
     network                 bucket bucket                  gather
                                                '- all ranks know the norm
 
-Where the model adds up phases, here they overlap as they fall: a stage that is through early
-reduces early. With one stage and steady passes the two agree exactly.
+The cost model adds up phases; here they overlap: a stage that finishes early reduces early. With
+one stage and steady passes both agree exactly.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from tools.planner.updates import (
 
 
 class SimulatedEvent(NamedTuple):
-    """An activity of a stage's network or device beside passes.
+    """An activity of a stage's network or device other than a pass.
 
-    The network does "reduce" and "gather", the device "norm" and "optimizer"; seconds count from
-    the start of the step.
+    The network has "reduce" and "gather", the device "norm" and "optimizer"; seconds count from the
+    start of the step.
     """
 
     stage: int
@@ -54,9 +55,9 @@ class SimulatedEvent(NamedTuple):
 class SimulatedPhases:
     """Seconds that add up to a step.
 
-    `compute` and `tensor` (waiting for sums) of the busiest stage, `messages` that kept it from
-    computing, `bubble` while it waited for others, `exposed` (the part of `reduce` after the last
-    backward), and norm and `optimizer` after that.
+    `compute` and `tensor` (waiting for sums) are of the busiest stage; `messages` kept it from
+    computing; it spent `bubble` waiting for other stages. `exposed` is the part of `reduce` after
+    the last backward, followed by norm and `optimizer`.
     """
 
     compute: float
@@ -69,7 +70,7 @@ class SimulatedPhases:
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return (
             self.compute + self.tensor + self.messages + self.bubble + self.exposed + self.optimizer
         )
@@ -77,7 +78,7 @@ class SimulatedPhases:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of one kind; `count` of the run are of it."""
+    """A step of one kind; the run has `count` of them."""
 
     name: str
     count: int
@@ -112,14 +113,14 @@ def mean_seconds(steps: Sequence[SimulatedStep]) -> float:
 
 
 class _Reduction:
-    """Collectives and optimizers of a step, after the passes of `courses`."""
+    """Simulates collectives and optimizers of a step, after the passes of `courses`."""
 
     def __init__(self, setting: Setting, courses: Sequence[Course], kind: int) -> None:
         self._setting, self._courses, self._kind = setting, courses, kind
         self._grid = setting.grid
         self._stages = setting.grid.dims.pp
         chunks = len(self._grid.split[0])
-        # A collective starts when the last of its ranks is there.
+        # A collective starts when its last rank arrives.
         self._backwards: list[list[tuple[float, float]]] = []
         for stage in range(self._stages):
             turns = [course.last_backwards(stage, chunks) for course in courses]
@@ -131,11 +132,11 @@ class _Reduction:
             )
 
     def events(self) -> Iterator[SimulatedEvent]:
-        """All of them."""
+        """Yield all activities."""
         setting, stages = self._setting, range(self._stages)
         found: list[SimulatedEvent] = []
         sums = [self._reduce(stage, found) for stage in stages]
-        # All ranks vote on a step once their backwards are over.
+        # All ranks vote on a step after their backwards.
         voted = max(self._over(stage) for stage in stages)
         jobs = [jobs_of(self._grid, setting.ranks[stage], sums[stage]) for stage in stages]
         yield from sorted(found, key=lambda event: (event.stage, event.start))
@@ -197,7 +198,7 @@ class _Reduction:
         return max(stop for _, stop in self._backwards[stage])
 
     def _ready(self, stage: int, share: float) -> float:
-        """Return the time at which a share of a stage's gradient is there.
+        """Return the time at which a share of a stage's gradient is complete.
 
         It appears evenly in each chunk's last backward.
         """
@@ -205,7 +206,7 @@ class _Reduction:
         at = share * len(turns)
         number = min(int(at), len(turns) - 1)
         start, stop = turns[number]
-        # What fills with a chunk's last gradient does not wait for the next chunk's first.
+        # A bucket that a chunk's last gradient fills does not wait for the next chunk.
         if number and at == number:
             return turns[number - 1][1]
         return start + (at - number) * (stop - start)

@@ -1,4 +1,4 @@
-"""Facts of a machine, from the lines NAME=VALUE of its file in scripts/site."""
+"""Facts about a machine, from the lines NAME=VALUE of its file in scripts/site."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GIGA = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The machine: rates in bytes, seconds and FLOP/s.
+    """A machine: rates in bytes, seconds and FLOP/s.
 
-    `efficiency`: share of a GPU's peak that forward and backward reach; `network_efficiency`: share
-    of a node's network rate that a collective reaches, a message has all of it; `host_link_rate`:
-    of a GPU and its host, each way; `host_memory_rate`: of a node's host memory, for reading and
-    writing together.
+    `efficiency` is the share of a GPU's peak that forward and backward reach, `network_efficiency`
+    the share of a node's network rate that a collective reaches (a message reaches all of it),
+    `host_link_rate` the rate between a GPU and its host, each way, and `host_memory_rate` the rate
+    of a node's host memory, for reading and writing together.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Site:
     disk_rate: float
 
     def link(self, dims: ParallelDims, axis: Axis) -> Link:
-        """Return the link of a group's ranks along an axis, while all such groups work.
+        """Return the link of a group's ranks along an axis, while all such groups communicate.
 
-        Those that a node has ranks of share its NICs.
+        Groups with ranks on the same node share its NICs.
         """
-        # All groups lie as that of the first rank does, or close to it.
+        # All groups are placed like the group of the first rank, or nearly so.
         line = range(0, dims.sizes[axis] * dims.stride(axis), dims.stride(axis))
         here = self.gpus_per_node
         if dims.world_size <= here or len({rank // here for rank in line}) == 1:
@@ -67,10 +67,10 @@ class Site:
         return Link(self.nic_latency, min(rate, self.link_rate))
 
     def message(self, dims: ParallelDims) -> Link:
-        """Return the link of a message to the next pipeline stage while all pipelines work.
+        """Return the link of a message to the next pipeline stage while all pipelines communicate.
 
-        It is the mean over the boundaries between stages, some of which lie within a node and
-        others between two nodes.
+        It is the mean over the boundaries between stages, some within a node and others between
+        nodes.
         """
         here, apart = self.gpus_per_node, dims.stride("pp")
         within = Link(self.link_latency, self.link_rate)
@@ -78,8 +78,8 @@ class Site:
             return within
         senders = [rank for line in dims.lines("pp") for rank in line[:-1]]
         crossing = sum(rank // here != (rank + apart) // here for rank in senders)
-        # Of a node's ranks the last `apart` have their next stage elsewhere: these share
-        # its NICs.
+        # The last `apart` ranks of a node have their next stage on another node, and share the
+        # NICs.
         rate = self.nics_per_node * self.nic_rate / min(apart, here)
         between = Link(self.nic_latency, min(rate, self.link_rate))
         return within.mixed_with(between, crossing / max(len(senders), 1))
@@ -93,27 +93,29 @@ class Link:
     rate: float
 
     def message(self, nbytes: float) -> float:
-        """Seconds of a message."""
+        """Return the seconds of a message."""
         return self.latency + nbytes / self.rate
 
     def mixed_with(self, other: Link, share: float) -> Link:
-        """The mean link of messages of which this share takes the other one."""
+        """Return the mean link of messages of which a share uses another link."""
         if share in (0, 1):
             return other if share else self
         slowness = (1 - share) / self.rate + share / other.rate
         return Link((1 - share) * self.latency + share * other.latency, 1 / slowness)
 
     def ring(self, sent: float, ranks: int, *, rounds: int) -> float:
-        """Return the seconds of a ring collective in which each rank sends so many bytes.
+        """Return the seconds of a ring collective in which each rank sends `sent` bytes.
 
-        The messages are `rounds` times as many as a trip round the ring takes (Eq. 3 of the Radius
-        paper).
+        `rounds` is the number of trips round the ring (Eq. 3 of the Radius paper).
         """
         return rounds * (ranks - 1) * self.latency + sent / self.rate
 
 
 def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
-    """The facts of a site, with one of its kinds of GPU (None: the first). Raises `ConfigError`."""
+    """Return the facts of a site, with one of its kinds of GPU (None: the first).
+
+    Raises `ConfigError`.
+    """
     known = sorted(file.stem for file in folder.glob("*.env"))
     if not _NAME.fullmatch(name) or name not in known:
         near = nearest(name, known)
@@ -157,7 +159,7 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
 
 
 def with_efficiency(site: Site, share: float | None) -> Site:
-    """Return the site at another share of peak. Raises `ConfigError`."""
+    """Return the site with another share of peak. Raises `ConfigError`."""
     if share is None:
         return site
     if not 0 < share <= 1:
@@ -172,14 +174,14 @@ class _Facts:
     suffix: str
 
     def text(self, key: str) -> str:
-        """The value for this kind of GPU, else that for all."""
+        """Return the value for this kind of GPU, else the value for all."""
         for name in (f"{key}{self.suffix}", key):
             if name in self.found:
                 return self.found[name]
         raise ConfigError(f"site {self.site}: has no {key}; add it to scripts/site/{self.site}.env")
 
     def flag(self, key: str) -> bool:
-        """No unless it says yes."""
+        """Return whether a setting is yes; no by default."""
         text = self.found.get(key, "no")
         if text not in ("yes", "no"):
             raise ConfigError(f"site {self.site}: {key}={text}: must be yes or no")
@@ -197,6 +199,6 @@ class _Facts:
 
 
 def _lines(text: str) -> dict[str, str]:
-    """Return the data in the file; anything else in it is for a shell."""
+    """Return the settings in the file; its other lines are for a shell."""
     matches: Sequence[re.Match[str] | None] = [_LINE.fullmatch(line) for line in text.splitlines()]
     return {match[1]: match[2] for match in matches if match is not None}

@@ -1,7 +1,7 @@
-"""Plays what all ranks of a pipeline do against each other, on paper.
+"""Simulation of all ranks of a pipeline, with given times of passes and messages.
 
-Tells how long a step takes, how much of it is bubble, and that no ranks wait for each other for
-ever, for times of passes and messages that the caller chooses. No torch, no ranks.
+It gives the duration of a step and its bubble, and shows that ranks do not deadlock. No torch, no
+ranks.
 
     [interleaved(rank, p, v, m) for each rank] --.
                                                   >--> timeline --> Timeline
@@ -22,49 +22,46 @@ from megatron.pipeline.message_driven import BatchProgress
 from megatron.pipeline.schedule import Kind, Message, Operation, StagePosition
 
 Time = int | float | Fraction
-"""In a unit of the caller's; whole numbers and fractions stay exact."""
+"""Time in any unit; whole numbers and fractions stay exact."""
 Factor = Callable[[int, Operation], Time]
-"""How many times as long as elsewhere a rank takes for a pass."""
+"""A function that returns the factor of a rank's pass relative to the others."""
 
 
 class Deadlock(Exception):
-    """Ranks that wait for messages which nobody is going to send."""
+    """Ranks wait for messages that no rank will send."""
 
 
 class Player(Protocol):
     """The progress of a rank."""
 
     def possible(self) -> Sequence[Operation]:
-        """Return the possible next operations, the more urgent first.
-
-        None: the batch is over.
-        """
+        """Return the possible next operations, the most urgent first; None at the end."""
         ...
 
     def after(self, operation: Operation) -> Self:
-        """Return how far it is once one of these has run."""
+        """Return the progress after one of these operations."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A `Player` of an order that was decided on beforehand, of which so much is `done`."""
+    """A `Player` with a fixed order, of which `done` operations have run."""
 
     order: Sequence[Operation]
     done: int = 0
 
     def possible(self) -> Sequence[Operation]:
-        """The next one alone."""
+        """Return the only next operation."""
         return self.order[self.done : self.done + 1]
 
     def after(self, operation: Operation) -> Fixed:
-        """One further."""
+        """Return the progress after it."""
         return replace(self, done=self.done + 1)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """An operation, and when it ran."""
+    """An operation, with its start and end."""
 
     operation: Operation
     start: Time
@@ -84,10 +81,10 @@ class Timeline:
 
     @property
     def bubble(self) -> Fraction:
-        """Idle over busy time, of the rank that is busy longest.
+        """Return idle time over busy time of the busiest rank.
 
-        (p - 1) / (v m) where stages take equal times (Narayanan et al. 2021, section 2.2; Eq. 6 and
-        7 of the SAMO paper).
+        It is (p - 1) / (v m) if stages take equal times (Narayanan et al. 2021, section 2.2; Eq. 6
+        and 7 of the SAMO paper).
         """
         busy = max(
             sum(Fraction(each.stop) - Fraction(each.start) for each in passed)
@@ -96,7 +93,7 @@ class Timeline:
         return Fraction(self.length) / busy - 1
 
     def in_flight(self, rank: int) -> int:
-        """Most chunk inputs that a rank held at a time, from forward to backward."""
+        """Return the maximum number of chunk inputs that a rank holds, from forward to backward."""
         held = most = 0
         for each in self.ranks[rank]:
             held += 1 if each.operation.kind is Kind.FORWARD else -1
@@ -104,10 +101,10 @@ class Timeline:
         return most
 
     def __str__(self) -> str:
-        """One row a rank, one letter a unit of time: microbatch A, B, ...
+        """Draw one row per rank, one letter per unit of time: microbatch A, B, ...
 
-        forward and a, b, ... backward, followed by the chunk where there is more than one. For
-        whole times only.
+        Capitals are forward, small letters backward, followed by the chunk if there are several.
+        For whole times only.
         """
         chunked = any(each.operation.chunk for passed in self.ranks for each in passed)
         width = 2 if chunked else 1
@@ -122,7 +119,7 @@ class Timeline:
 
 
 def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
-    """Every rank of a message-driven pipeline, before the batch."""
+    """Return every rank of a message-driven pipeline, before the batch."""
     return [
         BatchProgress(
             place=StagePosition(stage=rank, stages=stages), microbatches=microbatches, limit=limit
@@ -132,19 +129,20 @@ def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
 
 
 def even(rank: int, operation: Operation) -> Time:
-    """The `Factor` of passes that take the same time everywhere."""
+    """Return the `Factor` of equal passes on all ranks."""
     return 1
 
 
 def slow(stage: int, by: Time) -> Factor:
-    """All passes of one rank take so many times as long."""
+    """Return a `Factor` that multiplies all passes of one rank."""
     return lambda rank, operation: by if rank == stage else 1
 
 
 def jitter(seed: int, sigma: float = 0.3) -> Factor:
-    """Every pass takes a log-normal number of times as long, 1 in the mean.
+    """Return a `Factor` that is log-normal with mean 1 for each pass.
 
-    `sigma`: standard deviation of its logarithm. It is drawn for the pass, whenever that runs.
+    `sigma` is the standard deviation of its logarithm. It depends on the pass only, not on when the
+    pass runs.
     """
 
     def factor(rank: int, operation: Operation) -> float:
@@ -163,12 +161,12 @@ def timeline(
     transfer: Time = 0,
     factor: Factor = even,
 ) -> Timeline:
-    """Run on each rank what comes next as early as messages allow.
+    """Run each rank's next operation as early as messages allow.
 
-    `ranks`: an order, or who decides as messages arrive; what arrives as a rank becomes free is
-    there when it does. `forward` and `backward`: time of a pass through one chunk, times its
-    `factor`; `transfer`: of a message, which occupies no rank. Raises `Deadlock`, naming what each
-    rank waits for.
+    `ranks`: for each rank an order, or a player that decides as messages arrive; a message that
+    arrives just when a rank becomes free counts as arrived. `forward` and `backward`: time of a
+    pass through one chunk, times its `factor`; `transfer`: time of a message, which occupies no
+    rank. Raises `Deadlock`, naming what each rank waits for.
     """
     players = [Fixed(each) if isinstance(each, Sequence) else each for each in ranks]
     places = [
@@ -199,18 +197,18 @@ def timeline(
 
 
 class _Events:
-    """The times at which a rank may have a new operation: it is free, or a message came."""
+    """Yield the times at which a rank may start an operation: it is free, or a message arrived."""
 
     def __init__(self) -> None:
         self.left: list[tuple[Time, int, int, Message | None]] = []
         self._number = count()
 
     def add(self, time: Time, rank: int, message: Message | None = None) -> None:
-        # The number decides between events of one time, which need not be comparable.
+        # The number orders events of equal time, which need not be comparable.
         heapq.heappush(self.left, (time, next(self._number), rank, message))
 
     def next(self) -> tuple[Time, set[Message], set[int]]:
-        """All events of the next time that has any: messages, and ranks."""
+        """Return all events of the next time that has any."""
         now = self.left[0][0]
         arrived, awake = set[Message](), set[int]()
         while self.left and self.left[0][0] == now:

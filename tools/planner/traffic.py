@@ -11,15 +11,15 @@ from megatron.low_memory.checkpoint_interval import recompute_spans
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 
 NUMBER = 8
-"""Bytes of the fp64 numbers that a copy of the model adds up in each step."""
+"""Bytes of the fp64 numbers that a copy of the model sums in each step."""
 
 
 @dataclass(frozen=True)
 class TensorTraffic:
     """Traffic of one microbatch on the tensor-parallel group.
 
-    Bytes sent `forward`, `again` by recomputed forwards, and by `backward`, and the number of trips
-    round the ring. A sum takes two trips, a gather or a scattered sum one.
+    Bytes sent in `forward`, `again` in recomputed forwards, and in `backward`, and the number of
+    trips round the ring. A sum takes two trips, a gather or a scattered sum one.
     """
 
     forward: int = 0
@@ -31,7 +31,7 @@ class TensorTraffic:
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Total bytes."""
         return self.forward + self.again + self.backward
 
 
@@ -39,8 +39,8 @@ class TensorTraffic:
 class StepBytes:
     """Bytes sent by a rank of one stage.
 
-    `dp`: by kind of step; `tp` and `pp`: in every step, without a gradient path's messages to other
-    ranks of its model; `host`: offloaded states, each way.
+    `dp`: by kind of step; `tp` and `pp`: in every step, without messages of a gradient path to
+    other ranks of its model; `host`: offloaded states, each way.
     """
 
     dp: list[StepTraffic]
@@ -70,7 +70,7 @@ def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
     ranks = grid.dims.tp
     if ranks == 1:
         return TensorTraffic()
-    # A gather or its reverse sends half of what the sum of the whole does.
+    # A gather or its reverse sends half the bytes of a sum of the whole.
     cuts = grid.config.parallel.sequence_parallel
     whole = Activations(grid).hidden * (ranks if cuts else 1)
     unit = (ranks - 1) * whole // ranks if cuts else ring_all_reduce_bytes(whole, ranks)
@@ -82,7 +82,7 @@ def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
         for span in recompute_spans(len(run), grid.config.recompute)
         if span.recomputed
     )
-    # Columns: f gathers, backward gathers again and scatters a sum; rows: the other way round.
+    # Columns: f gathers, and backward gathers again and scatters a sum; rows the other way round.
     each_forward, each_backward = (4, 6) if cuts else (2, 2)
     forward, backward, again = each_forward * layers, each_backward * layers, each_forward * again
     if grid.holds_embedding(stage):
@@ -94,7 +94,7 @@ def tensor_traffic(grid: RankGrid, stage: int) -> TensorTraffic:
     if grid.holds_head(stage):
         config = grid.config
         rows = config.training.micro_batch_size * config.model.seq_length
-        # Of each token the largest logit; then the sum of exponentials and the target's logit.
+        # For each token the largest logit; then the sum of exponentials and the target's logit.
         sent += sum(ring_all_reduce_bytes(4 * count * rows, ranks) for count in (1, 2))
         rounds += 4
     return TensorTraffic(sent, again * unit, backward * unit, rounds, each * again, each * backward)
@@ -115,8 +115,8 @@ def _on_pipeline(grid: RankGrid, stage: int, rank: RankShapes) -> int:
     if stages == 1:
         return 0
     chunks = len(grid.split[stage])
-    # Every chunk sends its output on and its input's gradient back, but at the model's ends:
-    # Eq. 9 and 10 of the SAMO paper, which count receives as well.
+    # Every chunk sends its output and its input's gradient, except at the model's ends: Eq. 9 and
+    # 10 of the SAMO paper, which count receives, too.
     ends = grid.holds_embedding(stage) + grid.holds_head(stage)
     messages = microbatches_of(grid) * (2 * chunks - ends)
     grad = BYTES[grid.config.precision.grad_dtype]

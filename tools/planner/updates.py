@@ -1,15 +1,14 @@
 """The schedule of reductions, norms and updates after backward.
 
-Sums, a look at each, updates, and which of these go on beside which. Seconds count from wherever
-the caller's do.
+It decides which reductions, norms and updates overlap. Seconds count from the caller's origin.
 
               network     | sum 0 | sum 1 | sum 2 |
     usual     device              |0|     |1|     |2| agreed | 0 1 2 |    |n| the norm's pass of n
     streams   device              |0,  0  |1,  1  |2,  2  |               as soon as it is there
 
-Updates wait for the norm of all gradients, so that no more than its passes go on beside sums. Only
-where states are offloaded and nothing is clipped is a piece updated when its sum is there, which
-`most` cuts long buckets into (AxoNN, V-C); all ranks have voted on the step before.
+Updates wait for the norm of all gradients, so only the norm's passes overlap sums. If states are
+offloaded and gradients are not clipped, each piece of a bucket (`most` entries at most) is updated
+when its sum has arrived (AxoNN, V-C); all ranks have voted on the step before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tools.planner.traffic import state_width
 
 
 class Summed(NamedTuple):
-    """A collective, and when it goes on."""
+    """A collective, and the time from which it runs."""
 
     sent: PlannedCollective
     start: float
@@ -33,21 +32,18 @@ class Summed(NamedTuple):
 
 
 class BucketSums(NamedTuple):
-    """The reductions of one rank in a step, in their order, and the collectives after updates."""
+    """The reductions of one rank in a step, in order, and the collectives after updates."""
 
     done: list[Summed]
     late: list[PlannedCollective]
 
     def over(self, since: float) -> float:
-        """Return the time at which nothing is left to wait for."""
+        """Return the time at which all reductions and updates are complete."""
         return max([since, *(each.stop for each in self.done)])
 
 
 class UpdateJob(NamedTuple):
-    """The part of a bucket that is updated at once.
-
-    So many entries of this rank's, which are there at `arrives`.
-    """
+    """The part of a bucket that is updated at once: entries of this rank, complete at `arrives`."""
 
     name: str
     entries: float
@@ -55,7 +51,7 @@ class UpdateJob(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A job, and when it ran."""
+    """A job, with its start and end."""
 
     job: UpdateJob
     start: float
@@ -74,10 +70,10 @@ def play_sums(
     ready: Callable[[int, float, float], float],
     takes: Callable[[PlannedCollective], float],
 ) -> BucketSums:
-    """One after the other, first in first out.
+    """Schedule the reductions one after the other, first in first out.
 
-    `ready`: when a bucket may leave, of its number, the share of all gradients that are there then,
-    and when the network is free.
+    `ready`: returns when a bucket may be sent, from its number, the share of all gradients that are
+    complete then, and the time at which the network is free.
     """
     entries = sum(bucket.numel for bucket in rank.buckets)
     done, rest, late = list[Summed](), list[PlannedCollective](), list[PlannedCollective]()
@@ -101,7 +97,7 @@ def play_sums(
 
 
 def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJob]:
-    """Return a rank's updates in order: pieces where they are updated one by one, else buckets."""
+    """Return a rank's updates in order: pieces if they are updated one by one, else buckets."""
     shared = rank.ranks if grid.config.parallel.use_distributed_optimizer else 1
     whole = not streams(grid.config)
     arrives, sizes = dict[tuple[int, int], float](), dict[tuple[int, int], int]()
@@ -123,7 +119,7 @@ def jobs_of(grid: RankGrid, rank: RankShapes, sums: BucketSums) -> list[UpdateJo
 def in_turns(
     jobs: Sequence[UpdateJob], since: float, takes: Callable[[float], float]
 ) -> Iterator[Ran]:
-    """One after the other from `since` on, each when it is there; `takes`: seconds of entries."""
+    """Schedule updates one after the other from `since` on; `takes` returns seconds of entries."""
     now = since
     for job in jobs:
         start = max(now, job.arrives)
@@ -144,11 +140,11 @@ def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
 def update_seconds(grid: RankGrid, site: Site, entries: float) -> float:
     """Return the seconds of updating `entries` entries, from the bytes that an update moves.
 
-    The gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is widened in
-    memory. Offloaded states move over a GPU's link both ways at once, each way at the link's rate
-    unless the host's memory, which all GPUs of the node share, is slower. Each of the two sets of
-    buffers is filled once it is empty, so that half of an update adds to a copy. A CPU does
-    everything in turn.
+    These are the gradient, states both ways, and a 16-bit parameter. On a GPU a 16-bit gradient is
+    widened in memory. Offloaded states move over a GPU's link both ways at once, each way at the
+    link's rate unless the host's memory, which all GPUs of the node share, is slower. Each of the
+    two sets of buffers is filled once it is empty, so half of an update adds to a copy. A CPU does
+    everything in sequence.
     """
     config, states = grid.config, state_width(grid.config)
     grad, param = (BYTES[x] for x in (config.precision.grad_dtype, config.precision.param_dtype))

@@ -12,17 +12,17 @@ OURS = "message-driven, 2 x 2"
 STOCK = "PyTorch, clip_grad_norm_"
 SEEDS = "PyTorch, seed {seed}"
 EQUAL, EQUAL_STEPS = 1e-4, 50
-"""Training losses of the first steps are to agree to this."""
+"""Maximum difference of the training losses of the first steps."""
 AS_ROUNDING = 2.0
-"""Our losses may be so many times as far away as those of plain PyTorch with another norm."""
+"""Maximum ratio of our difference to that of plain PyTorch with another norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """The distance of a curve from plain PyTorch's.
+    """The distance of a loss curve from plain PyTorch's.
 
-    Largest difference of the first `EQUAL_STEPS` and of all steps, mean difference of all steps,
-    all without sign; and that of the last validation.
+    Absolute values: largest difference of the first `EQUAL_STEPS` steps and of all steps, mean
+    difference of all steps, and the difference of the last validation loss.
     """
 
     first: float
@@ -43,12 +43,12 @@ def apart(curve: Mapping[str, Any], plain: Mapping[str, Any]) -> Apart:
 
 
 def seed_noise(curves: Mapping[str, Any]) -> float:
-    """Standard deviation over seeds of plain PyTorch's last validation loss."""
+    """Return the standard deviation over seeds of plain PyTorch's last validation loss."""
     return stdev(c["valid_loss"] for name, c in curves.items() if name not in (OURS, STOCK))
 
 
 def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Return the claims of Figure 10, as claims that can fail."""
+    """Return the claims of Figure 10 in a form that can fail."""
     ours, rounding = (apart(curves[name], curves[PLAIN]) for name in (OURS, STOCK))
     noise = seed_noise(curves)
     return [
@@ -70,7 +70,7 @@ def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     curves, study = found["curves"], found["study"]
     steps = study["steps"]
     shown = sorted({1, min(EQUAL_STEPS, steps), steps // 3, 2 * steps // 3, steps} - {0})

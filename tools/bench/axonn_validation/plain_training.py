@@ -1,9 +1,8 @@
-"""Trains the plain GPT-2 of `plain_gpt.py` as a run of ours trains.
+"""Training of the plain GPT-2 of `plain_gpt.py` with the settings of a run of ours.
 
-From its first weights, on its samples in its order, with its settings.
-
-Module, optimizer, clipping, schedule and loop are torch's or this file's. Ours are only the flags,
-the samples and the numbers that the weights start from: what both do not share can show a mistake.
+It starts from the same weights and reads the same samples in the same order. Module, optimizer,
+clipping, schedule and loop are torch's or this file's. Only flags, samples and initial numbers are
+shared, so a mistake anywhere else shows up as a difference.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _OF_THE_MODEL = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Mean token losses: of each step, and of the validation samples after the last one."""
+    """Mean token losses of each step, and of the validation samples after the last step."""
 
     losses: list[float]
     valid_loss: float
@@ -57,8 +56,8 @@ def train(
 ) -> LossCurve:
     """Train all steps of these flags of `pretrain_gpt.py` in this process, in fp32.
 
-    Gradients of `micro_batch` samples are added up. `fp32_norm`: clip by `clip_grad_norm_` as it
-    is. `after_step` is told each step and its loss.
+    Gradients of `micro_batch` samples are added up. `fp32_norm`: clip by plain `clip_grad_norm_`.
+    `after_step` receives each step and its loss.
     """
     config = resolve(parse(list(flags), paths=GRADIENT_PATHS), 1)
     _check(config)
@@ -107,9 +106,9 @@ def plain_gpt(config: GPTConfig, vocabulary: int) -> PlainGPT:
 
 
 def plain_values(values: Mapping[str, torch.Tensor], *, heads: int) -> dict[str, torch.Tensor]:
-    """Our parameters by logical name as the plain model's.
+    """Convert our parameters by logical name to the plain model's.
 
-    Ours hold query, key and value of one head after another, the plain model those of all heads.
+    Ours store query, key and value head by head, the plain model stores them for all heads.
     """
     found: dict[str, torch.Tensor] = {}
     for name, value in values.items():
@@ -151,9 +150,9 @@ def _open_data(config: GPTConfig, micro_batch: int) -> tuple[BatchReader, BatchR
 def _optimizer(
     model: PlainGPT, config: GPTConfig
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Torch's AdamW, by which matrices decay and vectors do not.
+    """Return torch's AdamW, with decay for matrices but not for vectors.
 
-    A linear rise from 0, then half a cosine.
+    The learning rate rises linearly from 0, then follows half a cosine.
     """
     options, steps = config.optimizer, config.total_iterations()
     assert options.lr is not None
@@ -176,7 +175,7 @@ def _optimizer(
 
 
 def _accumulate(model: PlainGPT, reader: BatchReader, first: int, count: int) -> float:
-    """Gradients of the mean loss of samples [first, first + count); that loss."""
+    """Compute gradients of the mean loss of samples [first, first + count); return that loss."""
     total = 0.0
     for loss in _losses(model, reader, first, count):
         loss.backward()
@@ -185,10 +184,10 @@ def _accumulate(model: PlainGPT, reader: BatchReader, first: int, count: int) ->
 
 
 def _clip(model: PlainGPT, norm: float) -> None:
-    """Clip gradients to a norm that is found in fp64.
+    """Clip gradients by a norm computed in fp64.
 
-    On the CPU `clip_grad_norm_` adds squares one after another in fp32: the norm of a word table is
-    too small by 8e-4, and after 50 steps of AdamW losses have changed by 3e-3.
+    On the CPU `clip_grad_norm_` adds squares one by one in fp32: the norm of a word table is too
+    small by 8e-4, and after 50 steps of AdamW losses differ by 3e-3.
     """
     parameters = list(model.parameters())
     gradients = [each.grad for each in parameters if each.grad is not None]

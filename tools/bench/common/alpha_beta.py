@@ -1,7 +1,7 @@
 """The time of a step by the alpha-beta model of the Radius paper, with overlap.
 
-Nothing here is fitted to the steps it predicts: alpha and beta come from all-reduces of two sizes,
-when each gradient appears from steps that send nothing.
+Nothing is fitted to predicted steps: alpha and beta come from all-reduces of two sizes, and the
+times of gradients from steps that send nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaLink:
-    """Seconds of latency and seconds for each byte, between any two of `ranks`."""
+    """Latency in seconds, and seconds per byte, between any two of `ranks`."""
 
     alpha: float
     beta: float
     ranks: int
 
     def all_reduce(self, payload: float) -> float:
-        """Seconds of a ring all-reduce of `payload` bytes (Eq. 3 of the Radius paper)."""
+        """Return the seconds of a ring all-reduce of `payload` bytes (Eq.
+
+        3 of the Radius paper).
+        """
         n = self.ranks
         return 2 * self.alpha * (n - 1) + 2 * payload * self.beta * (n - 1) / n
 
@@ -33,9 +36,9 @@ class AlphaBetaLink:
 
 
 def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> AlphaBetaLink:
-    """The link on which all-reduces of two sizes, each (bytes, seconds), took what they did.
+    """Fit the link to all-reduces of two sizes, each given as (bytes, seconds).
 
-    A latency below zero, which only noise can give, is zero.
+    A latency below zero, which only noise can cause, becomes zero.
     """
     slope = (large[1] - small[1]) / (large[0] - small[0])
     constant = max(0.0, small[1] - slope * small[0])
@@ -48,8 +51,8 @@ def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Al
 class AlphaBetaTimeline:
     """The times of a step that sends nothing.
 
-    Seconds from its start until each parameter's gradient is there, until backward is over, and
-    until the step is.
+    Seconds from its start until each parameter's gradient is complete, until backward ends, and
+    until the step ends.
     """
 
     ready: Mapping[str, float]
@@ -59,9 +62,9 @@ class AlphaBetaTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaMessage:
-    """A collective that takes `seconds` and may start when the gradients of `names` are there.
+    """A collective that takes `seconds` and may start when the gradients of `names` are complete.
 
-    Without names, when backward is over.
+    Without names it starts when backward ends.
     """
 
     seconds: float
@@ -71,9 +74,9 @@ class AlphaBetaMessage:
 def predict(
     timeline: AlphaBetaTimeline, messages: Iterable[AlphaBetaMessage], *, overlap: bool = True
 ) -> float:
-    """Seconds of a step that sends these messages one after another, in this order.
+    """Return the seconds of a step that sends these messages one after another.
 
-    The step without communication, longer by what is still to be sent when backward is over.
+    It is the step without communication, plus the communication left after backward.
     """
     end = 0.0
     for message in messages:

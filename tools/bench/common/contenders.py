@@ -1,4 +1,4 @@
-"""Ways to train the same GPT: our trainer, Hugging Face GPT-2 in a plain loop, torch's DDP."""
+"""Trainers of the same GPT: ours, Hugging Face GPT-2 in a plain loop, torch's DDP."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Shape:
     """A model and the batch of one rank.
 
-    `microbatches` of `batch` sequences make a step of ours; `bucket` entries a bucket (None: our
-    trainer's own choice); `more_flags` are given to our trainer as they are.
+    `microbatches` of `batch` sequences make one of our steps. `bucket` is the number of entries of
+    a bucket (None: the trainer's default). `more_flags` are passed to our trainer.
     """
 
     layers: int = 6
@@ -106,7 +106,7 @@ class Ours:
 
 
 class Silent:
-    """A trainer equal to another contender's, whose steps are not logged."""
+    """A second trainer of the same settings, whose steps are not logged."""
 
     def __init__(self, ours: Ours) -> None:
         self.name = f"{ours.name}, metrics off"
@@ -120,7 +120,7 @@ class Silent:
 class HuggingFaceLoop:
     """`GPT2LMHeadModel` in a plain PyTorch loop: sdpa, fused AdamW, clip_grad_norm_.
 
-    Parameters, gradients and moments are all in the dtype; there are no fp32 master weights.
+    Parameters, gradients and moments all have the dtype; there are no fp32 master weights.
     """
 
     name = "Hugging Face GPT-2"
@@ -153,7 +153,7 @@ class HuggingFaceLoop:
 
     def step(self) -> float:
         ((tokens, labels),) = self._batches.next()
-        # The model shifts labels by itself, so it is given tokens: one target fewer in a sequence.
+        # The model shifts labels itself, so it gets tokens: one target fewer per sequence.
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, CLIP)
@@ -165,8 +165,8 @@ class HuggingFaceLoop:
 class DdpTraining:
     """A module in torch's DistributedDataParallel with torch's fused AdamW.
 
-    `bucket_mb` None leaves DDP its own buckets (25 MiB after a first of one). `hook`: one of DDP's
-    communication hooks, `fp16` or `powersgd` (of `rank`, from the second step on).
+    `bucket_mb` None uses DDP's own buckets (25 MiB after a first one of 1 MiB). `hook` is one of
+    DDP's communication hooks, `fp16` or `powersgd` (of `rank`, from the second step on).
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class DdpTraining:
         self.backward_ended = 0.0
 
     def loss(self) -> torch.Tensor:
-        """The module's forward on its next input."""
+        """Run the module's forward on its next input."""
         return self.model()
 
     def step(self) -> float:
@@ -204,9 +204,9 @@ class DdpTraining:
 
 
 class DdpLoop(DdpTraining):
-    """Our GPT in torch's DistributedDataParallel, the plain way.
+    """Our GPT in torch's DistributedDataParallel.
 
-    One parameter for the tied table, parameters and moments in the dtype.
+    One parameter for the tied table; parameters and moments in the dtype.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class DdpLoop(DdpTraining):
 
 
 class Batches:
-    """The microbatches that our trainer reads, for the others to read too."""
+    """The microbatches that our trainer reads, for the other contenders."""
 
     def __init__(self, trainer: Trainer) -> None:
         reader, size = trainer.readers.train, trainer.config.training.global_batch_size
@@ -244,14 +244,14 @@ class Batches:
         self._size, self._position = size, 0
 
     def next(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens and labels, [b, s] each, of this rank's microbatches of the next step."""
+        """Return tokens and labels, [b, s] each, of this rank's microbatches of the next step."""
         batches = self._reader.read(self._position, self._size)
         self._position += self._size
         return [(batch.tokens, batch.labels) for batch in batches]
 
 
 def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
-    """Torch's fused AdamW; matrices decay, as in ours, vectors do not."""
+    """Return torch's fused AdamW; matrices decay and vectors do not, as in our trainer."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -261,7 +261,7 @@ def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
 
 @contextlib.contextmanager
 def quiet(console: Path) -> Iterator[None]:
-    """Send what runs print to a file: a terminal's speed is not what we measure."""
+    """Redirect the output of runs to a file, so that the speed of a terminal is not measured."""
     with open(console, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
         yield
 
@@ -274,7 +274,7 @@ def _communication_hook(hook: str, rank: int) -> tuple[object, Callable[..., Any
 
 
 class _LossModule(torch.nn.Module):
-    """Mean loss as `forward`, which is what DDP wraps."""
+    """Returns the mean loss as `forward`, which DDP wraps."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -295,6 +295,6 @@ def _trainer(
     runtime = Runtime(launch=launch, device=device, backend="gloo")
     metrics: Metrics = NullMetrics()
     if rank == 0:
-        # The console is a file too: a terminal's speed is not ours to measure.
+        # The console goes to a file, too, so that the speed of a terminal is not measured.
         metrics = open_metrics(GPT_TASK, config, runtime, run_dir, None)
     return build_trainer(GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, None)

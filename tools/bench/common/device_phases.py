@@ -1,4 +1,4 @@
-"""Time of a step by phase on the device: CUDA events around the verbs, clocks on a CPU."""
+"""Time of a step by phase on the device: CUDA events around methods, clocks on a CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.training import Trainer
 
 
 class DevicePhases:
-    """While entered, marks where each verb of a trainer begins and ends in the device's queue.
+    """Marks the beginning and the end of each method of a trainer in the device's queue.
 
-    Nothing waits until `seconds` is asked, so the queue stays as full as without it.
+    Nothing waits before `seconds` is called, so the queue stays as full as without marks.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -37,7 +37,7 @@ class DevicePhases:
             delattr(owner, verb)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase; waits for the device."""
+        """Return the seconds of each phase; waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         found: dict[str, float] = {}

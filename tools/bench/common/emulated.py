@@ -1,10 +1,10 @@
-"""Training steps whose computing is sleep: what is left is the gradient path, on idle cores.
+"""Training steps that sleep instead of computing, so that only the gradient path takes CPU time.
 
     forward: sleep          backward: sleep, gradients of a layer; sleep, gradients of the next; ...
 
-Ranks that share the cores of one machine slow each other's computing down, which would hide what
-communication costs; asleep they do not. Gradients go through autograd, so that ours and DDP get
-them the same way; accumulating, reducing, clipping and AdamW are real.
+Ranks that share the cores of one machine slow each other's computation, which would hide the cost
+of communication; sleeping ranks do not. Gradients go through autograd, so that our engine and DDP
+get them in the same way. Accumulation, reduction, clipping and AdamW are real.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.contenders import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""The gradients of each layer's matrix and vector."""
+"""Return the gradients of each layer's matrix and vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """`layers` of one matrix and one vector each, and the seconds that a step pretends to compute.
+    """The emulated model: `layers` of one matrix and one vector each, and the seconds of a step.
 
     Each matrix fills a bucket.
     """
@@ -59,9 +59,9 @@ class Emulation:
 
 
 class EmulatedModel(torch.nn.Module):
-    """Sleeps where a model computes, with parameters of its gradients' dtype.
+    """A module that sleeps where a model computes, with parameters of its gradients' dtype.
 
-    `pace` 0 takes steps without pause, where nothing is timed.
+    `pace` 0 takes steps without sleeping, for steps that are not timed.
     """
 
     def __init__(self, emulation: Emulation, gradients: Gradients) -> None:
@@ -81,7 +81,7 @@ class EmulatedModel(torch.nn.Module):
         return x.sum()
 
     def infos(self) -> list[ParamInfo]:
-        """Its parameters as the engine wants them."""
+        """Return the parameters in the form that the engine expects."""
         named = [
             (f"layers.{number}.{kind}", parameter)
             for number, pair in enumerate(zip(self.weights, self.biases, strict=True))
@@ -99,7 +99,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 class _Layer(torch.autograd.Function):
-    """Passes `x` on; its backward takes `seconds` and makes the given gradients."""
+    """Identity on `x` whose backward takes `seconds` and returns the given gradients."""
 
     @staticmethod
     def forward(
@@ -115,8 +115,8 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # Autograd keeps what only it refers to, as it does with what a model's backward makes. A
-        # tensor that is known elsewhere it would copy, in time that no model takes.
+        # Autograd keeps a gradient without copying it only if nothing else refers to it, as for a
+        # model's gradients. So return tensors that no other variable holds.
         ends = time.perf_counter() + ctx.seconds
         made = [gradient.clone() for gradient in ctx.made]
         time.sleep(max(0.0, ends - time.perf_counter()))

@@ -1,4 +1,4 @@
-"""The common style of the benchmarks' pictures."""
+"""The common style of the benchmarks' figures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def plain_axes(axes: Any) -> None:
-    """A faint grid behind the curves, and no box around them."""
+    """Draw a faint grid behind the curves and no frame."""
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
+    """Write a PNG atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
     os.replace(temporary, path)

@@ -70,11 +70,11 @@ _GO_WITH = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A row.
+    """A row of the benchmark.
 
     `kind`: compute, dense, radius, topk, powersgd, samo, samo+radius (ours), or ddp. `density` of a
     radius or topk path, `rank` of either PowerSGD, `sparsity` of samo's masks; `bucket_mb` None is
-    DDP's own choice.
+    DDP's default.
     """
 
     name: str
@@ -89,27 +89,30 @@ class Method:
 
     @property
     def resamples(self) -> bool:
-        """Return whether some of its steps send everything."""
+        """True if some of its steps send everything."""
         return self.kind.endswith("radius")
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of the parameters and gradients, as torch names it."""
+        """Dtype of the parameters and gradients, by torch's name."""
         return "bfloat16" if set(_SIXTEEN) <= set(self.flags) else "float32"
 
     @property
     def entry_bytes(self) -> int:
-        """Return the bytes of an entry of a gradient that is sent."""
+        """Bytes of an entry of a gradient that is sent."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def compute(self) -> str:
-        """The row that computes with the same numbers and sends nothing."""
+        """The row with the same computation that sends nothing."""
         return COMPUTE_BF16 if self.dtype == "bfloat16" else COMPUTE
 
 
 def method(name: str, *, interval: int = 4) -> Method:
-    """The method of a row's name; `interval` is Radius's T. `ConfigError` where there is none."""
+    """Return the method of a row's name; `interval` is Radius's T.
+
+    Raises `ConfigError` for an unknown name.
+    """
     if found := _OURS.fullmatch(name):
         return _ours(name, found, interval)
     if found := _DDP.fullmatch(name):
@@ -118,7 +121,7 @@ def method(name: str, *, interval: int = 4) -> Method:
 
 
 def with_computing(names: Sequence[str]) -> list[str]:
-    """These rows, after those whose computing is theirs."""
+    """Return these rows after the rows that only compute."""
     return list(dict.fromkeys([COMPUTE, *(method(name).compute for name in names), *names]))
 
 

@@ -1,4 +1,4 @@
-"""Starts ranks, on the loopback or in `netlab.sh`'s shaped network, and reads what they send."""
+"""Starts ranks on the loopback or in `netlab.sh`'s emulated network, and counts sent bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ REPO = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("netlab.sh")
 NO_LIMIT = "none"
 QUIET = ("OMP_NUM_THREADS=1", "TORCH_CPP_LOG_LEVEL=ERROR")
-"""Variables of each rank. gloo's sockets have no names in a network namespace, and torch warns
-about each of them."""
+"""Environment of each rank.
+
+gloo's sockets have no names in a network namespace, and torch warns about each of them.
+"""
 HEADERS = 66
-"""Bytes of Ethernet (14), IP (20) and TCP (32, with timestamps) before the payload of a packet."""
+"""Bytes of Ethernet (14), IP (20) and TCP (32, with timestamps) headers of a packet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,9 @@ class Network:
         return f"{self.ranks} ranks, {rate}{late}"
 
     def command(self, program: Sequence[str], *, folder: Path) -> list[str]:
-        """The command line that runs `program` of this Python once for each rank, one thread each.
+        """Return the command that runs `program` once for each rank, with one thread each.
 
-        `folder` is where `netlab.sh` leaves its logs.
+        `netlab.sh` writes its logs to `folder`.
         """
         if self.rate == NO_LIMIT:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -49,10 +51,10 @@ class Network:
         return [str(SCRIPT), *self._options, "--out", str(folder), "--", *here]
 
     def mpi_command(self, program: Sequence[str], *, folder: Path) -> list[str]:
-        """Return a command like `command` whose ranks mpiexec starts and which can talk over MPI.
+        """Return a command like `command` whose ranks are started by mpiexec and can use MPI.
 
-        Each rank has a network namespace of its own where links are shaped. Raises `ConfigError`
-        without mpiexec.
+        With emulated links each rank has its own network namespace. Raises `ConfigError` without
+        mpiexec.
         """
         mpiexec = find_mpiexec()
         here = ["env", *_environment(), sys.executable, *program]
@@ -67,7 +69,7 @@ class Network:
 
     @property
     def interface(self) -> str | None:
-        """The interface whose counters are this rank's own; None where ranks share one."""
+        """Return the interface with this rank's own counters; None if ranks share one."""
         return None if self.rate == NO_LIMIT else "net0"
 
 
@@ -81,7 +83,7 @@ def _environment() -> tuple[str, ...]:
 
 
 def find_mpiexec() -> str:
-    """The mpiexec beside this Python, as the mpi extra brings it, or the first on the path."""
+    """Return the mpiexec of this environment (the mpi extra), or the first on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
@@ -90,9 +92,9 @@ def find_mpiexec() -> str:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run to the end, whatever ends it; returns the exit code.
+    """Run a command to its end and return the exit code.
 
-    An interruption of ours ends it in its own way, so that `netlab.sh` takes its namespaces down.
+    An interruption lets the command end by itself, so that `netlab.sh` removes its namespaces.
     """
     with subprocess.Popen(command) as process:
         try:
@@ -104,7 +106,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def why_not(network: Network) -> str | None:
-    """Why this network is not to be had on this machine, in one line; None where it is."""
+    """Return why this network is not available on this machine, in one line; else None."""
     if network.rate == NO_LIMIT:
         return None
     options = ["--ranks", "1", "--rate", network.rate, "--delay", network.delay]
@@ -116,18 +118,18 @@ def why_not(network: Network) -> str | None:
 
 
 @dataclass(frozen=True)
-class Wire:
-    """The bytes that an interface has sent since it was made."""
+class InterfaceCounters:
+    """Counters of bytes and packets sent by an interface."""
 
     bytes: int
     packets: int
 
     @classmethod
-    def read(cls, interface: str) -> Wire:
-        """The counters of an interface of this rank's network namespace."""
+    def read(cls, interface: str) -> InterfaceCounters:
+        """Read the counters of an interface of this rank's network namespace."""
         folder = Path("/sys/class/net") / interface / "statistics"
         return cls(int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
 
-    def payload_since(self, earlier: Wire) -> int:
-        """Bytes sent since `earlier` without the headers of their packets."""
+    def payload_since(self, earlier: InterfaceCounters) -> int:
+        """Return the bytes sent since `earlier`, without packet headers."""
         return self.bytes - earlier.bytes - HEADERS * (self.packets - earlier.packets)

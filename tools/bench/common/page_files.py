@@ -1,7 +1,7 @@
-"""The files of a benchmark's results: a page, the numbers behind it and a picture.
+"""The files of a benchmark's results: a page, its numbers and a figure.
 
 A folder of `tools/bench` holds README.md, results.json and figure.png. The head of README.md, up to
-the line `MARK`, is written by hand and says what was found; a benchmark writes what follows it.
+the line `MARK`, is written by hand and states the finding; the benchmark writes the rest.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def write_page(
     part: str = "",
     indent: int | None = 1,
 ) -> None:
-    """Write a page, its numbers and its picture, each file whole or not at all.
+    """Write a page, its numbers and its figure, each file atomically.
 
     Args:
-        folder: Where to write; created if need be. None writes nothing.
+        folder: Where to write; created if necessary. None writes nothing.
         text: The page, in Markdown. It replaces what follows `MARK` in an existing page, or all of
             a page without `MARK`.
-        values: What the page was made of, as JSON can hold it.
-        draw: Writes the picture to a file; returns False where matplotlib is not installed.
+        values: The numbers of the page, as JSON can hold them.
+        draw: Writes the figure to a file; returns False if matplotlib is not installed.
         part: Name of a second page of the folder, which has PART.md, PART.json and PART.png.
         indent: Spaces of JSON's indentation; None writes one line.
     """
@@ -50,7 +50,7 @@ def write_page(
 
 
 def read_results(folder: Path, part: str = "") -> Any:
-    """Return the numbers that `write_page` wrote. Raises `OSError` where there are none."""
+    """Return the numbers that `write_page` wrote. Raises `OSError` if there are none."""
     return json.loads((folder / (f"{part}.json" if part else RESULTS)).read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""The phases of a training step: stopwatches around the named verbs of a trainer.
+"""The phases of a training step: stopwatches around the methods of a trainer.
 
 Each moment counts for the innermost phase only, so the phases add up to the step.
 """
@@ -26,13 +26,13 @@ HANDLING = (GATHER, CHECK, NORM, OPTIMIZER, SCATTER, *PATH_PHASES)
 CPU_TIME = "CPU time on gradients and weights"
 """CPU time of the phases in `HANDLING` and of the training thread.
 
-Where ranks share cores, wall time also counts the threads that send.
+If ranks share cores, wall time also includes the threads that send.
 """
 PHASES = (FORWARD, BACKWARD, GATHER, CHECK, WAIT, NORM, OPTIMIZER, SCATTER, LOGGING, REST)
 
 
 class Phases:
-    """Wraps a trainer's verbs; `means` gives seconds of each phase, mean over the steps."""
+    """Wraps a trainer's methods; `means` returns the mean seconds of each phase over the steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._seconds: dict[str, float] = {phase: 0.0 for phase in PHASES}
@@ -45,7 +45,7 @@ class Phases:
             self._wrapped.append((owner, verb))
 
     def _verbs(self, trainer: Trainer) -> list[tuple[Any, str, str]]:
-        """Return the timed methods: owner, name, and the phase that each counts for."""
+        """Return the timed methods: owner, name, and phase."""
         engine, optimizer = trainer.engine, trainer.optimizer
         return [
             (trainer.stage, "forward", FORWARD),
@@ -62,24 +62,24 @@ class Phases:
         ]
 
     def start(self) -> None:
-        """Count from here, as one more step."""
+        """Start to count one more step."""
         self._steps += 1
         self._since = perf_counter()
 
     def stop(self) -> None:
-        """The step is over; time until the next `start` does not count."""
+        """End the step; time until the next `start` does not count."""
         self._change()
 
     def totals(self) -> dict[str, float]:
-        """Seconds of all steps so far by phase."""
+        """Return the seconds of all steps so far by phase."""
         return dict(self._seconds)
 
     def means(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
+        """Return the mean seconds of a step by phase."""
         return {phase: took / self._steps for phase, took in self._seconds.items()}
 
     def remove(self) -> None:
-        """Take the stopwatches off."""
+        """Remove the stopwatches."""
         for owner, verb in self._wrapped:
             delattr(owner, verb)
 
@@ -103,7 +103,7 @@ class Phases:
 
 
 class PathPhases(Phases):
-    """Phases that also show a sparse step's own work: `PATH_PHASES`, and the `CPU_TIME`."""
+    """Phases that include a sparse step's own work: `PATH_PHASES`, and the `CPU_TIME`."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -134,7 +134,7 @@ class PathPhases(Phases):
 
 
 class _TimedRule:
-    """An update rule, which may be frozen, with a stopwatch around its arithmetic."""
+    """An update rule, possibly frozen, with a stopwatch around its arithmetic."""
 
     def __init__(self, rule: UpdateRule, apply: Callable[..., None]) -> None:
         self.moments = rule.moments

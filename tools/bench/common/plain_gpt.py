@@ -1,7 +1,7 @@
-"""A plain PyTorch GPT-2 to compare with: stock modules, sdpa, fused AdamW, optional torch.compile.
+"""A plain PyTorch GPT-2 for comparison: stock modules, sdpa, fused AdamW, optional torch.compile.
 
-What a careful user writes in an afternoon, with nothing slow left in on purpose: all parameters in
-one dtype without fp32 copies, one parameter for the tied table, clipping by torch's foreach norm.
+It represents a careful user's script without deliberate inefficiencies: all parameters in one dtype
+without fp32 copies, one parameter for the tied table, clipping by torch's foreach norm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels [b, s] to the mean loss."""
+    """A model that maps tokens and labels [b, s] to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

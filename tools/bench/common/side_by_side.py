@@ -1,7 +1,7 @@
-"""Interleaved timing of several ways to do one thing, as medians and ratios of one run.
+"""Interleaved timing of several ways to do one thing, as medians and ratios.
 
-Contenders take turns step by step, so that whatever else the machine does falls on all of them
-alike; a ratio of two separate runs on a busy machine says nothing.
+Contenders take turns step by step, so that other load on the machine affects all of them equally; a
+ratio of two separate runs on a busy machine means nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tools.bench.common.page_files import write_page
 
 
 class Contender(Protocol):
-    """One way to train: `step` takes one whole optimizer step and returns when it is done."""
+    """One way to train: `step` runs one whole optimizer step and returns when it is done."""
 
     @property
     def name(self) -> str:
-        """The name in tables."""
+        """Name in tables."""
         ...
 
     def step(self) -> float:
-        """Take a step; its loss, so that tables can show that all train alike."""
+        """Run a step and return its loss, so that tables can show that all train equally."""
         ...
 
 
@@ -33,8 +33,8 @@ class Contender(Protocol):
 class Timing:
     """The steps of one contender.
 
-    Median and least seconds, median processor seconds of this process, tokens/s by the median,
-    first and last loss.
+    Median and minimum seconds, median CPU seconds of this process, tokens/s by the median, first
+    and last loss.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Return tokens/s of `ours` over those of `theirs`.
+    """Return tokens/s of `ours` over tokens/s of `theirs`.
 
-    The ratio is the median over the rounds in which both took turns directly one after the other.
-    `target` None: for information.
+    The ratio is the median over the rounds in which both ran directly one after the other. `target`
+    None: for information.
     """
 
     ours: str
@@ -61,7 +61,7 @@ class Ratio:
 
     @property
     def met(self) -> bool:
-        """Return whether the target is reached."""
+        """True if the target is reached."""
         return self.target is None or self.ratio >= self.target
 
 
@@ -76,9 +76,9 @@ def interleave(
 ) -> tuple[list[Timing], dict[str, list[float]]]:
     """Time `rounds` turns of each contender after `warm_up` unmeasured ones.
 
-    The order turns from round to round. `before_step` runs unmeasured before each step (a barrier);
-    `slowest` turns this rank's seconds into those of the slowest rank. Returns a summary and the
-    seconds of every round by name.
+    The order rotates from round to round. `before_step` runs unmeasured before each step (a
+    barrier); `slowest` turns this rank's seconds into the slowest rank's. Returns a summary, and
+    the seconds of every round by name.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     cpu: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -112,7 +112,7 @@ def interleave(
 def ratio_of(
     seconds: Mapping[str, Sequence[float]], ours: str, theirs: str, *, target: float | None = None
 ) -> Ratio:
-    """Speed of one contender over another's, from the rounds of one `interleave`."""
+    """Return the speed of one contender over another's, from the rounds of one `interleave`."""
     pairs = zip(seconds[ours], seconds[theirs], strict=True)
     median = statistics.median(other / mine for mine, other in pairs)
     return Ratio(ours=ours, theirs=theirs, ratio=median, target=target)
@@ -120,24 +120,24 @@ def ratio_of(
 
 @dataclass(frozen=True, kw_only=True)
 class TimedComparison:
-    """One table of a report: what was compared, what to know when reading it, what came out."""
+    """One table of a report: what was compared, a note for readers, and the results."""
 
     title: str
     note: str
     timings: list[Timing]
     ratios: list[Ratio]
     phases: dict[str, float]
-    """Seconds of a step of ours by phase, where that was measured."""
+    """Seconds of a step of ours by phase, if measured."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; ratios say whether their target was met."""
+        """Return plain values; ratios include whether their target was met."""
         values = asdict(self)
         for ratio, found in zip(values["ratios"], self.ratios, strict=True):
             ratio["met"] = found.met
         return values
 
     def as_markdown(self) -> str:
-        """A heading, the note and up to three tables."""
+        """Return a heading, the note and up to three tables."""
         lines = [f"### {self.title}", "", self.note, ""]
         lines += [
             "| | tokens/s | median step, ms | least, ms | processor, ms | loss, first to last |"
@@ -171,7 +171,7 @@ def write_report(
     *,
     part: str = "",
 ) -> None:
-    """Write a page of the machine's facts and every comparison, see `write_page`."""
+    """Write a page with facts about the machine and every comparison, see `write_page`."""
     values = {"facts": dict(facts), "comparisons": [c.as_json() for c in comparisons]}
     text = "; ".join(f"{name} {value}" for name, value in facts.items()) + "\n\n"
     text += "\n".join(comparison.as_markdown() for comparison in comparisons)

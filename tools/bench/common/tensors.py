@@ -1,4 +1,4 @@
-"""The memory of a process: by Linux, of live tensors, of gradients during a backward."""
+"""The memory of a process: by Linux, of live tensors, and of gradients during a backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def resident(field: str) -> int:
-    """VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes."""
+    """Return VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -22,24 +22,24 @@ def resident(field: str) -> int:
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every tensor storage alive, by address."""
+    """Return the bytes of every live tensor storage, by address."""
     gc.collect()
-    # Not isinstance: it asks some objects of torch for attributes that warn.
+    # Not isinstance, which reads attributes that make some objects of torch warn.
     kinds = (torch.Tensor, torch.nn.Parameter)
     return bytes_of(x for x in gc.get_objects() if type(x) in kinds)
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the storages of these tensors, each once, by address."""
+    """Return the bytes of the storages of these tensors, by address, each storage once."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 class WholeGradients(TorchDispatchMode):
-    """Counts live tensors of the shapes `shapes`, or their transposes, while it is entered.
+    """Counts live tensors of the shapes `shapes`, or their transposes, inside the context.
 
-    Entered around a backward whose activations have other shapes, it counts dense gradients. `most`
-    is how many of them there were at once.
+    Around a backward whose activations have other shapes, it counts dense gradients. `most` is the
+    maximum number alive at once.
     """
 
     def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
@@ -51,7 +51,7 @@ class WholeGradients(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Return how many there are now."""
+        """Return the current number."""
         return sum(not made.expired() for made in self._made.values())
 
     def __torch_dispatch__(
@@ -64,7 +64,7 @@ class WholeGradients(TorchDispatchMode):
                 continue
             storage = made.untyped_storage()
             if storage.data_ptr() in given:
-                continue  # a view of what is there, or in place
+                continue  # a view of an existing tensor, or an operation in place
             before = self._made.get(storage.data_ptr())
             self.seen += before is None or before.expired()
             self._made[storage.data_ptr()] = StorageWeakRef(storage)

@@ -1,4 +1,4 @@
-"""Detection of run folders that already hold a run as it is asked for, from any study."""
+"""Detection of run folders that already hold a requested run, from any study."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.status import read_status
 from pretrain_gpt import GRADIENT_PATHS
 
 ELSEWHERE = ("data", "checkpoint", "parallel", "logging", "run", "recompute")
-"""Sections that may differ: where things are, and what changes no loss."""
+"""Sections that may differ: folders, and settings that change no loss."""
 
 
 def is_finished(folder: Path, flags: Sequence[str], ranks: int) -> bool:
-    """Whether the folder holds all steps of the run that these flags of `pretrain_gpt.py` ask for.
+    """Return whether the folder holds all steps of the run with these flags of `pretrain_gpt.py`.
 
-    Raises `ConfigError` where it holds another run, whose steps would be taken for this one's.
+    Raises `ConfigError` if it holds another run, whose steps could be taken for this one's.
     """
     status = read_status(folder)
     if status is None or status.state != "done" or not (folder / CONFIG).is_file():

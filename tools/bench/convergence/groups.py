@@ -15,9 +15,10 @@ from tools.bench.convergence.study import DENSE
 class RunGroup:
     """Runs that differ in their seed only.
 
-    `gap`: mean over seeds of validation loss less that of the dense run of the same seed, beta2 and
-    optimizer; `error` is its standard error, with one seed from the scatter of the groups that have
-    more (`error_is_own` False). None where a run did not end well or nothing is known.
+    `gap` is the mean over seeds of the validation loss minus that of the dense run of the same
+    seed, beta2 and optimizer. `error` is its standard error; with one seed it comes from the
+    scatter of groups with several (`error_is_own` False). None if a run failed or the value is
+    unknown.
     """
 
     name: str
@@ -39,7 +40,7 @@ class RunGroup:
 
     @property
     def title(self) -> str:
-        """The name in the table."""
+        """Name in the table."""
         return title_of(self.name)
 
 
@@ -49,7 +50,7 @@ def title_of(name: str) -> str:
 
 
 def groups_of(rows: Sequence[Row]) -> list[RunGroup]:
-    """The rows by group, with their gaps to the dense runs there are."""
+    """Return the rows by group, with gaps to the available dense runs."""
     members: dict[str, list[Row]] = {}
     for row in rows:
         members.setdefault(row["group"], []).append(row)
@@ -70,7 +71,7 @@ def gaps_of(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def scatter_of(gaps: Iterable[Mapping[int, float]]) -> float | None:
-    """Standard deviation of a gap over seeds, pooled over the groups that have several."""
+    """Return the standard deviation of a gap over seeds, pooled over groups with several seeds."""
     several = [list(sample.values()) for sample in gaps if len(sample) > 1]
     if not several:
         return None

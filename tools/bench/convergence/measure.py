@@ -1,4 +1,4 @@
-"""An estimate of a study's time: as many short dense runs at once as jobs will run."""
+"""An estimate of a study's time, from short dense runs in parallel, one per job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.bench.convergence.study import REFERENCE_STEPS, StudyPlan, StudyRun, 
 STEPS = 40
 WARM_UP = 5
 SEVERAL_RANKS = 2.5
-"""What a run of several ranks costs beside one of one rank, roughly."""
+"""Rough cost of a run of several ranks, relative to a run of one rank."""
 
 
 def measure(
@@ -29,7 +29,7 @@ def measure(
     jobs: int,
     runner: Callable[[Sequence[str], int, Path], int],
 ) -> None:
-    """Print seconds of a step and of the rest of a run, and the study's hours at some lengths."""
+    """Print seconds per step and of the rest of a run, and the study's hours at some lengths."""
     folder = work / "measure"
     folder.mkdir(parents=True, exist_ok=True)
     attempt = time.time_ns()
@@ -61,7 +61,7 @@ def measure(
 
 
 def study_seconds(runs: Sequence[StudyRun], plan: StudyPlan, *, step: float, rest: float) -> float:
-    """Seconds that all runs take one after the other; forks leave out what they share."""
+    """Return the seconds of all runs in sequence; forks exclude the steps that they share."""
     total = 0.0
     for run in runs:
         steps = plan.steps * (1 - (run.start or 0.0))

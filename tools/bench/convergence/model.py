@@ -1,7 +1,7 @@
-"""The models of the convergence studies.
+"""The models of the convergence studies. Imports no torch.
 
-One that all runs share, pruned or not, and a small one that has as many parameters as that has
-left. No torch.
+One model is shared by all runs, pruned or not; a small one has as many parameters as the pruned
+model stores.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from samo.schedule import stored_count
 LAYERS, HIDDEN, HEADS, VOCABULARY = 4, 256, 4, 8192
 
 Shape = tuple[int, int]
-"""Layers and width; everything else follows."""
+"""Layers and width, which determine everything else."""
 SHAPE: Shape = (LAYERS, HIDDEN)
 
 
 def parameters(sequence: int, shape: Shape = SHAPE) -> int:
-    """Parameters of the model for sequences of this length."""
+    """Return the parameters of the model for sequences of this length."""
     layers, hidden = shape
     model = ModelConfig(
         num_layers=layers, hidden_size=hidden, num_attention_heads=HEADS, seq_length=sequence
@@ -29,7 +29,7 @@ def parameters(sequence: int, shape: Shape = SHAPE) -> int:
 
 
 def stored(sequence: int, sparsity: Fraction, shape: Shape = SHAPE) -> int:
-    """Parameters that are left when each matrix and embedding is pruned to this sparsity."""
+    """Return the parameters left when each matrix and embedding is pruned to this sparsity."""
     layers, hidden = shape
     square = hidden * hidden
     sizes = [VOCABULARY * hidden, sequence * hidden]

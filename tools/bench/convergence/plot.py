@@ -1,4 +1,4 @@
-"""The plot of a study: losses less the dense run's along the run, and the gaps at the end."""
+"""The plot of a study: losses minus the dense run's along the run, and the gaps at the end."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def write_plot(
     panels: Sequence[Panel],
     colors: Mapping[str, str],
 ) -> bool:
-    """Draw a study: its panels beside each other, the gaps at the end below them.
+    """Draw a study: its panels side by side, and the gaps at the end below them.
 
-    The first word of a variant decides the colour of its gap. False without matplotlib.
+    The first word of a variant determines the colour of its gap. Returns False without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -56,13 +56,13 @@ def write_plot(
 
 
 def difference(row: Row, dense: Row) -> list[tuple[int, float]]:
-    """The row's loss curve less the dense one's, where both have a point."""
+    """Return the row's loss curve minus the dense one's, where both have a point."""
     reference = {step: loss for step, loss in dense["curve"]}
     return [(step, loss - reference[step]) for step, loss in row["curve"] if step in reference]
 
 
 def mean_difference(group: str, rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """`difference` averaged over the seeds of a group."""
+    """Return `difference` averaged over the seeds of a group."""
     dense = {setting(row): row for row in rows if row["variant"] == DENSE}
     found: dict[int, list[float]] = {}
     for row in rows:

@@ -1,7 +1,4 @@
-"""The runs of the study of Radius.
-
-No torch. No torch.
-"""
+"""The runs of the study of Radius. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ INTERVAL = 50
 
 
 def study() -> tuple[StudyRun, ...]:
-    """All runs, those first that matter most: a study may be stopped at any of them."""
+    """Return all runs, the most important first: a study may be stopped at any of them."""
     runs = [StudyRun(variant=DENSE, seed=seed) for seed in SEEDS]
     runs += [StudyRun(variant=DENSE, seed=SEEDS[0], beta2=0.95)]
     for seed in SEEDS:
@@ -48,7 +45,7 @@ def radius(
     label: str = "",
     more: Sequence[Flag] = (),
 ) -> StudyRun:
-    """Radius as published, or with one thing changed that `label` names."""
+    """Return Radius as published, or with one change named by `label`."""
     changed = f"-{label}" if label else ""
     period = "" if interval == INTERVAL else f"-interval_{interval}"
     return StudyRun(
@@ -70,7 +67,7 @@ def rolling(
     beta2: float = 0.999,
     start: float = START,
 ) -> StudyRun:
-    """Radius whose tensors are flushed part by part."""
+    """Return Radius whose tensors are flushed part by part."""
     return StudyRun(
         variant=f"rolling_{density:g}-{select}",
         seed=seed,
@@ -87,7 +84,7 @@ def rolling(
 
 
 def baseline(path: str, variant: str, flags: Sequence[Flag]) -> StudyRun:
-    """A method whose result depends on the number of ranks."""
+    """Return a method whose result depends on the number of ranks."""
     return StudyRun(
         variant=variant, seed=SEEDS[0], start=START, path=path, flags=tuple(flags), ranks=4
     )

@@ -29,8 +29,8 @@ COLUMNS = ("run", "seeds", "T", "payload", "largest", "clipped", "validation los
 class Goal:
     """The goal that a group's gap is at most half of plain Radius's.
 
-    `margin` is the mean over seeds of half of that gap less this one, `error` its standard error;
-    met where beyond twice that.
+    `margin` is the mean over seeds of half of plain Radius's gap minus this group's gap, `error`
+    its standard error. The goal is met if the margin exceeds twice the error.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Return whether it is, beyond twice its standard error."""
+        """True if the margin exceeds twice its standard error."""
         return self.margin > 2 * self.error
 
 
@@ -76,7 +76,7 @@ def goals_of(groups: Sequence[RunGroup]) -> list[Goal]:
 
 
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
-    """The table, and the goal."""
+    """Return the table and the goal."""
     goals = goals_of(groups)
     lines = table(COLUMNS, map(_cells, groups))
     if goals:

@@ -1,4 +1,4 @@
-"""Page, table and plots of a convergence study, from its results file alone."""
+"""Page, table and plots of a convergence study, from its results file only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.bench.convergence.study import StudyRun
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedFinding:
-    """The findings of a study: lines of the page, and values beside `groups` in its file."""
+    """The findings of a study: lines of the page, and values next to `groups` in its file."""
 
     lines: list[str]
     values: dict[str, Any]
@@ -28,10 +28,10 @@ class ReportedFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A declared set of runs, those first that matter most, and what its page is made of.
+    """A declared set of runs, the most important first, and the parts of its page.
 
-    `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot go
-    by the first word of a variant.
+    `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot are
+    given by the first word of a variant.
     """
 
     folder: str
@@ -64,7 +64,7 @@ def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str],
 
 
 def as_markdown(rows: Sequence[Row], study: Study, told: ReportedFinding) -> str:
-    """Return the page: how it was made, and what the study tells."""
+    """Return the page: how it was made, and the findings of the study."""
     plan = rows[0]["plan"]
     lines = [study.preface(plan), ""]
     lines += [f"{len(rows)} of {len(study.runs)} runs are in. Made by", ""]
@@ -74,7 +74,7 @@ def as_markdown(rows: Sequence[Row], study: Study, told: ReportedFinding) -> str
 
 
 def size_of(plan: Mapping[str, Any]) -> str:
-    """Model, text and optimizer of a page, as a sentence."""
+    """Return a sentence on model, text and optimizer for a page."""
     batch = plan["tokens"] // plan["sequence"]
     return (
         f"GPT of {LAYERS} layers x {HIDDEN}, {HEADS} heads, a byte-level BPE of {VOCABULARY:,} "
@@ -94,14 +94,14 @@ def gap_and_error(plan: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first column is text and whose others are numbers."""
+    """Return the lines of a table whose first column is text and whose others are numbers."""
     rule = f"|---|{'---:|' * (len(header) - 1)}"
     named, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *lines))
     return [named, rule, *rest]
 
 
 def loss_cells(group: RunGroup) -> list[str]:
-    """Validation loss, gap and error."""
+    """Return validation loss, gap and error."""
     loss = f"{statistics.fmean(group.losses):.4f}" if group.losses else "diverged"
     gap = "" if group.gap is None else f"{group.gap:+.4f}"
     approximately = "" if group.error_is_own else "~"

@@ -1,4 +1,4 @@
-"""One line of JSON for each finished run: all that the report needs, so that run folders may go."""
+"""Results of finished runs, one JSON line each; a report needs no run folders."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from tools.bench.convergence.model import parameters
 from tools.bench.convergence.study import CLIP, EARLY_BIRD_DISTANCE, StudyPlan, StudyRun
 
 WINDOWS = 100
-"""Points of a loss curve; each is the mean of that share of the run's steps."""
+"""Points of a loss curve; each is the mean over an equal share of the run's steps."""
 MOST_KEPT = 50
-"""Shares of the index kept that a row has: a rolling schedule selects at every step."""
+"""Shares of the kept index in a row: a rolling schedule selects at every step."""
 
 Row = dict[str, Any]
 
 
 def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> Row:
-    """The row of a run that has ended, from its metrics.jsonl.
+    """Return the row of a finished run, from its metrics.jsonl.
 
-    `valid_loss` is None where it ended for its numbers. `payload`: bytes sent over those of a
-    dense step, mean and largest of the steps after the fork (at one rank entries stand for bytes).
-    `ticket`, of a pruned run: the step after which it was drawn; `stored`: the share of parameters
-    that a smaller or pruned model trains.
-    `curve`: (last step, mean training loss) of each whole window. Raises `DataError` where the
-    folder does not hold what a finished run leaves.
+    `valid_loss` is None if the run ended with exit code 5. `payload` has the bytes sent over a
+    dense step's bytes, mean and maximum of the steps after the fork (entries instead of bytes on
+    one rank). `ticket` of a pruned run is the step after which it was drawn; `stored` is the share
+    of parameters that a smaller or pruned model trains. `curve` has (last step, mean training loss)
+    of each whole window. Raises `DataError` if the folder is not that of a finished run.
     """
     steps, valid = _read(folder / JSONL)
     if not steps or (exit_code == 0 and plan.steps not in valid):
@@ -75,7 +74,7 @@ def setting(row: Row) -> tuple[int, float, str]:
 
 
 def curve(losses: Mapping[int, float], plan: StudyPlan) -> list[tuple[int, float]]:
-    """Mean loss of each window of the run that `losses` has every step of."""
+    """Return the mean loss of each window of the run whose steps `losses` has completely."""
     width = plan.steps // WINDOWS
     points: list[tuple[int, float]] = []
     for last in range(width, plan.steps + 1, width):
@@ -87,7 +86,7 @@ def curve(losses: Mapping[int, float], plan: StudyPlan) -> list[tuple[int, float
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a line to the results; a torn one before it stays a line of its own."""
+    """Append a line to the results; a torn line before it stays a separate line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.is_file() else b""
     torn = bool(before) and not before.endswith(b"\n")
@@ -96,7 +95,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path, plan: StudyPlan | None = None) -> list[Row]:
-    """The results so far; none where there is no file.
+    """Return the results so far; empty without a file.
 
     With `plan`: `ConfigError` for rows of a study of another size, which must not be mixed. A torn
     last line is left out.
@@ -119,7 +118,7 @@ def read_rows(path: Path, plan: StudyPlan | None = None) -> list[Row]:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file that are whole; none where there is no file."""
+    """Return the complete lines of a metrics file; empty without a file."""
     for line in lines_of(path) if path.is_file() else ():
         values = parse_line(line)
         if values is not None:
@@ -148,14 +147,15 @@ def _of_pruning(run: StudyRun, plan: StudyPlan, ticket: int | None) -> Row:
 
 
 def _stored(run: StudyRun, plan: StudyPlan) -> float:
-    """Parameters that are trained, over those of the model that all runs share."""
+    """Return the trained parameters over those of the shared model."""
     return run.entries(plan) / parameters(plan.sequence)
 
 
 def _ticket(run: StudyRun, plan: StudyPlan, steps: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The step after which there is what the run trains, None where that never came.
+    """Return the step after which the run trains its final mask, or None.
 
-    An early bird tells a distance for each mask it draws and draws none after its ticket.
+    An early-bird run records a distance for each mask that it draws, and draws none after its
+    ticket.
     """
     if run.ticket == "early-bird":
         drawn = [i for i, step in steps.items() if "mask_distance" in step]

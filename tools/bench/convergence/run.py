@@ -1,16 +1,15 @@
-"""The cost of gradient paths in loss: declared runs, most of them forked from dense ones.
+"""Measure what a gradient path costs in validation loss: a declared set of runs and its report.
 
-    python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what is missing
-    python -m tools.bench.convergence.run --report                         table and plots
-    python -m tools.bench.convergence.run --text-folder TEXT --measure     how long would it take?
-    python -m tools.bench.convergence.run --list
-    python -m tools.bench.convergence.run --study pruning [...]            instead of radius
+    python -m tools.bench.convergence.run --text-folder TEXT --jobs 2      run what has no result
+    python -m tools.bench.convergence.run --report                         write tables and plots
+    python -m tools.bench.convergence.run --text-folder TEXT --measure     estimate the total time
+    python -m tools.bench.convergence.run --list                           list the runs
 
-GPT of 4 layers x 256 with a vocabulary of 8192 learnt from TEXT (`train*` and `valid*`, as
-`tools/preprocess_data.py` reads them). Each finished run is a line of RESULTS at once; started
-again, the tool skips those and goes on with runs that were interrupted. A run that another study
-has finished in WORK gets its line without a start. Ctrl-C or SIGTERM lets the running ones save.
-Exit code 1 if a run failed.
+The model is a GPT of 4 layers x 256. TEXT holds `train*` and `valid*` files that
+`tools/preprocess_data.py` reads; a tokenizer with 8192 entries is trained on the first. Most runs
+are forked from a dense run. A finished run is appended to RESULTS as one line. A later start skips
+finished runs and resumes interrupted ones, also those that another study has finished in WORK.
+Ctrl-C or SIGTERM makes the running ones save and end. Exit code 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BENCH = REPO / "tools" / "bench"
 ROWS = "results.jsonl"
 
 Runner = Callable[[Sequence[str], int, Path], int]
-"""Runs flags of `pretrain_gpt.py` on so many ranks, its words going to a file; the exit code."""
+"""Runs `pretrain_gpt.py` on a number of ranks, with output to a file; returns the code."""
 
 
 class Processes:
@@ -73,16 +72,20 @@ class Processes:
         return code
 
     def stop(self) -> None:
-        """Let every running process save and leave, and start no other."""
+        """Make every running process save and leave, and start no other."""
         with self._lock:
             self.stopping = True
             for process in self._running:
                 process.send_signal(signal.SIGTERM)
 
 
-def main(arguments: Sequence[str] | None = None, study: Study = RADIUS) -> int:
-    """Run `study`; returns the exit code."""
-    options = _arguments(arguments, study)
+def main(
+    arguments: Sequence[str] | None = None,
+    study: Study = RADIUS,
+    description: str | None = __doc__,
+) -> int:
+    """Run `study` and return the exit code; `description` is the text of `--help`."""
+    options = _arguments(arguments, study, description)
     try:
         return _main(options, study)
     except SparsetronError as error:
@@ -130,7 +133,7 @@ def _main(options: argparse.Namespace, study: Study) -> int:
 
 
 def prepare(text: Path, folder: Path) -> Path:
-    """A tokenizer and two data sets in `folder`, from the text; kept where they are there."""
+    """Prepare a tokenizer and two data sets in `folder`; existing ones are kept."""
     made = [folder / "tokenizer.json"]
     made += [folder / f"{kind}_text_document.{end}" for kind in KINDS for end in ("bin", "idx")]
     if all(path.is_file() for path in made):
@@ -171,11 +174,11 @@ def run_all(
     jobs: int,
     runner: Runner,
 ) -> list[str]:
-    """Run what has no row yet, at most `jobs` at once, in order, each after its dense run.
+    """Run everything without a result, at most `jobs` at once, in order, after their dense runs.
 
-    A row is appended as soon as a run has ended; one that ended for its numbers (exit code 5)
-    gets a row that says so. Returns the names of runs that failed or had to be left out, which are
-    all that have not started when the runner is `stopping`.
+    A row is appended when a run has ended, also when its numbers went wrong (exit code 5). Returns
+    the names of runs that failed or could not run; when the runner is `stopping`, these are all
+    that have not started.
     """
     done = {row["name"] for row in read_rows(results, plan)}
     waiting = [run for run in wanted if run.name not in done]
@@ -220,7 +223,7 @@ def run_all(
 def _ready(
     waiting: Sequence[StudyRun], done: set[str], running: Iterable[StudyRun], jobs: int
 ) -> list[StudyRun]:
-    """The next runs to start. One of several ranks fills the machine by itself."""
+    """Return the next runs to start. A run of several ranks gets the whole machine."""
     busy = sum(min(run.ranks, jobs) for run in running)
     found: list[StudyRun] = []
     for run in waiting:
@@ -233,7 +236,7 @@ def _ready(
 
 
 def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: Runner) -> int:
-    """All starts that a run still takes; the exit code of the last, 0 where it takes none."""
+    """Run all remaining starts of a run; return the last exit code, 0 if none remained."""
     folder = work / "runs"
     flags = flags_of(run, plan, data=data, runs_dir=folder)
     if is_finished(folder / run.name, flags, run.ranks):
@@ -242,7 +245,7 @@ def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: R
     for flags in stages(run, plan, data=data, runs_dir=folder):
         code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
         if code:
-            # torchrun turns every code into 1; the run folder tells the true one.
+            # torchrun turns every code into 1; the run folder has the original code.
             status = read_status(folder / run.name) if run.ranks > 1 else None
             return status.exit_code or code if status is not None else code
     return 0
@@ -258,30 +261,49 @@ def _log(line: str) -> None:
     print(line, flush=True)
 
 
-def _arguments(arguments: Sequence[str] | None, study: Study) -> argparse.Namespace:
+def _arguments(
+    arguments: Sequence[str] | None, study: Study, description: str | None
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m tools.bench.{study.folder}.run",
-        description=__doc__,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--text-folder", type=Path, default=Path("data/wikipedia"), help="default: %(default)s")
-    add("--work", type=Path, default=Path("runs/convergence"), help="folder of data and runs")
-    add("--results", type=Path, help="a line for each run; default: with the report")
-    add("--out", type=Path, help="folder of page, numbers and picture; default: the study's")
-    add("--only", nargs="+", metavar="RUN", help="some runs, by name")
-    add("--jobs", type=int, default=1, help="runs at once")
-    add("--threads", type=int, default=1, help="threads of each rank")
-    add("--steps", type=int, default=StudyPlan.steps, help="intervals and starts shrink with it")
-    add("--tokens", type=int, default=StudyPlan.tokens, help="tokens of a step")
-    add("--sequence", type=int, default=StudyPlan.sequence, help="tokens of a sequence")
-    add("--valid-tokens", type=int, default=StudyPlan.valid_tokens, help="tokens of the evaluation")
-    add("--dtype", choices=["bf16", "fp32"], default=StudyPlan.dtype, help="fp32 sums in both")
+    add(
+        "--work",
+        type=Path,
+        default=Path("runs/convergence"),
+        help="folder of the prepared data and of the runs",
+    )
+    add("--results", type=Path, help="file of results; default: the study's")
+    add("--out", type=Path, help="folder of the report; default: the study's")
+    add("--only", nargs="+", metavar="RUN", help="names of the runs to make; default: all")
+    add("--jobs", type=int, default=1, help="number of runs in parallel")
+    add("--threads", type=int, default=1, help="threads per rank")
+    add(
+        "--steps",
+        type=int,
+        default=StudyPlan.steps,
+        help="steps of a run; intervals and starts scale with it",
+    )
+    add("--tokens", type=int, default=StudyPlan.tokens, help="tokens per step")
+    add("--sequence", type=int, default=StudyPlan.sequence, help="tokens per sequence")
+    add("--valid-tokens", type=int, default=StudyPlan.valid_tokens, help="tokens of an evaluation")
+    add(
+        "--dtype",
+        choices=["bf16", "fp32"],
+        default=StudyPlan.dtype,
+        help="dtype of parameters; gradients are summed in fp32",
+    )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--list", action="store_true", help="name the runs and those done")
-    mode.add_argument("--measure", action="store_true", help="time a dense run, tell the total")
-    mode.add_argument("--report", action="store_true", help="table and plots of the results")
+    mode.add_argument("--list", action="store_true", help="list the runs and mark finished ones")
+    mode.add_argument(
+        "--measure", action="store_true", help="time a dense run and estimate the total"
+    )
+    mode.add_argument("--report", action="store_true", help="write tables and plots of the results")
     return parser.parse_args(arguments)
 
 

@@ -1,13 +1,9 @@
 """The parts of a convergence study: the common size, a run, and its command line.
 
-No torch.
-
-No torch.
-
-Dense runs come first; most others leave the dense run of their seed and optimizer at a checkpoint,
-so that what one gains or loses against it is the gradient path's doing alone. At data-parallel size
-1 a path that is linear in the gradient gives the numbers of any size (contract 11 of
-docs/architecture.md); baselines that is not true of run their four ranks.
+Dense runs come first. Most other runs fork from a checkpoint of the dense run with the same seed
+and optimizer, so that only the gradient path explains a difference in loss. At data-parallel size 1
+a path that is linear in the gradient gives the numbers of any size (contract 11 of
+docs/architecture.md); baselines that are not linear run on four ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,15 +18,15 @@ from megatron.errors import ConfigError
 from tools.bench.convergence.model import HEADS, SHAPE, Shape, parameters, stored
 
 REFERENCE_STEPS = 2000
-"""Intervals of a study are given for this many steps, and shrink with the run."""
+"""Number of steps for which a study's intervals are given; they scale with the run."""
 LEAST_STEPS = 200
-"""The shortest interval of the study is 10, which is then one step."""
+"""At this number of steps the shortest interval of the study, 10, becomes 1."""
 SEEDS = (1, 2, 3)
 START, EARLY = 0.2, 0.05
-"""Shares of a run at which others leave it."""
+"""Shares of a run at which other runs fork."""
 DENSE = "dense"
 EARLY_BIRD_DISTANCE = 0.1
-"""Masks that differ less are alike."""
+"""Distance below which masks count as equal."""
 CLIP = 1.0
 SGD_LR = 0.1
 """Highest learning rate of SGD with momentum."""
@@ -40,8 +36,10 @@ SGD = {
     "min-lr": f"{SGD_LR / 10:g}",
     "weight-decay": f"{1e-4 / SGD_LR:g}",
 }
-"""Flags of SGD where they are not AdamW's. Decay is decoupled, a share lr x decay of the weight in
-each step: the same share in both."""
+"""Flags of SGD that differ from AdamW's.
+
+Decay is decoupled, a share lr x decay of the weight per step, and this share is equal in both.
+"""
 
 Flag = tuple[str, str]
 Optimizer = Literal["adam", "sgd"]
@@ -52,7 +50,7 @@ Ticket = Literal["magnitude", "random", "early-bird"]
 class StudyPlan:
     """The size that all runs of a study share.
 
-    `tokens` is those of a step, `valid_tokens` those of the one evaluation at the end.
+    `tokens` is the number per step, `valid_tokens` the number of the evaluation at the end.
     """
 
     steps: int = REFERENCE_STEPS
@@ -75,15 +73,15 @@ class StudyPlan:
 
     @property
     def batch(self) -> int:
-        """Sequences in a step."""
+        """Sequences per step."""
         return self.tokens // self.sequence
 
     def scaled(self, interval: int) -> int:
-        """An interval of `REFERENCE_STEPS` steps in one of this length."""
+        """Scale an interval given for `REFERENCE_STEPS` steps to this length."""
         return max(1, interval * self.steps // REFERENCE_STEPS)
 
     def start_step(self, share: float) -> int:
-        """First step of the path after `share` of the run: a multiple of every interval."""
+        """Return the path's first step after `share` of the run: a multiple of all intervals."""
         return round(share * self.steps)
 
 
@@ -91,10 +89,10 @@ class StudyPlan:
 class StudyRun:
     """One run.
 
-    `variant` names what is compared, without seed, beta2 and optimizer; `start` is the share of the
+    `variant` names what is compared, without seed, beta2 and optimizer. `start` is the share of the
     run after which the path takes over from a dense run, None for a run from the beginning.
-    `interval`, Radius's, and those in `every`, by flag, are given for `REFERENCE_STEPS`. `sparsity`
-    and `ticket` prune the model. `flags` are the path's own, without leading dashes.
+    `interval` of Radius, and the intervals in `every`, by flag, are given for `REFERENCE_STEPS`.
+    `sparsity` and `ticket` prune the model. `flags` are the path's own, without leading dashes.
     """
 
     variant: str
@@ -118,7 +116,7 @@ class StudyRun:
 
     @property
     def group(self) -> str:
-        """Runs that differ in their seed only share it."""
+        """Name shared by runs that differ in their seed only."""
         beta2 = "" if self.beta2 == 0.999 else f"-beta2_{self.beta2:g}"
         start = "" if self.start in (None, START) else f"-start_{self.start:g}"
         optimizer = "" if self.optimizer == "adam" else f"-{self.optimizer}"
@@ -126,32 +124,32 @@ class StudyRun:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether others leave from it, and are compared with it."""
+        """True if other runs fork from it and are compared with it."""
         return self.variant == DENSE
 
     def entries(self, plan: StudyPlan) -> int:
-        """Parameters that are trained, once those to prune are pruned."""
+        """Number of trained parameters, after pruning."""
         if self.sparsity is None:
             return parameters(plan.sequence, self.shape)
         return stored(plan.sequence, self.sparsity, self.shape)
 
 
 def dense_of(run: StudyRun) -> StudyRun:
-    """The dense run that another leaves from, or is compared with."""
+    """Return the dense run from which another forks, or with which it is compared."""
     return StudyRun(variant=DENSE, seed=run.seed, beta2=run.beta2, optimizer=run.optimizer)
 
 
 def checked(runs: Sequence[StudyRun], *, most: int) -> tuple[StudyRun, ...]:
-    """The runs of a study, as long as they are not too many and have names of their own."""
+    """Check and return the runs of a study: a limited number, with distinct names."""
     assert len(runs) <= most and len({run.name for run in runs}) == len(runs)
     return tuple(runs)
 
 
 def fork_steps(plan: StudyPlan) -> list[int]:
-    """Checkpoints of a dense run that others leave from.
+    """Return the checkpoints of a dense run from which other runs fork.
 
-    The step before each one's start, where the path selects for the first time. Every dense run has
-    all, so that runs can be added.
+    They are at the step before the first selection of each path. Every dense run has all of them,
+    so that runs can be added.
     """
     return sorted(plan.start_step(share) - 1 for share in (EARLY, START))
 
@@ -205,9 +203,9 @@ def flags_of(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> l
 
 
 def stages(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> Iterator[list[str]]:
-    """The starts a run still takes: a dense run leaves, saved, at each fork, and goes on.
+    """Yield the remaining starts of a run: a dense run saves and leaves at each fork, then resumes.
 
-    Taken lazily: what is there already is looked at when the start's turn comes.
+    Evaluated lazily: existing checkpoints are looked up when a start's turn comes.
     """
     flags = flags_of(run, plan, data=data, runs_dir=runs_dir)
     if run.is_dense:

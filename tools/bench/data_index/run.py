@@ -1,4 +1,4 @@
-"""Time and memory of ordering a large corpus, on made-up document lengths; nothing is read.
+"""Time and memory of ordering a large corpus, with generated document lengths; nothing is read.
 
 python -m tools.bench.data_index.run [--documents N] [--epochs E] [--draws D] [--parts K]
 """
@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 
 
 def peak_mib() -> float:
-    """Largest resident size of this process so far, MiB."""
+    """Return the peak resident size of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measured(what: str, action: Callable[[], Result]) -> Result:
-    """Run and print seconds and how far the peak of resident memory rose."""
+    """Run a function and print seconds and the growth of peak resident memory."""
     before, start = peak_mib(), time.perf_counter()
     result = action()
     seconds = time.perf_counter() - start

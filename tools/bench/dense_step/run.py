@@ -50,7 +50,7 @@ SMOKE = Shape(layers=1, hidden=32, heads=2, sequence=32, vocabulary=128, batch=2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     shape = SMOKE if options.smoke else Shape(batch=options.batch)
     shape = dataclasses.replace(shape, more_flags=tuple(options.flags.split()))
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> TimedComparison:
-    """Ours against Hugging Face GPT-2, two threads, and where the time of our step goes."""
+    """Compare our step with Hugging Face GPT-2, two threads, and split our step's time."""
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     with quiet(folder / "console"):
@@ -99,7 +99,7 @@ def one_process(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> Timed
 
 
 def two_ranks(shape: Shape, *, dtype: str, rounds: int, folder: Path) -> TimedComparison:
-    """Ours against DDP on two gloo ranks; the slower rank counts."""
+    """Compare our step with DDP on two gloo ranks; the slower rank counts."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     ranks = [
@@ -156,7 +156,7 @@ def _serve(rank: int, shape: Shape, dtype: str, rounds: int, folder: Path, answe
 
 
 def profile(ours: Ours, *, rounds: int) -> dict[str, float]:
-    """Seconds of a step by phase, mean over `rounds` steps."""
+    """Return the seconds of a step by phase, mean over `rounds` steps."""
     phases = Phases(ours.trainer)
     for _ in range(rounds):
         phases.start()

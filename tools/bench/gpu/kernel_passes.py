@@ -1,7 +1,7 @@
-"""Passes over all matrices of a model, beside plain torch, for the GPU kernel benches.
+"""Passes over all matrices of a model, compared with plain torch, for the GPU kernel benches.
 
-The bytes that a pass cannot do without, by the time it takes, over the rate of a plain copy of the
-same buckets: the aim is 75 %.
+A pass's minimum of bytes, divided by its time, is compared with the rate of a plain copy of the
+same buckets; the target is 75 %.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 
 AIM = 0.75
 VOCABULARY, BUCKET = 50304, 40_000_000
-"""Bucket: entries, about as many as a reduction needs to be busy."""
+"""Entries of a bucket: about as many as a reduction needs to be busy."""
 MODELS = {"355m": (24, 1024), "2b": (24, 2560)}
 SECTOR = 32
-"""Bytes that a GPU's memory gives at least."""
+"""Smallest transaction of a GPU's memory, in bytes."""
 BITS = 1 / 8
-"""Bytes of a bitmap for each entry."""
+"""Bytes of a bitmap per entry."""
 
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Something done to every bucket.
+    """An operation on every bucket.
 
-    `bytes_for_entry(density)`: what must be read and written for each entry of the bucket, in whole
-    sectors where only some entries are needed. `theirs` does the same as `peer` describes it.
+    `bytes_for_entry(density)` is the minimum of bytes read and written per entry of the bucket, in
+    whole sectors if only some entries are needed. `theirs` does the same as described by `peer`.
     """
 
     name: str
@@ -45,11 +45,11 @@ class KernelPass:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench:
-    """Passes, and what they work on.
+    """Passes and their data.
 
-    `states(length, device)` of a bucket whatever the density, `bucket(states, density, peers=...)`
-    on top of them. `copy(states)` copies one tensor as long as the bucket, of `copied_bytes` an
-    entry, read and written. Results go to files of its `name`.
+    `states(length, device)` makes the tensors of a bucket that do not depend on the density,
+    `bucket(states, density, peers=...)` the others. `copy(states)` copies one tensor as long as the
+    bucket, with `copied_bytes` per entry read and written. Result files are called `name`.
     """
 
     name: str
@@ -62,7 +62,7 @@ class KernelBench:
     copied_bytes: int
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run the tool; returns the exit code."""
+        """Run the tool and return the exit code."""
         options = self._arguments(arguments)
         if not options.smoke and not torch.cuda.is_available():
             print("error: no CUDA device is seen; --smoke runs on the CPU", file=sys.stderr)
@@ -94,7 +94,7 @@ class KernelBench:
     ) -> dict[str, Any]:
         """Time every pass of every model and density.
 
-        Seconds are medians over rounds in which ours and the peer take turns.
+        Seconds are medians over rounds in which our kernel and its peer take turns.
         """
         rows: list[dict[str, Any]] = []
         copy_rates = {}
@@ -153,7 +153,7 @@ class KernelBench:
 
 
 def bucket_lengths(layers: int, hidden: int) -> list[int]:
-    """Entries of the buckets that hold the matrices of a GPT with so many layers of this width."""
+    """Return the lengths of the buckets that hold the matrices of a GPT of these dimensions."""
     lengths = [VOCABULARY * hidden]
     left = 12 * hidden * hidden * layers
     while left > 0:
@@ -163,12 +163,12 @@ def bucket_lengths(layers: int, hidden: int) -> list[int]:
 
 
 def met(density: float, width: int) -> float:
-    """Return the share of sectors with a chosen entry of so many bytes, strewn at random."""
+    """Return the share of sectors with a selected entry, for randomly placed entries."""
     return 1.0 - (1.0 - density) ** (SECTOR // width)
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as markdown."""
+    """Return the report as Markdown."""
     rates = report["copy_bytes_per_second"].items()
     lines = [
         f"{report['device']}, torch {report['torch']}; a copy moves "
@@ -196,7 +196,7 @@ def _each(action: Callable[[Any], None], buckets: Sequence[Any]) -> None:
 
 
 def _times(runs: Sequence[Callable[[], None]], *, device: torch.device, rounds: int) -> list[float]:
-    """Median seconds of each, taking turns, after a turn that compiles."""
+    """Return the median seconds of each function; they take turns, after a turn that compiles."""
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds + 1):
         for run, mine in zip(runs, seconds, strict=True):

@@ -1,15 +1,15 @@
-"""A check that a pipeline over two GPUs gets through and has the losses of one GPU.
+"""Check that a pipeline over two GPUs does not deadlock and has the losses of one GPU.
 
     python -m tools.bench.gpu.pipeline [--out FOLDER] [--smoke]              a minute, two GPUs
 
-A GPT takes 20 steps in bf16 on one GPU, then on two: with 1F1B, with the interleaved schedule, and
-with 1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run that takes no step for
-110 seconds stands still: NCCL's kernels occupy a device until their peer is there, so that an order
-of sends and receives which gloo carries out can block two GPUs for good. A table tells the median
-step and the losses, also in FOLDER/pipeline.json. `--smoke`: tiny, over gloo on the CPU.
+A GPT is trained for 20 steps in bf16 on one GPU, then on two: with 1F1B, with the interleaved
+schedule, and with 1F1B over a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). A run without
+a step for 110 seconds counts as deadlocked: NCCL's kernels occupy a device until their peer
+arrives, so an order of sends and receives that works with gloo can block two GPUs forever. The
+output is a table of median step times and losses, also in FOLDER/pipeline.json. `--smoke`: tiny,
+over gloo on the CPU.
 
-Exit code 1 if a run stands still, fails, or has other losses than one GPU; 2 with fewer than two
-GPUs.
+Exit code 1 if a run deadlocks, fails, or has other losses than one GPU; 2 with fewer than two GPUs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron.report.comparison import compare
 REPO = Path(__file__).resolve().parents[3]
 
 SECONDS = 110
-"""Without a step until a run is taken to stand still."""
+"""Seconds without a step after which a run counts as deadlocked."""
 TOLERANCE = 0.02
-"""Relative tolerance of a loss after 20 steps: other kernels round differently."""
+"""Relative tolerance of a loss after 20 steps, since other kernels round differently."""
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 SMOKE = "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 COMMON = (
@@ -67,7 +67,7 @@ CASES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.smoke and torch.cuda.device_count() < 2:
         print("error: fewer than two CUDA devices; --smoke runs on the CPU", file=sys.stderr)
         return 2
-    # What ends this tool, such as `timeout`, must end the ranks too.
+    # A signal that ends this tool, as from `timeout`, must end the ranks, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results: dict[str, str] = {}
     first: RunData | None = None
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool) -> str:
-    """Run a case; what is wrong with it beside the `first` run, or nothing."""
+    """Run a case; return its problem in comparison with the `first` run, or ""."""
     flags = f"{SMOKE if smoke else MODEL} {COMMON} {case.flags} --run-dir {folder}"
     log = folder.with_suffix(".log")
     port = _free_port()
@@ -132,7 +132,10 @@ def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool
 
 
 def _env(case: QueueCase, rank: int, port: int) -> list[str]:
-    """The command `env` with what torchrun sets, whose ranks would outlive it if it were killed."""
+    """Return the environment `env` with torchrun's variables.
+
+    Starting ranks without torchrun ensures that they end with this tool.
+    """
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks}
     sizes |= {"LOCAL_WORLD_SIZE": case.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return ["env", *(f"{name}={value}" for name, value in {**sizes, **case.environment}.items())]

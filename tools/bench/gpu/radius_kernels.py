@@ -1,11 +1,11 @@
-"""The bandwidth of Radius's GPU kernels, beside the usual torch code.
+"""The bandwidth of Radius's GPU kernels, compared with plain torch code.
 
     python -m tools.bench.gpu.radius_kernels [--out FOLDER] [--shapes 355m 2b] [--smoke]
 
-Each pass goes over all matrices of a model, bucket by bucket; `kernel_passes.py` tells how it is
-measured. Beside it the same in plain torch: boolean masks, int64 positions, `torch.topk`. Results:
-FOLDER/radius.json, and a table, also in FOLDER/radius.md. `--smoke`: tiny, on the CPU where there
-is no GPU, where the kernels' place is taken by those of a CPU.
+Each pass goes over all matrices of a model, bucket by bucket; `kernel_passes.py` explains the
+measurement. Plain torch uses boolean masks, int64 positions and `torch.topk`. Results go to
+FOLDER/radius.json and FOLDER/radius.md. `--smoke`: tiny; without a GPU on the CPU, with CPU
+kernels.
 """
 
 from __future__ import annotations

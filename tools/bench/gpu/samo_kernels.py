@@ -1,12 +1,11 @@
-"""The bandwidth of SAMO's GPU kernels, beside positions in plain torch.
+"""The bandwidth of SAMO's GPU kernels, compared with positions in plain torch.
 
     python -m tools.bench.gpu.samo_kernels [--out FOLDER] [--shapes 355m 2b] [--smoke]
 
-Each pass goes over all matrices of a model in bf16, bucket by bucket; `kernel_passes.py` tells how
-it is measured. Beside it the same by the paper's index of positions, int32 where torch takes those,
-which keeps 4 bytes for each stored entry where the kernels keep a bit for each entry. Results:
-FOLDER/samo.json, and a table, also in FOLDER/samo.md. `--smoke`: tiny, on the CPU where there is no
-GPU, where the kernels' place is taken by their reference.
+Each pass goes over all matrices of a model in bf16, bucket by bucket; `kernel_passes.py` explains
+the measurement. Plain torch uses the paper's index of positions (int32 where torch accepts it),
+with 4 bytes per stored entry instead of one bit per entry. Results go to FOLDER/samo.json and
+FOLDER/samo.md. `--smoke`: tiny; without a GPU on the CPU, with the reference functions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _SamoStates:
 
 
 class _SamoBucket:
-    """A bucket of which some entries exist, in our form and, for `peers`, in the paper's."""
+    """A bucket with some stored entries, in our form and, for `peers`, in the paper's."""
 
     def __init__(self, states: _SamoStates, density: float, *, peers: bool) -> None:
         self.states = states

@@ -1,11 +1,11 @@
-"""Tokens per second and use of one GPU: our training step beside a plain compiled PyTorch GPT.
+"""Tokens per second and memory on one GPU: our training step and a plain compiled PyTorch GPT.
 
     python -m tools.bench.gpu.step SECTION --out FOLDER [--peak-tflops 989] [--smoke]
     python -m tools.bench.gpu.step --table FOLDER
 
 SECTION is step124m, step355m or step2b. The contenders train one after the other, so that each has
-the memory for itself; FOLDER/SECTION.json grows with each of them. `--smoke`: tiny, and on the CPU
-where there is no GPU. `--table` prints what is in FOLDER.
+all the memory; FOLDER/SECTION.json is updated after each. `--smoke`: tiny, and on the CPU without a
+GPU. `--table` prints the results in FOLDER.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ SHAPES = {
 MICROBATCHES = 4
 SMOKE = Shape(layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, batch=2, microbatches=2)
 H200_PEAK_TFLOPS = 989.0
-"""Dense bf16, of the data sheet; also an H100 SXM's."""
+"""Dense bf16 peak of an H100 SXM by its data sheet."""
 OURS, OURS_COMPILED, PLAIN_COMPILED = "ours", "ours, --compile", "plain PyTorch, compiled"
 RATIO_TARGETS = {OURS: 0.85, OURS_COMPILED: 1.0}
 MFU_TARGETS = {"step2b": 0.45}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     if options.table is not None:
         print(table(options.table))
@@ -85,7 +85,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time every contender and write FOLDER/SECTION.json.
 
-    `compiled` False leaves out those that need torch.compile. Returns what was written.
+    `compiled` False leaves out contenders that need torch.compile. Returns the written values.
     """
     out.mkdir(parents=True, exist_ok=True)
     on_cuda = device.type == "cuda"
@@ -169,7 +169,7 @@ def _contenders(
 
 
 def _reader_flags(shape: Shape) -> list[str]:
-    """Flags of the smallest model that reads the same batches."""
+    """Return the flags of the smallest model that reads the same batches."""
     small = dataclasses.replace(shape, layers=1, hidden=8, heads=1)
     return small.flags(dtype="bf16")
 
@@ -177,7 +177,7 @@ def _reader_flags(shape: Shape) -> list[str]:
 def _time(
     contender: Contender, shape: Shape, *, steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """Median step after warm-up. Every step ends in reading the loss, which waits for it."""
+    """Return the median step after warm-up. Every step reads the loss, which waits for the GPU."""
     began = perf_counter()
     losses = [contender.step()]
     first = perf_counter() - began

@@ -1,8 +1,8 @@
-"""Run tests/gpu with pytest, or without it where it is not installed.
+"""Run tests/gpu, by pytest if it is installed.
 
-python -m tools.bench.gpu.tests [--smoke]
+    python -m tools.bench.gpu.tests [--smoke]
 
-`--smoke` gives the tests the CPU for a device. Exit code 1 if a test failed, 2 without a GPU.
+`--smoke` runs the tests on the CPU. Exit code 1 if a test failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     smoke = "--smoke" in (sys.argv[1:] if arguments is None else arguments)
     if not smoke and not torch.cuda.is_available():
         print("error: no CUDA device is seen; --smoke runs on the CPU", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The contenders of the gradient-path benchmark, each telling what a step sent and waited for."""
+"""The contenders of the gradient-path benchmark; each reports what a step sent and waited for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tools.bench.common.emulated import EmulatedModel, EmulatedOurs, Emulation, 
 from tools.bench.common.methods import COMPUTE, Method
 
 BUCKET = 1_900_000
-"""Parameters of a bucket of ours in the real model: one for each of its layers."""
+"""Number of layers of the real model, and so of our buckets."""
 REAL = Shape(vocabulary=2048, batch=2, bucket=BUCKET, log_interval=1_000_000)
 NOTHING = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of one step on this rank.
+    """Facts about one step on this rank.
 
     Bytes sent by the ring model (NaN if the contender does not count them), entries sent over
     entries stored, and seconds blocked on communication.
@@ -39,29 +39,29 @@ class Facts:
 
 
 class MeasuredContender(Protocol):
-    """A contender of this benchmark. `pace` 0 leaves out what steps only pretend to do."""
+    """A contender of this benchmark. `pace` 0 skips emulated computation."""
 
     name: str
     method: Method
 
     def step(self) -> object:
-        """Take one whole step."""
+        """Run one whole step."""
         ...
 
     def facts(self) -> Facts:
-        """Return the facts of the last step."""
+        """Return the facts about the last step."""
         ...
 
     def pace(self, pace: float) -> None:
-        """Let emulated computing take this much of its time."""
+        """Scale the time of emulated computation."""
         ...
 
 
 class OursPath:
     """Steps of our engine.
 
-    Blocked is what its reducer waits for, and the ranks' agreement, which is the first to wait for
-    what is still on its way.
+    Blocked time is the reducer's waits plus the vote, which is the first to wait for pending
+    messages.
     """
 
     def __init__(self, method: Method, engine: GradientEngine) -> None:
@@ -124,7 +124,10 @@ class TrainerPath(OursPath):
 
 
 class DdpPath:
-    """DDP. Blocked is from the last gradient until backward returns, the copying back included."""
+    """DDP.
+
+    Blocked time is from the last gradient to the end of backward, including the copy back.
+    """
 
     def __init__(
         self, method: Method, training: DdpTraining, emulated: EmulatedModel | None
@@ -151,7 +154,7 @@ class DdpPath:
 
 
 class Arrivals:
-    """Notes when gradients appear in steps of an engine that sends nothing."""
+    """Records when gradients are complete in steps of an engine that sends nothing."""
 
     def __init__(self, engine: GradientEngine) -> None:
         self._engine = engine
@@ -164,19 +167,19 @@ class Arrivals:
         engine.finish = self._at_end(engine.finish)
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._began = perf_counter()
 
     def keep(self) -> None:
-        """The step was one to be measured."""
+        """Keep the times of the step."""
         for name, seconds in self._seen.items():
             self.ready[name].append(seconds)
         self.backward.append(self._ended)
 
     def medians(self) -> dict[str, Any]:
-        """Seconds of a step, over the kept steps.
+        """Return mean seconds over the kept steps, from the start of a step.
 
-        From its start to each gradient (`ready`, by name) and to the end of `backward`.
+        They are until each gradient (`ready`, by name) and until the end of `backward`.
         """
         ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
         return {"ready": ready, "backward": statistics.median(self.backward)}
@@ -199,7 +202,7 @@ class Arrivals:
 
 
 def alone() -> ProcessGroups:
-    """Groups of this rank by itself: nothing is sent."""
+    """Return the groups of this rank alone, in which nothing is sent."""
     return ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
 
@@ -209,10 +212,7 @@ def emulated_contenders(
     gradients: Mapping[str, Gradients],
     groups: ProcessGroups,
 ) -> list[MeasuredContender]:
-    """Return contenders around sleeping models.
-
-    They share the gradients, given by dtype, that they pretend to make.
-    """
+    """Return contenders around sleeping models, which share their given gradients by dtype."""
     contenders: list[MeasuredContender] = []
     for method in methods:
         model = EmulatedModel(emulation, gradients[method.dtype])
@@ -227,7 +227,7 @@ def emulated_contenders(
 def real_contenders(
     methods: Sequence[Method], shape: Shape, groups: ProcessGroups, folder: Path, *, dtype: str
 ) -> list[MeasuredContender]:
-    """Contenders that train the same GPT on the same batches; `folder` is this rank's own."""
+    """Return contenders with the same GPT and batches; `folder` is this rank's own."""
     contenders: list[MeasuredContender] = []
     flags = shape.flags(dtype=dtype, ranks=groups.world.size)
     batches: Batches | None = None

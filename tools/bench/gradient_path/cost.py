@@ -1,11 +1,11 @@
-"""The own work of a sparse step at 124M parameters, where no network limits it.
+"""The own work of a sparse step at 124M parameters, without a network limit.
 
-GPT-2 small, sequence 256, micro-batch 2, one thread a rank. Steps of the methods take turns;
-stopwatches around the verbs of engine and optimizer tell what is a path's own. Of Radius (d = 0.4,
-two ranks on this machine's loopback): gathering what is sent, placing it for the optimizer, keeping
-the rest. Of SAMO (p = 0.9, one process): compressing each gradient in backward, which dense steps
-copy instead, and expanding the updated weights. Beside each in bf16: gradients in 16 bit, and
-accumulated in fp32.
+GPT-2 small, sequence 256, micro-batch 2, one thread per rank. Steps of the methods take turns;
+stopwatches around the methods of engine and optimizer measure a path's own work. For Radius (d =
+0.4, two ranks on this machine's loopback) this is gathering values, placing them for the optimizer,
+and keeping the rest. For SAMO (p = 0.9, one process) it is compressing each gradient in backward,
+which dense steps copy instead, and expanding the updated weights. Each is measured in bf16 with
+gradients in 16 bit, and accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMO_PAIRS = {
     "bf16": [("samo-0.9", "dense-bf16"), ("samo-0.9-fp32", "dense")],
     "fp32": [("samo-0.9-fp32", "dense")],
 }
-"""Methods that are compared, by the dtype of the parameters; of equal gradients."""
+"""Compared methods, by the dtype of the parameters."""
 SAMO_OWN_SHARE = 0.02
 
 Seconds = Mapping[str, Mapping[str, float]]
@@ -41,9 +41,9 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class CostStudy:
-    """Methods to compare, by dtype, on how many ranks.
+    """Methods to compare, by dtype, on a number of ranks.
 
-    What is their own work, and what is asked of it.
+    It defines the phases of their own work, and the targets.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ class CostStudy:
 def measure_cost(
     study: CostStudy, dtypes: Sequence[str], *, rounds: int, out: Path | None, smoke: bool
 ) -> int:
-    """Measure, print and write cost.md and cost.json to `out`; returns the exit code."""
+    """Measure, print and write cost.md and cost.json to `out`; return the exit code."""
     parts: list[str] = []
     values: dict[str, Any] = {}
     missed = False
@@ -137,7 +137,7 @@ def _share(text: str, value: float, limit: float) -> SpeedTarget:
 def as_markdown(
     study: CostStudy, found: Seconds, targets: Sequence[SpeedTarget], dtype: str
 ) -> str:
-    """Milliseconds by phase and kind of step, and the targets."""
+    """Return milliseconds by phase and kind of step, and the targets."""
     network = "one process" if study.ranks == 1 else f"{study.ranks} ranks, no limit"
     lines = [f"### A step at 124M parameters, {dtype}, {network}", ""]
     lines += [f"| ms | {' | '.join(found)} |", "|---|" + "---:|" * len(found)]

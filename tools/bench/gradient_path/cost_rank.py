@@ -1,7 +1,7 @@
 """One rank of the cost benchmark: steps of each method in turn, with stopwatches.
 
-Started once for each rank by `cost.py`, with its settings as JSON. Rank 0 writes the median
-seconds by kind of step and phase to `cost.json` in the folder that the settings name.
+Started once per rank by `cost.py`, with its settings as JSON. Rank 0 writes the median seconds by
+kind of step and phase to `cost.json` in the given folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL_GPT2 = Shape(
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """One rank: median seconds of each phase by kind of step, the slower rank's of each step."""
+    """Return median seconds by kind of step and phase, of the slower rank of each step."""
     settings = json.loads(arguments[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -96,7 +96,7 @@ def _take_turns(
 
 
 def _slowest(seconds: dict[str, float]) -> dict[str, float]:
-    """The greatest of all ranks, by phase."""
+    """Return the maximum over ranks, by phase."""
     values = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(seconds, values.tolist(), strict=True))
@@ -104,6 +104,6 @@ def _slowest(seconds: dict[str, float]) -> dict[str, float]:
 
 if __name__ == "__main__":
     code = serve(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

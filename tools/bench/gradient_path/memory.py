@@ -1,6 +1,6 @@
-"""Peak memory of each gradient path, in processes of its own.
+"""Peak memory of each gradient path, each in a process of its own.
 
-One that has served another path keeps what it was given.
+A process that has run another path would keep its memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INTERVAL = 3
 
 
 def peak_memory(names: Sequence[str], emulation: Emulation) -> dict[str, float]:
-    """Bytes by which resident memory grew at most, mean over two ranks, by method.
+    """Return the peak growth of resident memory in bytes, mean over two ranks, by method.
 
-    And, as `parameters`, how many the model has.
+    Also, as `parameters`, the number of parameters of the model.
     """
-    # Its forks have torch imported, which alone takes seconds.
+    # Forks of this process have torch imported, which takes seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     found: dict[str, float] = {
@@ -62,7 +62,7 @@ def _rank(rank: int, name: str, emulation: Emulation, folder: str, answers: Any)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=RANKS, pp=1), rank=rank)
     for each in (replace(emulation, layers=1, rows=64, columns=64), emulation):
-        # The first, tiny, so that what torch imports on the way is there and not counted.
+        # A first, tiny model, so that what torch imports on the way is not counted.
         groups.world.barrier()
         grew = _growth(name, each, groups)
     answers.put(grew)
@@ -77,7 +77,7 @@ def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
     (contender,) = emulated_contenders([kind], emulation, gradients, groups)
     contender.pace(0.0)
     contender.step()
-    # What building it took for a while is given back and forgotten.
+    # Temporary memory of building the model is freed and not counted.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

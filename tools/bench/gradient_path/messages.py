@@ -12,18 +12,18 @@ from tools.bench.common.methods import COMPUTE, Method
 
 FP32, POSITION = 4, 4
 VOTE = 32
-"""Bytes that our ranks agree on a step with."""
+"""Bytes of the vote."""
 MIB = 1 << 20
 DDP_FIRST_BUCKET = MIB
 HOOK_GAIN = 2
-"""torch's PowerSGD hook sends whole what it would not make at least this much smaller."""
+"""torch's PowerSGD hook sends a matrix whole unless factors are smaller by this ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Shapes by name in the order of the forward pass, and the names of each bucket of ours.
+    """Shapes by name in the order of the forward pass, and the names of each of our buckets.
 
-    `stored` entries of those that are not stored whole, bytes of each.
+    `stored` has the stored entries of parameters stored in part; `width` is bytes per entry.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -36,17 +36,17 @@ class Sizes:
         return math.prod(self.shapes[name])
 
     def numel(self, name: str) -> int:
-        """Stored entries of a parameter."""
+        """Return the stored entries of a parameter."""
         return self.stored.get(name, self.entries(name))
 
     @property
     def stored_share(self) -> float:
-        """F of the SAMO paper: stored entries over all."""
+        """Return f of the SAMO paper: stored entries over all."""
         return sum(map(self.numel, self.shapes)) / sum(map(self.entries, self.shapes))
 
     @property
     def matrices(self) -> list[str]:
-        """Whose entries sparse paths choose among."""
+        """Return the parameters in which sparse paths select entries."""
         return [name for name in self.shapes if self.is_matrix(name)]
 
     def is_matrix(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class Sizes:
 def messages(
     method: Method, sizes: Sizes, link: AlphaBetaLink, *, interval: int
 ) -> list[AlphaBetaMessage]:
-    """Collectives of a step of `method`, in the order in which they are sent.
+    """Return the collectives of a step of `method`, in the order in which they are sent.
 
     A Radius step is one between two resamples of `interval` steps.
     """
@@ -79,12 +79,12 @@ def messages(
             for names in sizes.buckets
             if sizes.is_matrix(names[0])
         ]
-    # The vote goes out when backward is over; PowerSGD's second factors wait for it.
+    # The vote is sent after backward; PowerSGD's second factors wait for it.
     return [*sent, AlphaBetaMessage(seconds=link.all_reduce(VOTE)), *late]
 
 
 def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
-    """Entries of matrices that a sparse Radius step sends over all of them: d, f d of SAMO's."""
+    """Return the share of matrix entries that a sparse Radius step sends: d, or f d of SAMO's."""
     sent = sum(_selected(method, sizes.numel(name), interval) for name in sizes.matrices)
     return sent / sum(map(sizes.entries, sizes.matrices))
 
@@ -92,7 +92,7 @@ def sent_share(method: Method, sizes: Sizes, *, interval: int) -> float:
 def counted_share(sizes: Sizes, ranks: int, bytes_sent: float) -> float:
     """Return the share of matrix entries from the bytes that a rank reports by the ring model.
 
-    Vectors, which are always sent whole, and the gaps that align them are left out.
+    Vectors, which are always sent whole, and alignment gaps are excluded.
     """
     ring = 2 * (ranks - 1) / ranks
     vectors = [sizes.numel(name) for name in sizes.shapes if not sizes.is_matrix(name)]

@@ -1,7 +1,7 @@
 """One rank of the gradient-path benchmark: every method in turn, step by step.
 
-Started once for each rank by `run.py`, with its settings as JSON. Rank 0 writes what all
-ranks found to `result.json` in the folder that the settings name.
+Started once per rank by `run.py`, with its settings as JSON. Rank 0 writes the results of all ranks
+to `result.json` in the given folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.contenders import quiet
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.methods import COMPUTE, method
-from tools.bench.common.netlab import Wire
+from tools.bench.common.netlab import InterfaceCounters
 from tools.bench.gradient_path.contenders import (
     NOTHING,
     REAL,
@@ -40,18 +40,18 @@ from tools.bench.gradient_path.contenders import (
 )
 
 SMALL, LARGE = 1 << 19, 1 << 23
-"""Bytes of the two all-reduces that alpha and beta are found from; buckets are between."""
+"""Bytes of the two all-reduces that determine alpha and beta; buckets are between them."""
 HEAD_START = 2
 COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
-"""What is kept of each step."""
+"""Values kept of each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a rank.
 
-    Of `warm_up + rounds` turns of each method the first are not kept. `interval`: Radius's T; its
-    first resample is over when the turns begin.
+    Of `warm_up + rounds` turns of each method the first ones are dropped. `interval` is Radius's T;
+    its first resample is over when the turns begin.
     """
 
     protocol: str
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class RankBench:
-    """Contenders that take turns, and what each of their steps took."""
+    """Contenders that take turns, with the values of each of their steps."""
 
     def __init__(self, settings: Settings, groups: ProcessGroups, own: Path) -> None:
         self.settings, self.groups = settings, groups
@@ -109,7 +109,7 @@ class RankBench:
         }
 
     def run(self) -> None:
-        """All turns, in an order that changes from round to round."""
+        """Run all turns, in an order that changes from round to round."""
         self._head_start()
         for number in range(self.settings.warm_up + self.settings.rounds):
             kept = number >= self.settings.warm_up
@@ -125,7 +125,7 @@ class RankBench:
                 seconds += [took] if kept else []
 
     def result(self) -> dict[str, Any]:
-        """Everything that was found, of all ranks: the slowest's time, means of the rest."""
+        """Return the results of all ranks: the slowest rank's time, means of the rest."""
         found = {name: self._over_ranks(rows) for name, rows in self.steps.items()}
         links = {size: self._over_ranks([[s] for s in rows]) for size, rows in self.links.items()}
         infos = self._engines[COMPUTE].infos.values()
@@ -143,10 +143,10 @@ class RankBench:
         }
 
     def _head_start(self) -> None:
-        """Steps that no table shows.
+        """Return the number of steps to run before the measurement.
 
-        Radius's up to its first resample; those after which DDP cuts its buckets again and its
-        PowerSGD begins.
+        These are Radius's steps up to its first resample, and the steps after which DDP rebuilds
+        its buckets and its PowerSGD begins.
         """
         for contender in self.contenders:
             contender.pace(0.0)
@@ -159,14 +159,18 @@ class RankBench:
     def _measure(self, contender: MeasuredContender) -> list[float]:
         interface = self.settings.interface
         self.groups.world.barrier()
-        before = Wire.read(interface) if interface else None
+        before = InterfaceCounters.read(interface) if interface else None
         for arrivals in self._arrivals.values():
             arrivals.start()
         began = perf_counter()
         contender.step()
         took = perf_counter() - began
-        self.groups.world.barrier()  # until then some of it may still wait to be sent
-        counted = Wire.read(interface).payload_since(before) if interface and before else NOTHING
+        self.groups.world.barrier()  # until then some of it may still be in the send queue
+        counted = (
+            InterfaceCounters.read(interface).payload_since(before)
+            if interface and before
+            else NOTHING
+        )
         facts = contender.facts()
         return [took, facts.blocked, facts.bytes_sent, facts.density, counted]
 
@@ -178,7 +182,7 @@ class RankBench:
         return perf_counter() - began
 
     def _over_ranks(self, rows: list[list[float]]) -> list[list[float]]:
-        """Each row's first number of the slowest rank, the mean over ranks of the others."""
+        """Return each row's maximum over ranks of the first number, and the means of the others."""
         mine = torch.tensor(rows, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in self.groups.world.ranks]
         dist.all_gather(every, mine)
@@ -189,7 +193,7 @@ class RankBench:
 
 
 def _coordinates(engine: GradientEngine) -> dict[str, Any]:
-    """Return which parameters share a bucket, and how many of each one's entries are stored."""
+    """Return which parameters share a bucket, and the number of stored entries of each."""
     return {
         "buckets": [list(bucket.names) for bucket in engine.buckets],
         "stored": {info.name: where.numel for info, _, where in engine.slices()},
@@ -197,12 +201,12 @@ def _coordinates(engine: GradientEngine) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float | None:
-    """JSON has no NaN."""
+    """Replace NaN, which JSON does not have."""
     return None if math.isnan(number) else number
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

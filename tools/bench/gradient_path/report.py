@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def as_markdown(table: GradientPathTable) -> str:
-    """A heading, the link that was found, the rows."""
+    """Return a heading, the measured link, and the rows."""
     alpha, bandwidth = 1e3 * table.link.alpha, 1e-6 / table.link.beta
     stored = ", ".join(f"{name} {share:.4f}" for name, share in table.stored.items())
     lines = [
@@ -50,7 +50,7 @@ def as_markdown(table: GradientPathTable) -> str:
 
 
 def memory_as_markdown(memory: Mapping[str, float]) -> str:
-    """Bytes by method as a table."""
+    """Return a table of bytes by method."""
     lines = ["### Peak memory of a rank", "", MEMORY_NOTE, ""]
     lines += ["| method | MB | bytes a parameter |", "|---|---:|---:|"]
     parameters = memory["parameters"]
@@ -90,7 +90,10 @@ def write(
 
 
 def read(folder: Path) -> tuple[list[GradientPathTable], dict[str, float] | None, dict[str, Any]]:
-    """Tables, memory and facts of what `write` wrote. Raises `ConfigError` where there is none."""
+    """Return tables, memory and facts that `write` wrote.
+
+    Raises `ConfigError` if there are none.
+    """
     if not (folder / RESULTS).is_file():
         raise ConfigError(
             f"{folder / RESULTS}: no such file; leave --again out to measure everything"
@@ -111,9 +114,9 @@ def read(folder: Path) -> tuple[list[GradientPathTable], dict[str, float] | None
 
 
 def plot(file: Path, tables: Sequence[GradientPathTable]) -> None:
-    """Bars of step time, what is blocked of it dark, predictions as ticks.
+    """Draw step times as bars, with blocked time dark and predictions as ticks.
 
-    A panel for each table, a row of panels for each protocol.
+    There is a panel for each table, and a row of panels for each protocol.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -13,19 +13,19 @@ from tools.bench.common.netlab import Network
 from tools.bench.gradient_path.messages import Sizes, counted_share, messages, sent_share
 
 SPREAD = 200
-"""T over which a resample's step is spread: the default of `--radius-interval`."""
+"""T over which a resample's step is averaged: the default of `--radius-interval`."""
 EMULATED, REAL = "emulated", "real"
 TARGET_RATE = "800mbit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPathRow:
-    """A method on one network, seconds and bytes of one step.
+    """A method on one network: seconds and bytes of one step.
 
-    Median and least time of the slowest rank, alpha-beta prediction, mean time blocked, bytes that
-    a rank says it sent and that its interface counted (None: not told, not counted). `resample`:
-    median step of a resample, None where the method has none; `spread`: a step with its share of
-    one over `SPREAD` steps.
+    Median and minimum time of the slowest rank, alpha-beta prediction, mean blocked time, and the
+    bytes that a rank reports and that its interface counted (None if unavailable). `resample` is
+    the median step of a resample, None if the method has none; `spread` is a mean step over an
+    interval of `SPREAD` steps.
     """
 
     method: str
@@ -48,24 +48,24 @@ class GradientPathTable:
     link: AlphaBetaLink
     rows: Sequence[GradientPathRow]
     shares: Mapping[str, tuple[float, float]]
-    """Share of matrix entries sent by each Radius method, as counted and as demanded."""
+    """Share of matrix entries sent by each Radius method, as counted and as configured."""
     stored: Mapping[str, float]
-    """f of each SAMO method: stored entries over all parameters."""
+    """Share f of each SAMO method: stored entries over all parameters."""
     turns: Mapping[str, Sequence[float | None]]
-    """Seconds of each method's step in every round, None where that was a resample."""
+    """Seconds of each method's step in every round; None for a resample."""
 
     def __getitem__(self, name: str) -> GradientPathRow:
         return next(row for row in self.rows if row.method == name)
 
     @property
     def title(self) -> str:
-        """Protocol and network in words."""
+        """Return protocol and network in words."""
         return f"{self.protocol} computing, {self.network}"
 
     def ratio(self, name: str, base: str) -> float:
-        """Step of one method over another's, median over the rounds in which both took one.
+        """Return one method's step over another's, median over rounds in which both ran a step.
 
-        What else the machine did in a round was done to both.
+        Other load on the machine in a round affects both.
         """
         pairs = zip(self.turns[name], self.turns[base], strict=True)
         return statistics.median(one / other for one, other in pairs if one and other)
@@ -76,7 +76,7 @@ class GradientPathTable:
 
 
 def table(result: Mapping[str, Any], network: Network) -> GradientPathTable:
-    """Make a table of what rank 0 wrote, with the predictions of its own run."""
+    """Make a table of rank 0's results, with predictions from the same run."""
     settings, steps = result["settings"], result["steps"]
     interval = settings["interval"]
     link = fit(network.ranks, small=_timed(result, 0), large=_timed(result, -1))
@@ -117,7 +117,7 @@ def table(result: Mapping[str, Any], network: Network) -> GradientPathTable:
 
 
 def _timed(result: Mapping[str, Any], which: int) -> tuple[int, float]:
-    """Bytes and median seconds of the smallest (0) or largest (-1) all-reduce."""
+    """Return bytes and median seconds of the smallest (0) or largest (-1) all-reduce."""
     size = sorted(result["links"], key=int)[which]
     return int(size), statistics.median(result["links"][size])
 

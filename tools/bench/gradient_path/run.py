@@ -45,13 +45,13 @@ SETS = {"radius": DEFAULT, "samo": SAMO}
 """The methods of each set of rows."""
 WARM_UP = 1
 INTERVAL = 4
-"""Radius's T, so that one of the seven turns of a default run is a resample."""
+"""Radius's T, such that one of the seven turns of a default run is a resample."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
-    # An interruption goes through what clears up, also where a job system sends it.
+    # An interruption, also from a job system, must run the cleanup.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.cost:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """All methods on all networks; the exit code."""
+    """Run all methods on all networks and return the exit code."""
     for name, least in (("rounds", 2), ("interval", 2), ("worlds", 2)):
         value = getattr(options, name)
         smallest = min(value) if isinstance(value, list) else value
@@ -113,7 +113,7 @@ def compare(options: argparse.Namespace) -> int:
             print(as_markdown(found), flush=True)
             if options.again is None:
                 facts["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
-            if options.out is not None:  # each time, so that what is measured is never lost
+            if options.out is not None:  # after each table, so that no measurement is ever lost
                 write(options.out, tables, memory, facts)
     print(memory_as_markdown(memory) if memory else "")
     reached = targets(tables)
@@ -122,7 +122,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _networks(options: argparse.Namespace) -> list[Network]:
-    """Each number of ranks at each rate; the loopback once, for the fewest."""
+    """Yield each number of ranks at each rate; the loopback only for the fewest ranks."""
     networks = [
         Network(ranks=ranks, rate=rate, delay="0ms" if rate == NO_LIMIT else options.delay)
         for ranks in options.worlds
@@ -135,7 +135,7 @@ def _networks(options: argparse.Namespace) -> list[Network]:
 
 
 def check_network(network: Network) -> None:
-    """Raise `ConfigError` for one that there can be none of here."""
+    """Raise `ConfigError` for a network that is not available here."""
     if (reason := why_not(network)) is not None:
         raise ConfigError(f"--rates {network.rate}: {reason}; --rates none needs no netlab")
 
@@ -149,7 +149,7 @@ def measure(
     interval: int,
     smoke: bool = False,
 ) -> GradientPathTable:
-    """These methods, computing alone among them, on one network: a process a rank."""
+    """Run these methods, including computation alone, on one network: a process per rank."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "protocol": protocol,
@@ -177,7 +177,7 @@ def _memory(names: Sequence[str], *, smoke: bool) -> dict[str, float]:
 
 
 def _check_methods(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a method that is none, or whose flags our trainer does not take."""
+    """Raise `ConfigError` for an unknown method, or for flags that our trainer refuses."""
     least = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data"
     for name in names:
         flags = [*least.split(), "--micro-batch-size", "1", "--train-iters", "1000"]

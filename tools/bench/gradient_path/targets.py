@@ -16,7 +16,7 @@ OVER_DENSE = {"radius-0.4": 0.75, "radius-0.1": 0.72}
 OVER_DDP = {"radius-0.4": 0.83, "radius-0.1": 0.72}
 SAMO_OVER_DDP = {"samo-0.9": 0.72}
 LEAST_COUNTED = 1_000_000
-"""Bytes of a step below which the ranks' barriers and votes are seen beside them."""
+"""Bytes of a step below which the ranks' barriers and votes are a visible part."""
 PREDICTED_WITHIN, BYTES_WITHIN, COUNTED_WITHIN = 0.10, 0.01, 0.03
 
 
@@ -32,7 +32,7 @@ class SpeedTarget:
 
 
 def at_most(text: str, value: float, limit: float, *, digits: int = 3) -> SpeedTarget:
-    """A target that `value`, told behind `text`, reaches up to `limit`."""
+    """Return a target that is reached if `value` is at most `limit`."""
     told = f"{text} {value:.{digits}f} (at most {limit:g})"
     return SpeedTarget(text=told, met=value <= limit)
 
@@ -48,7 +48,7 @@ def targets(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
 def _speed(each: GradientPathTable) -> list[SpeedTarget]:
     emulated = each.protocol == EMULATED
     if each.network.rate != TARGET_RATE or (each.network.ranks > 2 and not emulated):
-        return []  # four ranks that really compute share two cores: they measure those
+        return []  # four ranks that really compute share two cores, which would dominate the result
     limits = [(("dense",), OVER_DENSE)] if emulated else [(BEST_DDP, OVER_DDP)]
     found: list[SpeedTarget] = []
     for base, over_base in [*limits, (BEST_DDP, SAMO_OVER_DDP)]:
@@ -80,7 +80,7 @@ def _bytes(each: GradientPathTable) -> list[SpeedTarget]:
 
 
 def _stored(each: GradientPathTable) -> list[SpeedTarget]:
-    """SAMO's bytes over those that dense sends of as many bits are f, by both counters."""
+    """Check that SAMO's bytes over dense bytes of the same width are f, by both counters."""
     found: list[SpeedTarget] = []
     for name, share in each.stored.items():
         kind = method(name)
@@ -114,7 +114,7 @@ def _predictions(each: GradientPathTable) -> list[SpeedTarget]:
 
 
 def _against_topk(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
-    """Radius over topk on all networks: at d = 0.4 and 0.1 over the fastest, and at equal d."""
+    """Compare Radius with topk on all networks: d = 0.4 with 0.1, and equal d."""
     pairs = [(name, *FASTEST_TOPK) for name in OVER_DENSE] + list(AT_EQUAL_DENSITY)
     found: list[SpeedTarget] = []
     for name, *others in pairs:

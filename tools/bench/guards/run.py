@@ -1,11 +1,12 @@
-"""The cost of the guards: training steps with them and without, interleaved in one run.
+"""The cost of fault tolerance: training steps with it and without it, interleaved in one run.
 
     python -m tools.bench.guards.run [--rounds N]                       one rank
     torchrun --standalone --nproc-per-node 2 -m tools.bench.guards.run  two
 
-With: phases and collectives written to the heartbeat file, the watchdog's thread, signals and files
-looked for at each step. Without: none of these. The comparison of replicas is timed by itself and
-spread over its default interval. Prints medians and the ratio; the promise is less than 1.01.
+With: phases and collectives are written to the heartbeat file, the watchdog's thread runs, and each
+step looks for signals and files. Without: none of these. The comparison of replicas is timed
+separately and spread over its default interval. Prints medians and the ratio; the target is below
+1.01.
 """
 
 from __future__ import annotations

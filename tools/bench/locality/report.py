@@ -1,4 +1,4 @@
-"""Frequencies of being on top as curves, table and plot. No torch."""
+"""Frequencies of being among the largest entries as curves, table and plot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tools.bench.common.figures import plain_axes, save
 from tools.bench.common.page_files import PAGE, write_page
 
 POINTS = 200
-"""Points of a curve, evenly spread over the logarithm of the percentage."""
+"""Points of a curve, evenly spaced in the logarithm of the percentage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalityCurve:
-    """The frequency at which entries of one kind of layer were among the `top` share.
+    """How often entries of one kind of layer were among the `top` share.
 
-    `percent` of the entries, most frequent first, had at least the frequency at the same place of
-    `frequency` (marks over steps). `always`, `half`, `ever`: shares of the entries with a frequency
-    of at least 0.9, at least 0.5, above 0. `shared`: of one step's marks, the share that the next
-    step sets too, mean; `from_first`: of the first step's, that the last one sets. Marks drawn
-    anew by chance would have `top` for both.
+    `percent` of the entries, the most frequent first, were marked with at least the frequency at
+    the same position of `frequency` (marks over steps). `always`, `half` and `ever` are the shares
+    of entries with a frequency of at least 0.9, at least 0.5, and above 0. `shared` is the mean
+    share of one step's marks that the next step also has, `from_first` the share of the first
+    step's marks that the last step also has. Random marks would give `top` for both.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class LocalityCurve:
         shared: float,
         from_first: float,
     ) -> LocalityCurve:
-        """The curve of how often each entry was marked in `steps` steps."""
+        """Return the curve of how often each entry was marked in `steps` steps."""
         rates = np.sort(np.asarray(counts, dtype=np.float64))[::-1] / steps
         places = np.unique(np.geomspace(1, len(rates), POINTS).astype(np.int64)) - 1
         return cls(
@@ -104,7 +104,7 @@ def write_report(
 def as_markdown(
     curves: Sequence[LocalityCurve], kept: Sequence[KeptShare], facts: Mapping[str, Any]
 ) -> str:
-    """The page."""
+    """Return the page."""
     lines: list[str] = []
     if curves:
         lines += ["; ".join(f"{name} {value}" for name, value in facts.items()), ""]
@@ -136,7 +136,7 @@ def as_markdown(
 
 
 def write_plot(path: Path, curves: Sequence[LocalityCurve], kept: Sequence[KeptShare]) -> bool:
-    """One panel for each share, one for what was kept; False without matplotlib."""
+    """Draw one panel for each share, and one for the kept index; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -31,11 +31,11 @@ from tools.bench.locality.report import KeptShare, LocalityCurve, write_report
 REPO = Path(__file__).resolve().parents[3]
 
 KINDS = {".mlp.": "MLP", ".attention.": "attention", "embedding": "embedding"}
-"""What a layer is called whose logical name contains this."""
+"""Kinds of layers, by a part of the logical name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options, flags = _arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.run is not None:
@@ -62,7 +62,7 @@ def _watched(
 
 
 def flags_of(run: Path, *, at: int | None) -> list[str]:
-    """Flags that go on from a checkpoint of a run, as it was configured."""
+    """Return flags that continue from a checkpoint of a run, with its configuration."""
     config = run / "config.yaml"
     if not config.is_file():
         raise ConfigError(f"{run}: holds no config.yaml; give the folder of a run (--run-dir)")
@@ -73,7 +73,7 @@ def flags_of(run: Path, *, at: int | None) -> list[str]:
 def kept_of(run: Path) -> KeptShare:
     """Return the records of a Radius run's selections.
 
-    `ConfigError` where there is nothing. `ConfigError` where there is nothing.
+    Raises `ConfigError` for a run without selections.
     """
     steps = [r for r in records(run / JSONL) if r.get("index_kept") is not None]
     if not steps:

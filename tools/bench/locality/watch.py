@@ -1,4 +1,4 @@
-"""Watches which entries of each matrix are on top, step by step, in a trainer of ours."""
+"""A record of which entries of each matrix are among the largest, step by step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ GRADIENT, UPDATE = "gradient", "update"
 
 @dataclass
 class Counter:
-    """A count of how often each entry of one tensor was among its `ceil(top n)` largest.
+    """Count of how often each entry of one tensor was among its `ceil(top n)` largest.
 
-    `shared` are the shares of one step's entries that the next step marked too; `from_first` those
-    that the first step's marks and the last one's share.
+    `shared` has the shares of one step's entries that the next step also marked; `from_first` the
+    share of the first step's marks that the last step also has.
     """
 
     top: float
@@ -42,7 +42,7 @@ class Counter:
     _first: torch.Tensor | None = None
 
     def add(self, values: torch.Tensor) -> None:
-        """Mark the largest magnitudes of a flat tensor; every call brings the same entries."""
+        """Mark the largest magnitudes of a flat tensor with the same entries at every call."""
         count = math.ceil(self.top * values.numel())
         marks = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
         marks[values.abs().topk(count, sorted=False).indices] = True
@@ -58,7 +58,7 @@ class Counter:
 
 
 class Watch:
-    """Takes the place of an optimizer's `step` and counts around it."""
+    """A wrapper of an optimizer's `step` that counts before and after it."""
 
     def __init__(
         self, trainer: Trainer, *, tops: Sequence[float], kinds: Mapping[str, str]
@@ -78,7 +78,7 @@ class Watch:
         trainer.optimizer.step = self.step  # type: ignore[method-assign]
 
     def step(self, step: Step, *, lr: float, weight_decay: float) -> None:
-        """Count the gradient, let the optimizer take it, count the update it made."""
+        """Count the gradient, run the optimizer's step, and count its update."""
         engine, optimizer = self._trainer.engine, self._trainer.optimizer
         old: dict[str, torch.Tensor] = {}
         places = {info.name: (info, bucket, where) for info, bucket, where in engine.slices()}
@@ -127,9 +127,9 @@ class Watch:
 def watch(
     flags: Sequence[str], *, steps: int, tops: Sequence[float], kinds: Mapping[str, str]
 ) -> tuple[list[LocalityCurve], dict[str, Any]]:
-    """Train `steps` steps as flags say, on one rank, and count.
+    """Train `steps` steps with these flags, on one rank, and count.
 
-    Raises `ConfigError` where the run ends before, or is not dense.
+    Raises `ConfigError` if the run ends earlier or is not dense.
     """
     launch = detect_launch()
     config = resolve(parse(flags, paths=GRADIENT_PATHS), launch.world_size)

@@ -22,7 +22,7 @@ _ABOUT = {
 
 
 def as_markdown(found: Mapping[str, Any]) -> str:
-    """The tables, and what they are of."""
+    """Return the tables with their explanation."""
     rows = found["rows"]
     passes = " and ".join(f"{1e3 * seconds:.0f}" for seconds in found["passes"])
     lines = [

@@ -1,4 +1,4 @@
-"""A plot of the stages' passes in measured steps: 1F1B beside message-driven."""
+"""A plot of the stages' passes in measured steps: 1F1B and message-driven."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.bench.message_driven.uneven_stage import DRIVEN, PROFILES, REFERENCE
 COLUMNS = (REFERENCE, DRIVEN)
 COLORS = {"forward": BLUE, "backward": ORANGE}
 LEAST_WIDTH = 0.011
-"""Share of a panel that a pass must take up for a number to fit in."""
+"""Minimum share of a panel that a pass must take up for a number to fit in."""
 
 
 def panels_of(steps: Sequence[Mapping[str, Any]], microbatches: int) -> dict[str, Any]:
@@ -48,7 +48,10 @@ def _from_zero(ranks: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def write_plot(path: Path, panels: Mapping[str, Any]) -> bool:
-    """Draw a row for each profile, a column for each contender. False without matplotlib."""
+    """Draw a row for each profile, a column for each contender.
+
+    Returns False without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,7 +1,7 @@
 """One stage of the benchmark of message-driven pipelines.
 
-Started for each by `run.py` under mpiexec, with its settings as JSON; rank 0 writes every step of
-every contender, and whether they train alike, to `result.json`.
+Started for each stage by `run.py` under mpiexec, with its settings as JSON. Rank 0 writes every
+step of every contender, and whether they train equally, to `result.json`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train_both(settings: dict[str, Any], groups: ProcessGroups) -> dict[str, Any]:
-    """Losses of a few steps of a GPT under both schedules, and a hash of the weights after them."""
+    """Return losses of a few steps under both schedules, and a hash of the final weights."""
     stages, found = groups.pp.size, {}
     flags = ["--num-layers", str(2 * stages), "--hidden-size", "64", "--num-attention-heads", "4"]
     flags += ["--seq-length", "64", "--mock-data", "--lr", "1e-3", "--clip-grad", "1"]
@@ -96,7 +96,7 @@ def _train_both(settings: dict[str, Any], groups: ProcessGroups) -> dict[str, An
 
 
 def _measure(settings: dict[str, Any], groups: ProcessGroups) -> list[dict[str, Any]]:
-    """Every step of the contenders, which take turns; the first round warms up."""
+    """Time every step of the contenders, which take turns; the first round warms up."""
     stage = UnevenStage(StagePosition(stage=groups.pp.rank, stages=groups.pp.size), settings)
     shape: dict[str, Any] = {
         "shape": tuple(settings["shape"]),
@@ -139,7 +139,7 @@ def _pipeline(
             timers=timers,
             at=lambda phase: None,
         )
-    # The runner asks no more of stage and engine than these have.
+    # The runner uses only these parts of a stage and an engine.
     sleeping: Any = stage
     engine: Any = SimpleNamespace(expect_last_backward=lambda names: None)
     return Pipeline(
@@ -156,7 +156,7 @@ def _pipeline(
 def _step(
     pipeline: Pipeline, stage: UnevenStage, groups: ProcessGroups, microbatches: int
 ) -> dict[str, Any]:
-    """Seconds of the slowest rank, and the passes of all of them."""
+    """Return the seconds of the slowest rank, and the passes of all ranks."""
     batches: list[Any] = [SimpleNamespace(index=number) for number in range(microbatches)]
     stage.passes.clear()
     groups.world.barrier()
@@ -171,6 +171,6 @@ def _step(
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Rows of the benchmark of message-driven pipelines, beside paper."""
+"""Rows of the benchmark of message-driven pipelines, with theoretical values."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class EmulationRow:
     rounds: int
 
     def busy(self, stage: int, microbatches: int, factor: Factor) -> float:
-        """Seconds that a stage sleeps in a step."""
+        """Return the seconds that a stage sleeps in a step."""
         seconds = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
         passes = [Operation(kind, number) for kind in Kind for number in range(microbatches)]
         return sum(seconds[each.kind] * float(factor(stage, each)) for each in passes)
 
     def transfer(self, network: Network) -> float:
-        """Seconds of a message on an idle link, 0 where links have no rate."""
+        """Return the seconds of a message on an idle link, 0 without a limit."""
         if network.rate == NO_LIMIT:
             return 0.0
         size = FP32_BYTES
         for length in self.shape:
             size *= length
-        # A packet crosses the link of its sender and that of its receiver, at the same time.
+        # A packet crosses its sender's and its receiver's link at the same time.
         return 8 * size / _number(network.rate.removesuffix("bit")) + 2 * _number(network.delay)
 
 
@@ -56,10 +56,10 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """A row for each case and contender; times are medians over rounds, in seconds.
 
-    `seconds`: None where the contender is only on paper; `ratio`: over the reference's, round by
-    round; `bubbles`: of each stage idle over busy time;
-    `paper`: the step where nothing but passes and transfers takes time, `paper_ratio` that of
-    those; `in_flight`: most microbatches that a stage held.
+    `seconds` is None if the contender is only simulated. `ratio` is relative to the reference,
+    round by round. `bubbles` has idle over busy time of each stage. `paper` is the simulated step,
+    in which only passes and transfers take time, and `paper_ratio` its ratio. `in_flight` is the
+    maximum number of microbatches that a stage held.
     """
     taken = {
         (step["profile"], step["microbatches"], step["contender"], step["round"]): step
@@ -108,7 +108,7 @@ def _on_paper(
     count: int,
     factors: Sequence[Factor],
 ) -> list[float]:
-    """Seconds of the step in each round."""
+    """Return the seconds of the step in each round."""
     seconds = {
         "forward": emulation.forward,
         "backward": emulation.backward,
@@ -140,7 +140,7 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _held(passes: Sequence[Sequence[Any]]) -> int:
-    """Most microbatches between forward and backward."""
+    """Return the maximum number of microbatches between forward and backward."""
     held = most = 0
     for kind, *_ in passes:
         held += 1 if kind == "forward" else -1
@@ -149,7 +149,7 @@ def _held(passes: Sequence[Sequence[Any]]) -> int:
 
 
 def _number(text: str) -> float:
-    """A rate or time as tc writes it, without `bit`."""
+    """Return a rate or time as tc writes it, without `bit`."""
     found = re.fullmatch(r"([0-9.]+)([a-z]*)", text)
     assert found is not None, "netlab.sh has refused anything else"
     return float(found[1]) * _UNITS[found[2]]

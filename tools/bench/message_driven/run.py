@@ -45,7 +45,7 @@ _SCALE = {False: 1.0, True: 0.05}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         if options.redraw is not None:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything the page tells."""
+    """Return everything that the page shows."""
     found: dict[str, Any] = {
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],

@@ -27,9 +27,8 @@ PROFILES = (BALANCED, SLOW, JITTER)
 class UnevenContender:
     """A way to run a step.
 
-    `beyond`: microbatches in flight beyond the number of stages where messages drive it, None for
-    the fixed order of 1F1B; `ahead`: forwards that this runs before its first backward beyond those
-    of 1F1B.
+    `beyond`: microbatches in flight beyond the number of stages if messages drive it, None for the
+    fixed order of 1F1B; `ahead`: forwards before the first backward beyond those of 1F1B.
     """
 
     name: str
@@ -47,7 +46,7 @@ class UnevenContender:
         backward: float,
         transfer: float = 0.0,
     ) -> Timeline:
-        """The step, where messages and deciding take no time beyond `transfer`."""
+        """Return the simulated step, in which messages and decisions take only `transfer`."""
         if self.beyond is None:
             ranks = [
                 _in_turns(stages - 1 - stage + self.ahead, microbatches) for stage in range(stages)
@@ -67,13 +66,13 @@ CONTENDERS = (
 
 
 ONLY_ON_PAPER = UnevenContender(name="1F1B, two more in flight", ahead=2)
-"""Tells what the higher limit does from what deciding by messages does."""
+"""Separates the effect of the higher limit from the effect of deciding by messages."""
 
 
 def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
     """Return `ahead` forwards, then one forward and one backward in turns.
 
-    1F1B where `ahead` is the number of stages behind.
+    This is 1F1B if `ahead` is the number of later stages.
     """
     forwards = [Operation(Kind.FORWARD, number) for number in range(microbatches)]
     backwards = [Operation(Kind.BACKWARD, number) for number in range(microbatches)]
@@ -84,9 +83,9 @@ def _in_turns(ahead: int, microbatches: int) -> list[Operation]:
 
 
 def factor_of(profile: str, number: int) -> Factor:
-    """Return how many times as long a pass takes, in one round of a profile.
+    """Return the factor of a pass's time, in one round of a profile.
 
-    The same for all contenders and on paper.
+    It is the same for all contenders and in the simulation.
     """
     if profile == BALANCED:
         return even
@@ -94,7 +93,7 @@ def factor_of(profile: str, number: int) -> Factor:
 
 
 class StagePass(NamedTuple):
-    """A pass that a stage ran, in seconds of a clock that all processes of a machine share."""
+    """A pass that a stage ran, in seconds of a clock shared by all processes of a machine."""
 
     kind: str
     microbatch: int
@@ -103,7 +102,7 @@ class StagePass(NamedTuple):
 
 
 class UnevenStage(SleepingStage):
-    """A `SleepingStage` of one chunk whose passes take `factor` times as long, and are noted."""
+    """A `SleepingStage` of one chunk whose passes take `factor` times as long, and are recorded."""
 
     def __init__(self, place: StagePosition, settings: dict[str, Any]) -> None:
         super().__init__(place, settings)

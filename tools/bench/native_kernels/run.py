@@ -35,16 +35,16 @@ CASES = (
     *((density, "largest") for density in (0.9, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0625, 0.03)),
     *((density, "seeded") for density in (0.4, 0.2, 0.1)),
 )
-"""Densities, and how entries are chosen: the largest of random values, or a draw of blocks."""
+"""Densities, and how entries are selected: the largest of random values, or a draw of blocks."""
 COMPILED, TORCH = "compiled", "torch"
 WORK = ("gather", "take", "place")
 STEP = ("gather", "place")
-"""What a sparse step does, with a residual of its own."""
+"""Operations of a sparse step with a separate residual."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeKernelRow:
-    """Least nanoseconds an entry by work and by who does it, and bytes an entry of each index."""
+    """Minimum nanoseconds per entry by operation, and bytes per entry of each index."""
 
     density: float
     select: str
@@ -53,13 +53,13 @@ class NativeKernelRow:
 
     @property
     def ratio(self) -> float:
-        """Compiled / torch, of what a step does."""
+        """Time of a step's operations, compiled over torch."""
         compiled, plain = (sum(self.took[work][who] for work in STEP) for who in (COMPILED, TORCH))
         return compiled / plain
 
 
 class Nothing:
-    """An update rule without arithmetic, which may note the gradients that it is given."""
+    """An update rule without arithmetic, which may record the gradients that it receives."""
 
     moments: tuple[str, ...] = ()
     adamw = None
@@ -68,13 +68,13 @@ class Nothing:
         self._noted = noted
 
     def apply(self, weight: torch.Tensor, grad: torch.Tensor, *_: Any) -> None:
-        """Leave everything as it is."""
+        """Change nothing."""
         if self._noted is not None:
             self._noted.append(grad.clone())
 
 
 class Mover:
-    """One kind of index, and a step's work with it."""
+    """One kind of index, with the operations of a step."""
 
     def __init__(self, index: BitmapIndex | OffsetIndex, flat: torch.Tensor) -> None:
         self.index, self._flat, self._left = index, flat, flat.clone()
@@ -83,19 +83,19 @@ class Mover:
         self._reduced = ReducedGrad(values=self.values, index=index)
 
     def prepare(self) -> None:
-        """Put back what `take` took."""
+        """Undo `take`."""
         self._left.copy_(self._flat)
 
     def gather(self) -> None:
-        """Write what is sent to `values`."""
+        """Write the selected values to `values`."""
         self.index.gather(self._flat, self.values)
 
     def take(self) -> None:
-        """Gather, and leave zeros in the gathered places."""
+        """Gather, and set the gathered entries to zero."""
         self.index.take(self._left, self.values)
 
     def place(self) -> None:
-        """Bring `values` to an update rule."""
+        """Pass `values` to an update rule."""
         hyper = Hyper(t=1, lr=0.0, weight_decay=0.0)
         self.index.apply(self._rule, self._reduced, self._flat, (), hyper, factor=0.5)
 
@@ -112,7 +112,7 @@ class Mover:
 
 
 def measure(density: float, select: str, *, entries: int, rounds: int) -> NativeKernelRow:
-    """One case. Raises `SparsetronError` where the two do not move the same."""
+    """Measure one case. Raises `SparsetronError` if the contenders' results differ."""
     flat, wanted = torch.randn(entries), int(density * entries)
     if select == "largest":
         selection = select_largest(torch.randn(entries), wanted)
@@ -152,15 +152,15 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 def page_part(instruction_set: str) -> str:
-    """Return the part of `write_page` for an instruction set.
+    """Return the `part` of `write_page` for an instruction set.
 
-    A run on one CPU keeps the others' pages.
+    A run on one kind of CPU keeps the pages of others.
     """
     return "" if instruction_set == INSTRUCTION_SETS[-1] else instruction_set.lower()
 
 
 def as_markdown(rows: Sequence[NativeKernelRow], options: argparse.Namespace, load: float) -> str:
-    """The table, with the ratio of what a step does."""
+    """Return the table, with the ratio for a step."""
     columns = [f"{work}, {who}" for work in WORK for who in (COMPILED, TORCH)]
     lines = [
         f"{processor_model()}, kernels with {instruction_sets()[-1]}; torch {torch.__version__}; "
@@ -181,7 +181,7 @@ def as_markdown(rows: Sequence[NativeKernelRow], options: argparse.Namespace, lo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

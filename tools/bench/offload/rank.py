@@ -1,7 +1,7 @@
 """One rank of the benchmark of all-reduce coarsening.
 
-Started for each by `run.py`, with its settings as JSON; rank 0 writes the seconds of the slowest
-rank to `result.json`.
+Started once per rank by `run.py`, with its settings as JSON. Rank 0 writes the seconds of the
+slowest rank to `result.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.parallel.groups import ProcessGroups
 
 WARM_UP = 2
 APART = "apart"
-"""What is named so finishes all sums before it updates anything."""
+"""Name of the contender that finishes all sums before any update."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Updates:
-    """Sum up and apply gradients that are all there at once, in chunks of `k` buckets.
+    """Sum and apply gradients that are all complete at the start, in chunks of `k` buckets.
 
     This is the end of a pipeline's last backward.
     """
@@ -92,7 +92,7 @@ class Updates:
         self._optimizer = OffloadedOptimizer(self._engine, rule, bucket_size=bucket_size)
 
     def step(self, groups: ProcessGroups) -> float:
-        """Seconds of the slowest rank from the first sum to the last update."""
+        """Return the seconds of the slowest rank from the first sum to the last update."""
         engine = self._engine
         engine.begin(StepContext(t=self._optimizer.applied + 1))
         engine.expect_last_backward()
@@ -111,6 +111,6 @@ class Updates:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

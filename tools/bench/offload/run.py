@@ -50,7 +50,7 @@ BUCKET_SIZE, COARSENING = 4_000_000, 4
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """The place of states, and medians of a step and of its part after backward, in seconds.
+    """Where states are, with the median seconds of a step and of its part after backward.
 
     Bytes on the device, of which `buffers` are neither parameters nor gradients, and in host
     memory.
@@ -66,7 +66,7 @@ class States:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Buckets of an all-reduce, or `APART`.
+    """Buckets per all-reduce, or `APART`.
 
     Median seconds, and the speed over that of `APART`, median of the rounds.
     """
@@ -77,7 +77,7 @@ class Chunks:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     report: dict[str, Any] = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     lines = [
@@ -97,11 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-# ---- one process: states here and there ---------------------------------------------------------
+# ---- one process: states on the device and in host memory ----------------------------------------
 
 
 class WatchedMemory(Ours):
-    """Our trainer, with a stopwatch on what follows backward: means, norm, optimizer."""
+    """Our trainer, with a stopwatch on the part after backward: means, norm, optimizer."""
 
     def __init__(self, flags: Sequence[str], groups: ProcessGroups, run_dir: Path, name: str):
         super().__init__(flags, groups, run_dir, name=name)
@@ -146,9 +146,9 @@ class WatchedMemory(Ours):
 
 
 def states(shape: Shape, options: argparse.Namespace) -> tuple[list[States], dict[str, float]]:
-    """Steps with states on the device and in host memory.
+    """Compare steps with states on the device and in host memory.
 
-    The ratios of resident to offloaded seconds, and of bytes on the device.
+    Returns the ratios of resident to offloaded seconds, and of bytes on the device.
     """
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -217,7 +217,7 @@ def _states_table(rows: Sequence[States], ratios: dict[str, float]) -> list[str]
 
 
 def coarsening(options: argparse.Namespace) -> list[Chunks]:
-    """Sums and updates of two ranks for each k, beside all sums first."""
+    """Time sums and updates of two ranks for each k, and with all sums first."""
     side, matrices = (64, 16) if options.smoke else (512, 120)
     with tempfile.TemporaryDirectory() as folder:
         settings = {

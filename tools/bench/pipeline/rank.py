@@ -1,7 +1,7 @@
 """One stage of the benchmark of pipeline schedules.
 
-Started for each by `run.py`, with its settings as JSON; rank 0 writes the seconds of the slowest
-rank to `result.json`.
+Started once per stage by `run.py`, with its settings as JSON. Rank 0 writes the seconds of the
+slowest rank to `result.json`.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ class SleepingStage:
         self._made = torch.zeros(settings["shape"])
 
     def names(self, chunk: int) -> tuple[str, ...]:
-        """No parameters."""
+        """Return no parameters."""
         return ()
 
     def forward(self, iteration: int, batch: Any, hidden: object, *, chunk: int) -> torch.Tensor:
-        """An activation, or a loss at the end."""
+        """Return an activation, or a loss in the last stage."""
         time.sleep(self._forward)
         return torch.zeros(()) if self._place.is_last(chunk) else self._made.clone()
 
     def backward(self, index: int, gradient: object, *, chunk: int) -> torch.Tensor | None:
-        """The gradient of an activation, none at the beginning."""
+        """Return the gradient of an activation, None in the first stage."""
         time.sleep(self._backward)
         return None if self._place.is_first(chunk) else self._made.clone()
 
 
 def _pipeline(groups: ProcessGroups, chunks: int, settings: dict[str, Any]) -> Pipeline:
     place = StagePosition(stage=groups.pp.rank, stages=groups.pp.size, chunks=chunks)
-    # The runner asks no more of stage and engine than these have.
+    # The runner uses only these parts of a stage and an engine.
     stage: Any = SleepingStage(place, settings)
     engine: Any = SimpleNamespace(expect_last_backward=lambda names: None)
     return Pipeline(
@@ -97,7 +97,7 @@ def _pipeline(groups: ProcessGroups, chunks: int, settings: dict[str, Any]) -> P
 
 
 def _step(pipeline: Pipeline, groups: ProcessGroups, microbatches: int) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     batches: list[Any] = [SimpleNamespace(index=number) for number in range(microbatches)]
     groups.world.barrier()
     began = time.perf_counter()
@@ -110,6 +110,6 @@ def _step(pipeline: Pipeline, groups: ProcessGroups, microbatches: int) -> float
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

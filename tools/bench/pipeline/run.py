@@ -40,7 +40,7 @@ SHAPE = (2, 256, 768)
 class PipelineRow:
     """A schedule: `stages` p, `chunks` v, `microbatches` m; seconds of its median step.
 
-    Bubble on paper, and as measured.
+    It has the theoretical and the measured bubble.
     """
 
     stages: int
@@ -52,7 +52,7 @@ class PipelineRow:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     scale, shape = (0.05, (1, 8, 8)) if options.smoke else (1.0, SHAPE)
     rows: list[PipelineRow] = []
@@ -102,7 +102,7 @@ def _row(
 
 
 def as_markdown(rows: Sequence[PipelineRow]) -> str:
-    """The table, and what it is of."""
+    """Return the table with its explanation."""
     plain = {(row.stages, row.microbatches): row.seconds for row in rows if row.chunks == 1}
     lines = [
         f"Passes that sleep {1e3 * FORWARD:.0f} and {1e3 * BACKWARD:.0f} ms a stage; activations "

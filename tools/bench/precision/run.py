@@ -44,21 +44,21 @@ from tools.bench.common.side_by_side import (
 )
 
 TARGET = 1 / 1.3
-"""Tokens/s of a bf16 step over those of an fp32 step."""
+"""Tokens/s of a bf16 step over tokens/s of an fp32 step."""
 SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=256, vocabulary=4096, batch=4)
 SMOKE = Shape(layers=1, hidden=32, heads=2, sequence=32, vocabulary=128, batch=2)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Unwidened:
-    """A contender's steps by the CPU's own 16-bit kernels."""
+    """A contender whose steps use the CPU's own 16-bit kernels."""
 
     def __init__(self, ours: Ours) -> None:
         self.name = f"{ours.name}, not widened"
         self._ours = ours
 
     def step(self) -> float:
-        """Take a step of the same trainer."""
+        """Run a step of the same trainer."""
         with _unwidened():
             return self._ours.step()
 
@@ -111,7 +111,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

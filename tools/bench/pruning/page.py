@@ -53,9 +53,9 @@ PAIRS = (
 class PruningComparison:
     """A comparison of the losses of two ways to prune.
 
-    `difference` is the mean over the seeds both have of the other's validation loss less this
-    one's, `error` its standard error (with one seed by the scatter of all groups that have several,
-    None where there are none).
+    `difference` is the mean, over the seeds that both have, of the other's validation loss minus
+    this one's. `error` is its standard error (with one seed from the scatter of all groups that
+    have several, None if there are none).
     """
 
     name: str
@@ -66,12 +66,12 @@ class PruningComparison:
 
     @property
     def below(self) -> bool:
-        """Return whether it does, beyond twice the error."""
+        """True if the difference exceeds twice the error."""
         return self.error is not None and self.difference > 2 * self.error
 
     @property
     def line(self) -> str:
-        """The verdict in words."""
+        """Return the verdict in words."""
         known = self.error is not None
         error = f"{'~' * (len(self.seeds) == 1)}{self.error:.4f}" if known else "not known"
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
@@ -94,7 +94,7 @@ class Pruning:
 
 
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
-    """The table, and the verdicts."""
+    """Return the table and the verdicts."""
     facts = {group.name: pruning_of(group.name, rows) for group in groups}
     comparisons = comparisons_of(rows)
     lines = table(COLUMNS, (_cells(group, facts[group.name]) for group in groups))
@@ -109,9 +109,9 @@ def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
 
 
 def comparisons_of(rows: Sequence[Row]) -> list[PruningComparison]:
-    """The `PAIRS` of which both have ended well with a seed in common.
+    """Compare the `PAIRS` whose groups both have finished runs with a common seed.
 
-    Runs of one seed have one dense run, so that their losses differ as their gaps do.
+    Runs of one seed share their dense run, so the difference of losses is the difference of gaps.
     """
     gaps = gaps_of(rows)
     scatter, found = scatter_of(gaps.values()), []

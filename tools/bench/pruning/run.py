@@ -1,10 +1,12 @@
-"""The cost of a pruned network in loss, by the way it was pruned.
+"""Measure what pruning costs in validation loss, for each way to choose the pruned entries.
 
-    python -m tools.bench.pruning.run --text-folder TEXT --jobs 2    runs what has no row yet
-    python -m tools.bench.pruning.run --report                       page, numbers and picture
+    python -m tools.bench.pruning.run --text-folder TEXT --jobs 2      run what has no result yet
+    python -m tools.bench.pruning.run --report                         write tables and plots
+    python -m tools.bench.pruning.run --text-folder TEXT --measure     estimate the total time
+    python -m tools.bench.pruning.run --list                           list the runs
 
-The runs of `study.py`, made and reported as `tools.bench.convergence.run` does its own; dense runs
-that are in `--work` are taken as they are.
+The runs of `study.py` are made and reported by `tools.bench.convergence.run`, whose `--help`
+describes the model, the data and how a study is resumed. Finished dense runs in WORK are reused.
 """
 
 from __future__ import annotations
@@ -15,4 +17,4 @@ from tools.bench.convergence.run import main
 from tools.bench.pruning.page import PRUNING
 
 if __name__ == "__main__":
-    sys.exit(main(study=PRUNING))
+    sys.exit(main(study=PRUNING, description=__doc__))

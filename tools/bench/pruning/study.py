@@ -1,7 +1,4 @@
-"""The runs of the study of pruning.
-
-No torch. No torch.
-"""
+"""The runs of the study of pruning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ SPARSITY = Fraction(9, 10)
 REWIRED = (Fraction(9, 10), Fraction(8, 10), Fraction(7, 10))
 EARLY_BIRD_INTERVAL = 10
 DSR_INTERVAL = 50
-"""Steps between masks drawn, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
+"""Steps between mask draws, and between rewirings at first, of a run of `REFERENCE_STEPS`."""
 SMALL_SHAPE = shape_of(stored(StudyPlan.sequence, SPARSITY), StudyPlan.sequence)
 """Shape of the dense model with as many parameters as the pruned one stores."""
 
 
 def study() -> tuple[StudyRun, ...]:
-    """All runs, those first that matter most: a study may be stopped at any of them.
+    """Return all runs, the most important first: a study may be stopped at any of them.
 
     Its dense runs are those of the study of Radius, so that one folder of runs serves both.
     """
@@ -51,7 +48,7 @@ def study() -> tuple[StudyRun, ...]:
 
 
 def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam") -> StudyRun:
-    """Pruned at once where it leaves the dense run."""
+    """Return a run that is pruned at its fork from the dense run."""
     return StudyRun(
         variant=f"{ticket}_{float(SPARSITY):g}",
         seed=seed,
@@ -64,7 +61,7 @@ def pruned(ticket: Ticket, *, seed: int = SEEDS[0], optimizer: Optimizer = "adam
 
 
 def early_bird(*, seed: int = SEEDS[0]) -> StudyRun:
-    """Pruned as soon as what pruning would keep holds still."""
+    """Return a run that is pruned once its mask is stable."""
     return StudyRun(
         variant=f"early_bird_{float(SPARSITY):g}",
         seed=seed,
@@ -77,13 +74,13 @@ def early_bird(*, seed: int = SEEDS[0]) -> StudyRun:
 
 
 def small(*, seed: int = SEEDS[0]) -> StudyRun:
-    """A dense model of the same family with as many parameters."""
+    """Return a dense model of the same family with as many parameters."""
     layers, hidden = SMALL_SHAPE
     return StudyRun(variant=f"dense_{layers}x{hidden}", seed=seed, shape=SMALL_SHAPE)
 
 
 def with_radius(density: str = "0.4") -> StudyRun:
-    """Pruned, and of what is left a part is sent."""
+    """Return a pruned run that sends a part of the stored entries."""
     return StudyRun(
         variant=f"magnitude_{float(SPARSITY):g}-radius_{density}",
         seed=SEEDS[0],
@@ -97,9 +94,9 @@ def with_radius(density: str = "0.4") -> StudyRun:
 
 
 def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> StudyRun:
-    """Sparse from the beginning, by a random mask that stays or by one that DSR changes.
+    """Return a run that is sparse from the beginning, with a random mask, fixed or changed by DSR.
 
-    `keep_moments`: of what a rewiring leaves in place.
+    `keep_moments`: a rewiring keeps the moments of weights that stay.
     """
     kept = "-kept_moments" * keep_moments
     return StudyRun(

@@ -1,4 +1,4 @@
-"""Model state as it lies in memory: bytes of the tensors of a trainer, and gradients on the way."""
+"""Measured model state: bytes of a trainer's tensors, and gradients alive during backward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ KINDS = ("parameters", "gradients", "master", "moments", "index", "scratch", "ot
 class ModelState:
     """Return bytes by kind (`KINDS`) for `entries` parameters.
 
-    `stored` of them have states, and `indexed` of these lie in tensors with an index. `scratch` is
-    the optimizer's; `other` is whatever tensor was made since the count began and is none of the
-    rest.
+    `stored` of them have states, and `indexed` of these are in tensors with an index. `scratch` is
+    the optimizer's; `other` is any other tensor made since the count began.
     """
 
     bytes: Mapping[str, int]
@@ -35,16 +34,16 @@ class ModelState:
 
     @property
     def f(self) -> float:
-        """Stored over all, as in the SAMO paper."""
+        """Stored entries over all, as in the SAMO paper."""
         return self.stored / self.entries
 
     @property
     def each(self) -> float:
-        """Bytes a parameter, of all kinds."""
+        """Bytes per parameter, of all kinds."""
         return sum(self.bytes.values()) / self.entries
 
     def expected(self, grad_bytes: int, param_bytes: int = 2) -> float:
-        """Bytes a parameter that the path's note promises of a CPU."""
+        """Bytes per parameter that the path's log line states for a CPU."""
         kinds = state_bytes(
             self.entries,
             self.stored,
@@ -56,7 +55,7 @@ class ModelState:
 
 
 def count(optimizer: BucketOptimizer, before: Mapping[int, int]) -> ModelState:
-    """Count what there is beyond the storages that were there `before` (`tensors.storages`)."""
+    """Count tensors other than the storages that existed `before` (`tensors.storages`)."""
     engine = optimizer.engine
     slices = [(info, where.numel) for info, _, where in engine.slices()]
     leaves = [leaf for info, _ in slices for leaf in info.leaves]
@@ -74,7 +73,7 @@ def count(optimizer: BucketOptimizer, before: Mapping[int, int]) -> ModelState:
     others = (size for at, size in storages().items() if at not in known and at not in before)
     kinds["other"] = sum(others) - kinds["index"]
     entries = sum(math.prod(info.logical_shape) for info, _ in slices)
-    # Vocabulary padding is stored where everything is.
+    # Vocabulary padding is stored if the tensor is stored whole.
     stored = [(numel, math.prod(info.logical_shape)) for info, numel in slices]
     return ModelState(
         bytes={kind: kinds[kind] for kind in KINDS},
@@ -85,10 +84,11 @@ def count(optimizer: BucketOptimizer, before: Mapping[int, int]) -> ModelState:
 
 
 def watch_gradients(trainer: Trainer) -> WholeGradients:
-    """Count the dense gradients of matrices in every backward of the trainer from here on.
+    """Count the dense gradients of matrices in every later backward of the trainer.
 
-    A CPU without 16-bit products widens a slice of a weight at a time (`_WIDENED_ELEMENTS`). For a
-    small model the slice would be the weight, and count as a gradient: slices are smaller here.
+    A CPU without 16-bit products widens a slice of a weight at a time (`_WIDENED_ELEMENTS`). In a
+    small model the slice would be the whole weight and count as a gradient, so slices are made
+    smaller here.
     """
     infos = trainer.engine.infos.values()
     watch = WholeGradients(tuple(info.param.shape) for info in infos if info.param.dim() > 1)

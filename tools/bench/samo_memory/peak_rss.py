@@ -1,4 +1,4 @@
-"""Peak resident memory of a training run, less what a process with torch has anyway.
+"""Peak resident memory of a training run, minus that of a process that has imported torch.
 
     python -m tools.bench.samo_memory.peak_rss FILE FLAGS...
 
@@ -17,7 +17,7 @@ from tools.bench.common.tensors import resident  # imports torch
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one training run; its exit code."""
+    """Run one training run and return its exit code."""
     before = resident("VmRSS")
     from pretrain_gpt import main as train
 
@@ -30,6 +30,6 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # torch's own threads sometimes abort an interpreter that takes itself apart.
+    # torch's threads sometimes abort the interpreter while it shuts down.
     sys.stdout.flush()
     os._exit(code)

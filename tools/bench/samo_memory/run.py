@@ -36,14 +36,14 @@ from tools.bench.samo_memory.model_state import KINDS, ModelState, count, watch_
 
 SPARSITIES = ("0", "0.25", "0.5", "0.8", "0.9", "0.95")
 GRADIENTS = {2: ("--grad-reduce-in-bf16",), 4: ()}
-"""Bytes of a gradient, and the flags of bf16 runs that make it so."""
+"""Bytes per entry of a gradient, with the flags of bf16 runs that select them."""
 SHAPE = Shape(sequence=96, batch=2)
-"""No activation has the shape of a weight, so that gradients are told from them."""
+"""No activation has the shape of a weight, so that gradients can be told from activations."""
 SMOKE = replace(SHAPE, layers=2, hidden=32, heads=2, vocabulary=512, sequence=40)
 PAPER = 20
-"""Bytes a parameter of the paper's dense training, which keeps fp32 copies of gradients."""
+"""Bytes per parameter of the paper's dense training, which keeps fp32 copies of gradients."""
 WITHIN = 0.1
-"""Bytes a parameter above 18 f + 2 or 20 f + 2: the optimizer's chunk of 1 MiB is 0.08 of these."""
+"""Tolerance in bytes per parameter; 0.08 of it is the optimizer's chunk of 1 MiB."""
 EXACTLY = 0.01
 NOTE = f"""Counted after two steps, a parameter: f is stored over all parameters, p the sparsity of
 what is pruned, `scratch` the optimizer's chunk of 1 MiB, `other` what else the steps left. 24 f + 2
@@ -56,7 +56,7 @@ RUN = "--train-iters 4 --eval-iters 0 --log-interval 1 --bf16"
 class MemoryRow:
     """A measurement of one sparsity ("dense": the dense path).
 
-    `gradients`: most whole gradients alive at once.
+    `gradients`: maximum number of whole gradients alive at once.
     """
 
     sparsity: str
@@ -81,7 +81,7 @@ class MemoryRow:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     shape = SMOKE if options.smoke else SHAPE
     rows = [
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(shape: Shape, sparsity: str, grad_bytes: int) -> MemoryRow:
-    """Train two steps and count; the second tells how many whole gradients there are at once."""
+    """Train two steps and count; the second step counts whole gradients alive at once."""
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     before = storages()
     with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "console"):
@@ -117,14 +117,14 @@ def measure(shape: Shape, sparsity: str, grad_bytes: int) -> MemoryRow:
 
 
 def path_flags(sparsity: str, ticket: str) -> list[str]:
-    """The flags of `sparsity` with masks of this ticket, or of the dense path."""
+    """Return the flags of `sparsity` with masks of this ticket, or of the dense path."""
     if sparsity == "dense":
         return ["--grad-path", "dense"]
     return ["--grad-path", "samo", "--samo-sparsity", sparsity, "--samo-pruning", ticket]
 
 
 def peak_rss(shape: Shape) -> dict[str, int]:
-    """Peak bytes of short training runs beyond an imported torch, by name of the run."""
+    """Return peak bytes of short training runs beyond an imported torch, by name of the run."""
     found: dict[str, int] = {}
     for grad_bytes, how in GRADIENTS.items():
         for sparsity in ("dense", "0.9"):
@@ -174,7 +174,7 @@ def targets(rows: Sequence[MemoryRow], grad_bytes: int) -> list[SpeedTarget]:
 def as_markdown(
     rows: Sequence[MemoryRow], peaks: Mapping[str, int], reached: Sequence[SpeedTarget]
 ) -> str:
-    """Tables by bytes of a gradient, peaks of runs, targets."""
+    """Return tables by bytes of a gradient, peaks of runs, and targets."""
     parts = [NOTE]
     for grad_bytes in GRADIENTS:
         mine = [row for row in rows if row.grad_bytes == grad_bytes]
@@ -208,7 +208,7 @@ def _table(rows: Sequence[MemoryRow], grad_bytes: int) -> str:
                 "",
                 f"{row.saved:.1%}",
                 "",
-            ]  # the equations are of compressed states
+            ]  # the equations are about compressed states
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

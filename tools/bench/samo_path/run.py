@@ -3,7 +3,7 @@
     python -m tools.bench.samo_path.run [--out FOLDER]      half an hour; as root
     python -m tools.bench.samo_path.run --cost              compressing and expanding at 124M
 
-`tools.bench.gradient_path.run` with the rows of SAMO; its flags.
+Runs `tools.bench.gradient_path.run` with the rows of SAMO, and takes its flags.
 """
 
 from __future__ import annotations

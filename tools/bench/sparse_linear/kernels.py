@@ -1,7 +1,7 @@
-"""The ways to compute a pruned fully connected layer that torch has, for `run.py`.
+"""The kernels for a pruned fully connected layer that torch has, for `run.py`.
 
-y = x W^T; backward finds the input's gradient g W, and g^T x at the weights that exist. A sparse
-kernel gets what suits it best beforehand: the index of W and of W^T, activations in either order.
+y = x W^T; backward computes the input's gradient g W, and g^T x at the stored weights. A sparse
+kernel gets its preferred form beforehand: the index of W and of W^T, activations in either order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operands:
     def draw(
         cls, size: int, *, tokens: int, sparsity: float, dtype: str, device: torch.device
     ) -> Operands:
-        """Normal numbers, the zeros wherever chance puts them."""
+        """Draw normal numbers with randomly placed zeros."""
         random = torch.Generator().manual_seed(size)
         weight = torch.randn(size, size, generator=random)
         weight[torch.rand(size, size, generator=random) < sparsity] = 0.0
@@ -50,8 +50,8 @@ class Operands:
 class Kernel:
     """One pass of the layer.
 
-    `run` returns the output; of a backward the input's gradient and the weights', whole or CSR.
-    `missing`: why it cannot run at all. `weight`: what it multiplies by.
+    `run` returns the output; in a backward the gradients of the input and of the weights, whole or
+    CSR. `missing` says why it cannot run. `weight` is the matrix that it multiplies by.
     """
 
     name: str
@@ -61,10 +61,9 @@ class Kernel:
 
 
 def kernels(operands: Operands, one_pass: str) -> Iterator[Kernel]:
-    """All of one pass, dense first.
+    """Return all kernels of one pass, dense first.
 
-    A CPU's sparse kernels refuse 16 bit and get fp32 as well, which is what a run in 16 bit would
-    have to do.
+    A CPU's sparse kernels refuse 16 bit and get fp32 instead, as a 16-bit run would have to do.
     """
     yield Kernel(DENSE, _dense(operands, one_pass), operands.weight)
     yield from _both_orders(operands, one_pass)
@@ -80,7 +79,10 @@ def _both_orders(operands: Operands, one_pass: str, *, suffix: str = "") -> Iter
 
 
 def check(kernel: Kernel, operands: Operands) -> str:
-    """Run it once and compare: "", or why torch refuses. A wrong result is our own bug."""
+    """Run a kernel once and compare; return "" or why torch refuses.
+
+    A wrong result is a bug here.
+    """
     try:
         found = kernel.run()
     except (NotImplementedError, RuntimeError) as error:
@@ -108,7 +110,7 @@ def _dense(operands: Operands, one_pass: str) -> Callable[[], object]:
 
 
 def _csr(operands: Operands, one_pass: str) -> Callable[[], object]:
-    """Activations lie token by token, as those of a dense layer; libraries take them so."""
+    """Return kernels for activations stored token by token, as in a dense layer."""
     sparse, transposed = _both(operands.weight)
     x, grad = operands.x, operands.grad
     if one_pass == "forward":
@@ -120,7 +122,7 @@ def _csr(operands: Operands, one_pass: str) -> Callable[[], object]:
 
 
 def _csr_features_first(operands: Operands, one_pass: str) -> Callable[[], object]:
-    """Activations lie feature by feature, before and after."""
+    """Return kernels for activations stored feature by feature, before and after."""
     sparse, transposed = _both(operands.weight)
     x, grad = operands.x.t().contiguous(), operands.grad.t().contiguous()
     if one_pass == "forward":
@@ -132,7 +134,7 @@ def _csr_features_first(operands: Operands, one_pass: str) -> Callable[[], objec
 
 
 def _two_of_four(operands: Operands, one_pass: str) -> Kernel:
-    """Return the kernel for at most two nonzeros of four; of groups with more the smallest go."""
+    """Return the kernel for two nonzeros of four; the smallest others are dropped."""
     groups = operands.weight.view(-1, 4)
     kept = torch.zeros_like(groups).scatter_(1, groups.abs().topk(2).indices, 1.0)
     weight = (groups * kept).view_as(operands.weight)
@@ -151,7 +153,7 @@ def _both(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _with_short_index(weight: torch.Tensor) -> torch.Tensor:
-    """CSR with int32 positions, which the libraries take as they are."""
+    """Convert to CSR with int32 positions, which the libraries use directly."""
     with _unfinished():
         found = weight.to_sparse_csr()
         rows, columns = found.crow_indices().int(), found.col_indices().int()
@@ -162,7 +164,7 @@ def _with_short_index(weight: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _unfinished() -> Iterator[None]:
-    """Torch warns that its sparse tensors are a beta or a prototype."""
+    """Suppress torch's warning that its sparse tensors are a beta or a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

@@ -27,7 +27,7 @@ NOTE = (
 class SparseLinearRow:
     """One kernel at one size.
 
-    Median and least seconds, and the median of its seconds over those of the dense kernel in the
+    Median and minimum seconds, and the median of its seconds over those of the dense kernel in the
     same round.
     """
 
@@ -42,7 +42,7 @@ class SparseLinearRow:
 
 @dataclass(frozen=True)
 class Absence:
-    """A kernel that is not there, and why."""
+    """A kernel that is not available, with the reason."""
 
     dtype: str
     one_pass: str
@@ -65,11 +65,11 @@ class Report:
         return list(dict.fromkeys(row.dtype for row in self.rows))
 
     def of(self, dtype: str, one_pass: str) -> list[SparseLinearRow]:
-        """The rows of a panel."""
+        """Return the rows of a panel."""
         return [row for row in self.rows if (row.dtype, row.one_pass) == (dtype, one_pass)]
 
     def as_markdown(self, dtype: str) -> str:
-        """A heading and a table for each pass, and what is missing."""
+        """Return a heading and a table for each pass, and the missing kernels."""
         lines = [f"### {dtype}", ""]
         for one_pass in PASSES:
             rows = self.of(dtype, one_pass)
@@ -113,7 +113,7 @@ def _cell(row: SparseLinearRow) -> str:
 
 
 def _plot(file: Path, report: Report) -> None:
-    """Milliseconds over size, both by powers; a row for each dtype, a column for each pass."""
+    """Draw milliseconds over size, both logarithmic; a row per dtype, a column per pass."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -40,12 +40,12 @@ TOKENS, SPARSITY = 576, 0.9
 SMOKE_SIZES, SMOKE_TOKENS = (16, 48), 24
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 TURN_SECONDS = 0.02
-"""What one turn of a kernel lasts at least, by repeating it: shorter ones the clock sees badly."""
+"""Minimum duration of one turn of a kernel, by repetition, since the clock is coarse."""
 MOST_REPEATS = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.threads:
@@ -112,7 +112,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A kernel that is run `repeats` times in each of its turns."""
+    """A kernel that runs `repeats` times in each of its turns."""
 
     name: str
     run: Callable[[], object]
@@ -127,7 +127,7 @@ class _Timed:
         return cls(kernel.name, kernel.run, repeats, device)
 
     def turn(self) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = perf_counter()

@@ -1,13 +1,13 @@
-"""The loss of a gradient path by time, where the network is slow.
+"""The loss of a gradient path over time, on slow networks.
 
     python -m tools.bench.time_to_loss.run --out FOLDER      as root; ten minutes, 4 ranks
     python -m tools.bench.time_to_loss.run --rates none      the loopback alone, no root
 
-Fewer bytes a step are one thing, more steps to the same loss another. Losses by step are those of
-the convergence study, of its first seed (`tools/bench/convergence/results.jsonl`); what a step of
-each path lasts is measured here on four ranks, as `gradient_path/run.py` does with emulated
-computing, since that is the number of ranks that the study's baselines are of. Writes README.md,
-results.json and figure.png.
+A path may send fewer bytes per step but need more steps to the same loss. Losses by step are those
+of the convergence study, of its first seed (`tools/bench/convergence/results.jsonl`). The time of a
+step of each path is measured here on four ranks, as in `gradient_path/run.py` with emulated
+computation, since the study's baselines use four ranks. Writes README.md, results.json and
+figure.png.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ GROUPS = {
     "radius-0.4-rolling": "rolling_0.4-update",
     "radius-0.1-rolling": "rolling_0.1-update",
 }
-"""The runs of the study that took steps of each method."""
+"""The study's run of each method."""
 RANKS = 4
 RESULTS = REPO / "tools" / "bench" / "convergence" / "results.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCourse:
-    """A run in time.
+    """A run over time.
 
-    `step`: median seconds of a step after the fork from dense; `seconds`: those of the run.
-    `points`: (seconds, mean training loss around then). `dense_then`: the dense run's at the time
-    when this one is over.
+    `step` is the median of seconds per step after the fork from the dense run, `seconds` the time
+    of the run, `points` (seconds, mean training loss around then), and `dense_then` the dense run's
+    loss at the time when this run is over.
     """
 
     method: str
@@ -71,7 +71,7 @@ class LossCourse:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     networks = [Network(ranks=RANKS, rate=rate) for rate in options.rates]
     try:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def runs_of(rows: Sequence[Trained]) -> dict[str, Trained]:
-    """The study's run of each method. Raises `ConfigError` where one is missing or failed."""
+    """Return the study's run of each method. Raises `ConfigError` if one is missing or failed."""
     found: dict[str, Trained] = {}
     for name, group in GROUPS.items():
         here = [row for row in rows if (row["group"], row["seed"]) == (group, SEEDS[0])]
@@ -117,8 +117,8 @@ def steps_on(
 ) -> dict[str, GradientPathRow]:
     """Measure the seconds of a step of each method.
 
-    A resample's length does not depend on how many steps lie between two, so few do; what a rolling
-    schedule sends does, so that has the study's interval.
+    The time of a resample does not depend on the interval, so a short interval is used. The bytes
+    of a rolling schedule do, so it uses the study's interval.
     """
     rolling = [name for name in GROUPS if name.endswith("rolling")]
     (interval,) = {trained[name]["interval"] for name in rolling}
@@ -141,7 +141,7 @@ def steps_on(
 def courses(
     trained: Mapping[str, Trained], steps: Mapping[str, GradientPathRow]
 ) -> list[LossCourse]:
-    """Each run in time, in the order of `GROUPS`."""
+    """Return each run over time, in the order of `GROUPS`."""
     dense = steps[DENSE].median
     times = {
         name: [seconds_until(step, row, steps[name], dense) for step, _ in row["curve"]]
@@ -150,7 +150,7 @@ def courses(
     losses = {name: [loss for _, loss in row["curve"]] for name, row in trained.items()}
     found: list[LossCourse] = []
     for name, seconds in times.items():
-        # Smoothed as the end of a run is, which has nothing to its right.
+        # Smoothed like the end of a run, which has no later points.
         then = [
             loss for t, loss in zip(times[DENSE], losses[DENSE], strict=True) if t <= seconds[-1]
         ]
@@ -171,8 +171,8 @@ def courses(
 def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -> float:
     """Return the seconds of the first `step` steps of a run.
 
-    Dense ones up to the fork and then its own, of which each `interval`-th is a resample where the
-    method has those.
+    These are dense steps up to the fork and then its own, of which each `interval`-th is a resample
+    if the method has resamples.
     """
     if run["start"] is None:
         return step * dense
@@ -185,7 +185,7 @@ def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -
 
 
 def as_markdown(found: Mapping[str, Sequence[LossCourse]], trained: Mapping[str, Trained]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [*_note(trained["radius-0.4"]), ""]
     lines += ["![Training loss by time](figure.png)", ""]
     head = (
@@ -209,7 +209,7 @@ def as_markdown(found: Mapping[str, Sequence[LossCourse]], trained: Mapping[str,
 
 
 def _note(run: Trained) -> list[str]:
-    """Return the note on the numbers, with those of a Radius run of the study."""
+    """Return the note on the numbers, including those of a Radius run of the study."""
     emulation = Emulation()
     computing = f"{1e3 * (emulation.forward + emulation.backward):.0f} ms"
     return textwrap.wrap(
@@ -226,7 +226,7 @@ def _note(run: Trained) -> list[str]:
 
 
 def draw(path: Path, *, found: Mapping[str, Sequence[LossCourse]]) -> bool:
-    """The losses from the fork on, a panel for each network. False without matplotlib."""
+    """Draw the losses from the fork on, a panel for each network. False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -242,7 +242,7 @@ def draw(path: Path, *, found: Mapping[str, Sequence[LossCourse]]) -> bool:
             losses = [loss for _, loss in row.points]
             axes.plot(minutes, losses, line, color=color, label=row.method, linewidth=1.6)
             axes.plot(minutes[-1:], losses[-1:], "o", color=color, markersize=4)
-        # What comes before the fork is the same run, and steep.
+        # Before the fork all runs are the same, and the curve is steep.
         later = [loss for row in rows for _, loss in row.points[len(row.points) // 5 :]]
         axes.set_ylim(min(later) - 0.05, max(later) + 0.05)
         axes.set_title(network, loc="left", fontsize=11)

@@ -19,22 +19,21 @@ PIPELINE = {24: 46.08, 6: 34.05}
 ALL_REDUCE = {24: 0.62, 6: 4.32}
 GAIN = 13.0
 OVER_OPTIMIZER = 2.5
-"""All-reduce over optimizer at G_inter 6 (V-C)."""
+"""Ratio of all-reduce to optimizer at G_inter 6 (V-C)."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """12B on 48 GPUs, batch 2048, micro-batch 1, with so many stages."""
+    """Return 12B on 48 GPUs, batch 2048, micro-batch 1, with `stages` stages."""
 
     machine: Machine
     stages: int
 
     @cached_property
     def setting(self) -> Setting:
-        """Return the setting without overlap of all-reduce and optimizer, which came later.
+        """Return the setting without overlap of all-reduce and optimizer, a later addition.
 
-        States are offloaded, in buckets of 16 million, where they are not spread over enough
-        stages.
+        States are offloaded, in buckets of 16 million, if they are not spread over enough stages.
         """
         flags = (
             f"--config {REPO}/configs/gpt_12b.yaml --global-batch-size 2048 --micro-batch-size 1 "
@@ -51,7 +50,7 @@ class Ablation:
 
     @property
     def pipeline(self) -> float:
-        """Seconds until all stages are through with backward."""
+        """Return the seconds until all stages have finished backward."""
         phases = self.step.phases
         return phases.compute + phases.messages + phases.bubble
 
@@ -78,7 +77,7 @@ class Ablation:
 
 
 def fitted(start: Machine = SUMMIT) -> Machine:
-    """`reached` from the all-reduce of 24 stages, then `efficiency` from the pipeline of 6."""
+    """Fit `reached` to the all-reduce of 24 stages, then `efficiency` to the pipeline of 6."""
     guess = Ablation(start, 24)
     reached = start.reached * guess.all_reduce / ALL_REDUCE[24]
     machine = replace(start, reached=reached)
@@ -90,7 +89,7 @@ def fitted(start: Machine = SUMMIT) -> Machine:
 
 
 def told(machine: Machine) -> dict[str, str]:
-    """The two constants in words."""
+    """Return the two constants in words."""
     node = machine.reached * 25
     return {
         "EFFICIENCY, share of 125 TFLOP/s that passes reach": f"{machine.efficiency:.3f}",
@@ -101,7 +100,7 @@ def told(machine: Machine) -> dict[str, str]:
 
 
 def ablation(machine: Machine) -> ReplayTable:
-    """The table of it."""
+    """Return the table of both figures."""
     runs = {stages: Ablation(machine, stages) for stages in (6, 12, 24, 48)}
     gain = 100 * (1 - runs[6].step.length / runs[24].step.length)
     fig5 = ", ".join(f"{stages}: {run.pipeline:.1f} s" for stages, run in runs.items())

@@ -18,22 +18,21 @@ from tools.planner.site import Link
 PERCENT = (49.4, 54.78)
 MICRO_BATCHES = (1, 2, 4, 8)
 WEAK = {"12b": 48, "24b": 96, "50b": 192, "100b": 384}
-"""GPUs (table I)."""
+"""Numbers of GPUs (table I)."""
 
 
 @dataclass(frozen=True)
 class Framework:
     """A framework that AxoNN is compared with.
 
-    (micro-batch, G_intra, G_inter) by model (table II), and the percentages of peak that the text
-    tells.
+    (micro-batch, G_intra, G_inter) by model (table II), and the percentages of peak in the text.
     """
 
     name: str
     settings: dict[str, tuple[int, int, int]]
     percent: tuple[float, float]
     slower: float
-    """Than AxoNN at 100B, how many times as long."""
+    """Ratio of its step to AxoNN's at 100B."""
     strong: float
     """Percentage by which AxoNN is ahead with 12B on 384 GPUs."""
     flags: str
@@ -70,7 +69,7 @@ def _percent(plan_of: Plan, seconds: float) -> float:
 
 
 def _axonn_step(machine: Machine, model: str, world: int, more: str = "") -> tuple[float, float]:
-    """Seconds and percent of peak."""
+    """Return seconds and percent of peak."""
     flags = f"--config {REPO}/configs/gpt_{model}.yaml --overlap-grad-reduce false {more}"
     plan_of = machine.plan(flags, world)
     setting = Setting.of(plan_of.grid, plan_of.site, [stage.rank for stage in plan_of.stages])
@@ -101,7 +100,7 @@ def _other_step(
 def _in_parts(machine: Machine, setting: Setting) -> Link:
     """Return the link of a message of which each tensor-parallel rank sends a part.
 
-    The receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so too).
+    The receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so, too).
     """
     dims, share = setting.grid.dims, machine.with_its_share()
     gather = setting.site.link(dims, "tp")
@@ -110,16 +109,16 @@ def _in_parts(machine: Machine, setting: Setting) -> Link:
 
 
 def _strong(step: Callable[[str], tuple[float, float]]) -> float:
-    """Seconds of 12B on 384 GPUs, by flags of a run.
+    """Return the seconds of 12B on 384 GPUs, by flags of a run.
 
-    Its micro-batches are not told, only that they were tuned: the best.
+    The paper does not give the micro-batches, only that they were tuned: the best one is used.
     """
     flags = "--global-batch-size 32768 --micro-batch-size"
     return min(step(f"{flags} {size}")[0] for size in MICRO_BATCHES)
 
 
 def _if_hidden() -> str:
-    """Return the effect of messages that hide behind computing, in words."""
+    """Describe the effect of messages that are hidden behind computation."""
     machine = fitted(replace(SUMMIT, blocking=False))
     model, (deepspeed, _) = "100b", OTHERS
     ours = _axonn_step(machine, model, WEAK[model])[0]
@@ -133,7 +132,7 @@ def _if_hidden() -> str:
 
 
 def scaling(machine: Machine) -> ReplayTable:
-    """The table of it."""
+    """Return the tables of both comparisons."""
     weak = {model: _axonn_step(machine, model, world) for model, world in WEAK.items()}
     low, high = PERCENT
     rows = [

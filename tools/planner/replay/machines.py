@@ -1,4 +1,4 @@
-"""Machines of the papers: plans on them, links as the papers' ranks lay, and fitting."""
+"""Machines of the papers: plans on them, links with the papers' placement of ranks, and fitting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPT2_VOCABULARY = 50257
 
 @dataclass(frozen=True)
 class Machine:
-    """A site under one paper's software.
+    """A site with one paper's software.
 
     `reached`: share of a node's network rate; `blocking`: whether AxoNN's messages keep both their
     GPUs from computing.
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def facts(self) -> Site:
-        """The site with these two for its own."""
+        """Return the site with these two constants."""
         found = read_site(SITES, self.site, self.gpu)
         return replace(found, efficiency=self.efficiency, network_efficiency=self.reached)
 
@@ -59,7 +59,7 @@ class Machine:
     def with_its_share(self) -> Link:
         """Return the link of a GPU while all GPUs of its node send.
 
-        AxoNN's pipelines lie on neighbouring GPUs, so the GPUs of a node belong to as many
+        AxoNN's pipelines use neighbouring GPUs, so the GPUs of a node belong to as many
         data-parallel groups.
         """
         facts = self.facts
@@ -67,12 +67,12 @@ class Machine:
         return Link(facts.nic_latency, rate / facts.gpus_per_node)
 
     def axonn(self) -> Links:
-        """All-reduces and messages go at a GPU's share."""
+        """Return the links: all-reduces and messages get a GPU's share."""
         return Links(self.with_its_share(), self.with_its_share(), blocking=self.blocking)
 
 
 def single(setting: Setting) -> SimulatedStep:
-    """The step of a run that has one kind."""
+    """Return the step of a run that has one kind of step."""
     steps = simulate(setting)
     assert len(steps) == 1, "a dense run"
     return steps[0]

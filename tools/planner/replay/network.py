@@ -1,7 +1,7 @@
-"""Committed benchmarks of gradient paths and pipelines on limited links, beside the simulation.
+"""This repository's benchmarks of gradient paths and pipelines on limited links, simulated.
 
-Latency and rate come from all-reduces of two sizes that the same run timed, what a step takes
-without sending from steps that send nothing. No step that is predicted made any of them.
+Latency and rate come from all-reduces of two sizes timed in the same run, the time of a step
+without communication from steps that send nothing. No constant comes from a predicted step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CROWDED = (
 LAYERS, SHAPE = 8, (1120, 1280)
 PASSES = PassSeconds(0.150, 0.300, 0.0)
 INTERVAL = 5
-"""Any: what is compared is a step between two resamples."""
+"""Any resample interval: the compared step lies between two resamples."""
 METHOD = re.compile(
     r"(?P<path>dense|radius|samo)(-(?P<number>0\.\d+))?(\+radius-(?P<density>0\.\d+))?"
     r"(?P<variants>(-(no-overlap|bf16|fp32))*)"
@@ -44,7 +44,7 @@ SMALL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --mock-data "
     "--vocab-size 64 --micro-batch-size 1 --train-iters 40 --lr 1e-3"
 )
-"""A run whose model is told otherwise."""
+"""A run whose model is given elsewhere."""
 MESSAGE = 2 * 256 * 768 * 4
 """Bytes between the stages of tools/bench/pipeline/run.py, whose passes are those of a stage."""
 STAGE = PassSeconds(0.020, 0.040, 0.0)
@@ -59,7 +59,10 @@ class ReplayMethod:
 
     @classmethod
     def named(cls, name: str) -> ReplayMethod | None:
-        """None: not one of our paths, or one whose time is mostly computing of its own."""
+        """Return the path of a row.
+
+        None if it is not one of the program's paths, or if computation dominates its time.
+        """
         match = METHOD.fullmatch(name)
         if match is None or (match["path"] != "dense") != (match["number"] is not None):
             return None
@@ -89,7 +92,7 @@ def step_of(method: ReplayMethod, link: Link, ranks: int) -> SimulatedStep:
     params = {n: ParamShape(name=n, logical_shape=s, rows=s[0]) for n, s in shapes.items()}
     path, cap = GRADIENT_PATHS[config.gradient.grad_path], math.prod(SHAPE)
     stored = path.stored(config, params.values())
-    # A step's gradients appear in the order of the layers there.
+    # The gradients of a step appear in the order of the layers there.
     entries = [
         p.entry(stored.get(p.name, p.numel), config.precision.param_dtype) for p in params.values()
     ]
@@ -110,7 +113,7 @@ def step_of(method: ReplayMethod, link: Link, ranks: int) -> SimulatedStep:
 
 
 def tables() -> list[ReplayTable]:
-    """All networks with a limit, and the pipelines of one machine."""
+    """Return tables for all networks with a limit, and for the pipelines of one machine."""
     found: list[ReplayTable] = []
     for name in ("gradient_path", "samo_path"):
         emulated = [each for each in _read(name)["tables"] if each["protocol"] == "emulated"]
@@ -135,7 +138,7 @@ def _link(measured: Mapping[str, float]) -> Link:
 
 
 def _network(measured: Mapping[str, Any], link: Link) -> ReplayTable:
-    """`link`: as two ranks timed it under this limit."""
+    """Return a table; `link` was timed by two ranks under this limit."""
     ranks = measured["network"]["ranks"]
     crowded = ranks > CORES
     which = "least" if crowded else "median"

@@ -59,7 +59,7 @@ def lines(found: Sequence[ReplayTable]) -> Iterator[str]:
 
 
 def what_is_off(found: Sequence[ReplayTable]) -> Iterator[str]:
-    """Predictions that miss, in a section of their own."""
+    """Yield a section of predictions that miss."""
     off = [(table, [row for row in table.rows if row.is_off]) for table in found]
     if not any(rows for _, rows in off):
         return

@@ -31,7 +31,7 @@ TABLE_3 = {
     0.1: MeasuredStep(1214.66, 216.39, 110.32),
 }
 COMPUTING = 887.95
-"""What all rows of table 3 leave of a step without the other two columns."""
+"""Milliseconds of a step of table 3 without the other two columns, equal in all rows."""
 FIGURE_3 = {0.9: 944.71}
 """All-reduce, ms."""
 RANKS = (8, 16, 32, 64, 128)
@@ -47,7 +47,7 @@ DAYS = {1.0: 6.44, 0.5: 5.73, 0.4: 5.43, 0.1: 4.78}
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A mean step at density d once Radius is on, ms."""
+    """Return a mean step at density d after Radius has started, ms."""
 
     computing: float
     all_reduce: float
@@ -55,12 +55,12 @@ class ReplayResult:
 
     @property
     def step(self) -> float:
-        """The whole step."""
+        """Milliseconds of the whole step."""
         return self.computing + self.all_reduce + self.overhead
 
 
 def mean_step(machine: Machine, density: float, ranks: int) -> ReplayResult:
-    """GPT-2.0B, no overlap, one resample in `INTERVAL` steps."""
+    """Return GPT-2.0B, no overlap, one resample in `INTERVAL` steps."""
     flags = (
         f"--config {REPO}/configs/gpt_2.0b.yaml --overlap-grad-reduce false "
         f"--micro-batch-size {min(MICRO, BATCH // ranks)}"
@@ -87,7 +87,7 @@ def by_matrix(rank: RankShapes) -> RankShapes:
     """Return the rank with each matrix in a bucket of its own.
 
     Radius in the paper has an index for each layer (section 5), and so no buffer that gathers all
-    chosen entries.
+    selected entries.
     """
     entries = [p.entry(p.numel, rank.buckets[0].kind.dtype) for p in rank.params.values()][::-1]
     matrices, vectors = ([e for e in entries if e.kind.matrix is which] for which in (True, False))
@@ -113,7 +113,7 @@ def fitted() -> Machine:
 
 
 def told(machine: Machine) -> dict[str, str]:
-    """The two constants in words."""
+    """Return the two constants in words."""
     return {
         "EFFICIENCY, share of 312 TFLOP/s that passes reach": f"{machine.efficiency:.3f}",
         "NETWORK_EFFICIENCY, share of a node's 100 GB/s that an all-reduce reaches": (
@@ -123,7 +123,7 @@ def told(machine: Machine) -> dict[str, str]:
 
 
 def tables(machine: Machine) -> list[ReplayTable]:
-    """All three."""
+    """Return all three tables."""
     return [_table_3(machine), _table_7(machine), _days(machine)]
 
 

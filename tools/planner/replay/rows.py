@@ -1,4 +1,4 @@
-"""Tables of what somebody measured beside what the simulation says."""
+"""Tables of measurements with the results of the simulation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FITTED, PREDICTED = "fitted", "predicted"
-"""Kinds of numbers: "fitted" made a constant, "predicted" made none."""
+"""Kinds of numbers: "fitted" determined a constant, "predicted" did not."""
 FAR = 10
-"""Percent, or points, from where on an error is told apart."""
+"""Error, in percent or points, from which on a prediction counts as a miss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRow:
-    """`measured` and `simulated`, in a unit.
+    """`measured` and `simulated` values, in a unit.
 
-    `low` and `high` in place of `measured`: a range that is all that is told. `claim`: the source
-    says that the figure is above this.
+    `low` and `high` in place of `measured`: the source gives only a range. `claim`: the source says
+    that the figure is above this value.
     """
 
     what: str
@@ -49,17 +49,17 @@ class ReplayRow:
 
     @property
     def shown(self) -> str:
-        """The error with its unit."""
+        """Return the error with its unit."""
         return f"{self.error:+.1f}" + (" points" if self.is_share else " %")
 
     @property
     def is_off(self) -> bool:
-        """Return whether a prediction misses by a lot, or makes the opposite of what is claimed."""
+        """Return whether a prediction misses by a lot, or contradicts the source's claim."""
         return self.kind == PREDICTED and (abs(self.error) > FAR or not self.holds)
 
     @property
     def holds(self) -> bool:
-        """Return whether the claim does here."""
+        """Return whether the claim holds in the simulation."""
         return self.claim is None or self.simulated > self.claim
 
     @property
@@ -74,8 +74,7 @@ class ReplayRow:
 class ReplayTable:
     """Rows of one source on one machine.
 
-    `constants`: what was fitted, in words with its value; `source`: whose figures the measured ones
-    are.
+    `constants`: fitted constants, in words with values; `source`: who measured.
     """
 
     name: str
@@ -95,7 +94,7 @@ class ReplayTable:
 
     @property
     def summary(self) -> str:
-        """Mean and largest error of what is predicted, shares apart from the rest."""
+        """Return mean and largest error of the predictions, separately for shares and others."""
         found: list[str] = []
         for shares, unit in ((False, "%"), (True, "points")):
             errors = [

@@ -25,10 +25,12 @@ from tools.planner.simulation import SimulatedPhases
 
 GPU = 16e9
 KEPT = 0.1
-"""f: of all parameters."""
+"""Share f of all parameters."""
 COMPRESSION = 2 + 10 * KEPT
-"""Bytes of a parameter that compressing its 16-bit gradient moves in a backward: reads it, and for
-each entry that is kept reads its index, writes it and adds it up."""
+"""Bytes per parameter that compressing its 16-bit gradient moves in a backward.
+
+It reads the gradient and, for each stored entry, reads its index, writes it and adds it up.
+"""
 PAPER_MODEL = 2_651_553_280
 LENGTH = 2048
 TABLE_II = {
@@ -40,7 +42,7 @@ TABLE_II = {
 """Percent of peak: AxoNN without and with SAMO (its columns are headed ParDNN)."""
 SPEEDUPS = {"XL": (10, 47), "2.7B": (10, 34), "6.7B": (11, 23), "13B": (19, 26)}
 FIGURE_8 = {128: (18, 9, 6, -12), 256: (16.17, 13.17, 11.08, -10.18), 512: (4, 15, 21, -8)}
-"""2.7B: what point-to-point, bubble, collectives and computing lose, percent of AxoNN's batch."""
+"""2.7B: losses in messages, bubble, collectives and computation, in percent of AxoNN's batch."""
 PHASES = ("point-to-point", "bubble", "collectives", "computing")
 
 
@@ -55,7 +57,7 @@ class Model:
     batch: int
 
     def stages(self, compressed: bool) -> int:
-        """The fewest that fit."""
+        """Smallest number of stages that fits."""
         measured = PAPER_SIZES["SAMO" if compressed else "dense"] / PAPER_MODEL
         stages = 1
         while measured * self.parameters / stages > GPU:
@@ -99,7 +101,7 @@ MODELS = {
 
 @cache
 def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> SimulatedPhases:
-    """A step of AxoNN without or with SAMO."""
+    """Return a step of AxoNN without or with SAMO."""
     stages = model.stages(compressed)
     plan = machine.plan(model.flags(stages), gpus)
     whole = pass_seconds(machine.plan(model.flags(1), 1).grid, plan.site, 0)
@@ -114,7 +116,7 @@ def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> Simul
 
 
 def _rank(entries: float, *, ranks: int) -> RankShapes:
-    """One with so many entries, all in one bucket."""
+    """Return a stage with this number of entries, all in one bucket."""
     shape = (max(int(entries) // 64, 1), 64)
     param = ParamShape(name="stage", logical_shape=shape, rows=shape[0])
     buckets = plan_buckets([param.entry(param.numel, "float16")], cap=2**62)
@@ -172,7 +174,7 @@ def _at_most(step: float) -> float:
 
 
 def tables(machine: Machine, axonn: Machine) -> list[ReplayTable]:
-    """`axonn`: Summit with the constants of AxoNN's paper."""
+    """Return the tables; `axonn` is Summit with the constants of AxoNN's paper."""
     return [
         _table_ii(machine, told(machine), "Summit, as SAMO ran it"),
         _speedups(machine),
