@@ -76,7 +76,7 @@ def relative(one: np.ndarray, other: np.ndarray) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """Return whole tensors of a grid by kind and name, its losses, and its bad tensors.
+    """Whole tensors of a grid by kind and name, its losses, and its bad tensors.
 
     A tensor is bad if two ranks have different copies of it or no rank has some part.
     """

@@ -610,7 +610,7 @@ class _Fields:
         self._paths = paths
         self.fixed = task.specs()
         self.takers: dict[str, list[str]] = {}
-        """Return the paths that take an option."""
+        """The paths that take an option."""
         self.extensions: dict[str, FieldSpec] = {}
         self.homes = {spec.name: spec.section for spec in self.fixed.values()}
         """The section that has a field; paths may share it."""
