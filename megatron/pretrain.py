@@ -226,7 +226,7 @@ def run(
                 write_pictures(run_dir, metrics)
             if outcome.left:
                 step = trainer.progress.iteration
-                metrics.log(f"saved step {step} ({outcome.left}); the same command goes on")
+                metrics.log(f"saved step {step} ({outcome.left}); the same command resumes the run")
             # Trackers may take long to close; the ranks leave together after that.
             metrics.close()
             groups.world.barrier()
@@ -433,7 +433,7 @@ def build_optimizer(config: Config, engine: GradientEngine) -> tuple[BucketOptim
     if not config.offload.optimizer_cpu_offload:
         return BucketOptimizer(engine, rule), []
     optimizer = OffloadedOptimizer(engine, rule, bucket_size=config.offload.offload_bucket_size)
-    order = "each bucket is updated as soon as its sum is there"
+    order = "each bucket is updated as soon as its sum has arrived"
     if config.optimizer.clip_grad > 0.0:
         order = "updates wait for the norm of all gradients (--clip-grad 0 overlaps them with sums)"
     return optimizer, [

@@ -109,7 +109,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
     launch = runtime.launch
     metrics.log(
         f"configuration:\n{to_yaml(config).rstrip()}",
-        brief=f"settings, save for defaults (all of them: log.txt):\n{brief_settings(config)}",
+        brief=f"settings that are not defaults (log.txt has all):\n{brief_settings(config)}",
     )
     metrics.log(f"grid: {groups.dims}, started by {launch.launcher}")
     for line in config.descriptions():

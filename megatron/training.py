@@ -137,7 +137,7 @@ class Trainer:
             self._evaluate("valid", self.readers.valid)
         elif self.progress.iteration >= self.total_iterations:
             self.metrics.log(
-                f"all {self.total_iterations} steps are done; raise --train-iters to go on, or "
+                f"all {self.total_iterations} steps are done; raise --train-iters to continue, or "
                 "give --skip-train to evaluate again"
             )
             if self._has_test_loss():
@@ -222,7 +222,7 @@ class Trainer:
             error = NumericsError(
                 f"{limit} steps in a row were skipped, up to step {self.progress.iteration}: their "
                 "gradients were not finite or their losses too far out; nothing is saved, the last "
-                "good checkpoint is kept; lower --lr, or raise --max-skipped-steps to go on"
+                "good checkpoint is kept; lower --lr, or raise --max-skipped-steps to continue"
             )
             error.shared = True
             raise error

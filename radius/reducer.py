@@ -331,7 +331,7 @@ class RadiusReducer(GradientReducer):
         if odd is not None:
             ranks = self.exchange.world_ranks
             raise PeerError(
-                f"rank {ranks[odd]} chose other entries than rank "
+                f"rank {ranks[odd]} selected other entries than rank "
                 f"{ranks[0]} at update {self._step.t}: their gradients would be added "
                 "to those of other weights; must be equal, as on processors that round alike; "
                 "start the same command again on machines of one kind, from the last checkpoint"

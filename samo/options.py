@@ -30,7 +30,7 @@ class SamoConfig:
     )
     samo_scope: Literal["tensor", "global"] = option(
         default="tensor",
-        help="Tensors among which magnitudes are compared: each by itself, or all together.",
+        help="Tensors among which magnitudes are compared: each separately, or all together.",
     )
     samo_mask_file: str | None = option(
         default=None,
@@ -109,7 +109,7 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "samo_keep_embeddings with samo_pruning file",
         lambda o, _: o.samo_pruning == "file" and o.samo_keep_embeddings,
-        "the file says what is pruned",
+        "the file decides which entries are pruned",
         "draw the masks with --keep-embeddings, or drop --samo-keep-embeddings",
     ),
     _pair(
@@ -127,7 +127,7 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "dsr_interval with samo_pruning early-bird",
         lambda o, _: o.dsr_interval is not None and o.samo_pruning == "early-bird",
-        "one waits for a mask that holds still, the other moves it",
+        "one waits for a stable mask, the other changes it",
         "give another --samo-pruning, or drop --dsr-interval",
     ),
     _pair(
@@ -139,7 +139,7 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "dsr_interval with samo_sparsity 0",
         lambda o, _: o.dsr_interval is not None and o.samo_sparsity == 0,
-        "there is no place to grow at",
+        "no entry could grow",
         "raise --samo-sparsity, or drop --dsr-interval",
     ),
 )

@@ -278,7 +278,7 @@ status = read_status(sys.argv[1])
 if status is not None and status.state == "failed":
     print(f"launch.sh: rank {status.rank}: {' '.join(status.reason.split())}")
 if status is not None and status.state == "left":
-    print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command goes on")
+    print(f"launch.sh: saved step {status.iteration} ({status.left}); the same command resumes the run")
 PY
   fi
 fi

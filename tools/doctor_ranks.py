@@ -79,7 +79,7 @@ def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
         timeout = timedelta(minutes=TIMEOUT_MINUTES)
         groups = ProcessGroups.build(dims, rank=launch.rank, timeout=timeout)
         if not sums:
-            place[0] = "telling each other where they are"
+            place[0] = "exchanging host names"
             _tell_ranks(launch, runtime, groups.world.all_gather_str)
         for name in ("world", "tp", "dp", "pp", "embedding"):
             group = getattr(groups, name)

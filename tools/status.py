@@ -39,7 +39,7 @@ from megatron.status import STATUS, Status, read_status  # noqa: E402
 CONFIG, LOG = "config.yaml", "log.txt"
 MEANINGS = {
     0: "as asked",
-    1: "an error that nobody foresaw; its traceback is in status.json",
+    1: "an unexpected error; its traceback is in status.json",
     2: "the configuration is wrong",
     3: "the data are wrong",
     4: "a checkpoint cannot be written or read",
@@ -150,12 +150,12 @@ def _why_lost(
         return None
     if not here and age is not None and age < STALE_SECONDS:
         return None
-    why = "every process ended without a word: killed, or left early"
+    why = "every process ended without a report: killed, or left early"
     if not here:
-        why = f"nothing was heard of it for more than {STALE_SECONDS:g} s"
+        why = f"no sign of life for more than {STALE_SECONDS:g} s"
     if seen:
         last = min(seen, key=lambda one: (one.phase == "receive", one.beats))
-        why += f"; rank {last.rank} had come the least far: {last}"
+        why += f"; rank {last.rank} had made the least progress: {last}"
     return why
 
 

@@ -65,7 +65,7 @@ def check(folder: Path, *, tables: bool) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     for path in listing.drafts:
-        print(f"{path}: what a save or a removal that did not end left, never loaded")
+        print(f"{path}: left by a save or a removal that did not finish, never loaded")
     for path in listing.damaged:
         print(f"{path}: set aside as damaged, not checked")
     if not listing.committed:

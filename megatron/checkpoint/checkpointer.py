@@ -318,7 +318,7 @@ class Checkpointer:
         if idle and not origin.own:
             raise CheckpointError(f"{origin.path}: with {left} steps left, {idle}")
         if idle:
-            self.metrics.log(f"the gradient path will not do what it is for: {idle}")
+            self.metrics.log(f"the gradient path will have no effect: {idle}")
 
     def _announce_grid(self, saved: Checkpoint) -> None:
         now = self.groups.dims.sizes
@@ -326,8 +326,8 @@ class Checkpointer:
         if was != now:
             saved_dims = ParallelDims(tp=was["tp"], dp=was["dp"], pp=was["pp"])
             self.metrics.log(
-                f"the checkpoint is of {saved_dims}, this run of {self.groups.dims}: it "
-                "goes on equal in state, not bitwise"
+                f"the checkpoint is of {saved_dims}, this run of {self.groups.dims}: the "
+                "state is equal, and later steps are equal up to rounding"
             )
 
     def _announce_changes(self, saved: Checkpoint) -> None:

@@ -115,19 +115,19 @@ def check_path(
     if not differing:
         if reset and own:
             log(
-                "--reset-grad-state is ignored: this run goes on, on the gradient path that it "
+                "--reset-grad-state is ignored: this run resumes on the gradient path that it "
                 "began with; it is for --load and another --run-dir"
             )
         elif reset:
             log(
-                f"gradient path {new} starts anew: --reset-grad-state leaves behind its state in "
-                "the checkpoint, with what had not been sent yet"
+                f"gradient path {new} starts with empty state: --reset-grad-state drops its state "
+                "in the checkpoint, with what had not been sent yet"
             )
         return
     if not reset and (own or path != "dense"):
         raise CheckpointError(
             f"{where}: was saved on another gradient path: {_few(differing)}; give the same "
-            "settings, or --reset-grad-state to leave behind what that path had not sent yet"
+            "settings, or --reset-grad-state to drop what that path has not sent yet"
         )
     log(f"gradient path {new} starts here; the checkpoint is of {path}")
 
@@ -144,11 +144,11 @@ def check_data(
     found = changes(was, now)
     if found and not accept:
         raise CheckpointError(
-            f"{where}: data changed since: {_few(found)}; bring the old files back, or give "
-            "--accept-new-data to go on with these"
+            f"{where}: data changed since: {_few(found)}; restore the old files, or give "
+            "--accept-new-data to continue with these"
         )
     if found:
-        log(f"data changed since {where.name}, going on with it: {_few(found)}")
+        log(f"data changed since {where.name}, continuing with it: {_few(found)}")
 
 
 def _today(key: str, value: object) -> object:

@@ -149,7 +149,7 @@ def _find(
 ) -> Path | None:
     listing = list_steps(path, files=files) if path.is_dir() else StepListing([], [], [])
     for draft in listing.drafts:
-        log(f"{draft}: what a save or a removal that did not end left, not used")
+        log(f"{draft}: left by a save or a removal that did not finish, not used")
     nothing = not listing.committed and not listing.damaged
     if nothing and (kind := alien(path)):
         raise CheckpointError(f"{path}: {kind}")
@@ -204,8 +204,8 @@ def _newest(
         return folder.path
     names = ", ".join([f.path.name for f in bad] + [folder.name for folder in listing.damaged])
     raise CheckpointError(
-        f"{path}: no checkpoint in it verifies: {names}; bring back a good copy of one, or start "
-        f"anew in another run folder"
+        f"{path}: no checkpoint in it verifies: {names}; restore a good copy of one, or start "
+        f"in another run folder"
     )
 
 

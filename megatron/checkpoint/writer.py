@@ -174,7 +174,7 @@ class Save:
 
     def _begin(self, need: int) -> Path:
         make_folder(self.files, self.directory)
-        with failing_as(self.directory, "remove what an earlier save left behind in"):
+        with failing_as(self.directory, "remove the remains of an earlier save in"):
             for name in self.files.entries(self.directory):
                 if not _LEFTOVER.fullmatch(name):
                     continue
@@ -254,7 +254,7 @@ class Save:
                 self.log(f"damaged: {error}")
                 kind = "damaged"
             aside = set_aside(self.files, final, kind)
-            self.log(f"{final.name} was there already and is now {aside.name}")
+            self.log(f"{final.name} existed already and is now {aside.name}")
         with failing_as(draft, f"rename to {final.name}"):
             try:
                 self.files.rename(draft, final)

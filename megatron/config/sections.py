@@ -178,7 +178,7 @@ class ModelConfig:
         default="tanh", help="Formula of GELU (ours): tanh approximation or exact erf."
     )
     untie_embeddings_and_output_weights: bool = option(
-        default=False, help="Give the output layer a weight of its own."
+        default=False, help="Use a separate weight for the output layer."
     )
     disable_bias_linear: bool = option(default=False, help="Linear layers without biases.")
     init_method_std: float = option(
@@ -523,8 +523,8 @@ class ParallelConfig:
     )
     pipeline_limit: int | None = option(
         default=None,
-        help="Microbatches in flight at most under message-driven (ours; none = as many as "
-        "stages).",
+        help="Maximum number of microbatches in flight under message-driven (ours; none = number "
+        "of stages).",
         within=at_least(1),
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
@@ -677,8 +677,8 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = option(
         default=None,
-        help="Keep good checkpoints at multiples of this step beside the newest or keep_last"
-        " ones; delete others (none = keep_last alone decides).",
+        help="Keep good checkpoints at multiples of this step in addition to the newest or "
+        "keep_last ones; delete others (none = keep_last alone decides).",
         within=at_least(1),
     )
     async_save: bool = option(
@@ -730,7 +730,7 @@ class DataConfig:
         default="969, 30, 1", help="Shares of data_path for training, validation and test."
     )
     data_cache_path: str | None = option(
-        default=None, help="Folder of index caches (none = beside the data)."
+        default=None, help="Folder of index caches (none = next to the data)."
     )
     mock_data: bool = option(default=False, help="Train on generated tokens; no data set is read.")
     tokenizer_type: (

@@ -230,7 +230,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
             c.parallel.pipeline_limit is not None
             and c.parallel.pipeline_schedule != "message-driven"
         ),
-        "1F1B itself bounds what is in flight",
+        "1F1B itself limits the microbatches in flight",
         "add --pipeline-schedule message-driven or drop it",
     ),
     refused_pair(
@@ -248,7 +248,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
         "optimizer_cpu_offload with use_distributed_optimizer",
         lambda c: c.offload.optimizer_cpu_offload and c.parallel.use_distributed_optimizer,
-        "each is a way of its own to hold fewer states on a device",
+        "each reduces the states on a device in its own way",
         "drop one of them",
     ),
     refused_pair(
@@ -260,7 +260,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
         "predivide_loss with a grad_path other than dense and samo",
         lambda c: c.precision.predivide_loss and c.gradient.grad_path not in ("dense", "samo"),
-        "what it keeps back is measured against means over ranks",
+        "its residual is compared with means over ranks",
         "give --grad-path dense or samo, or drop it",
     ),
     refused_pair(

@@ -74,8 +74,8 @@ class IndexCache:
         except OSError as error:
             if not self._announced:
                 self._log(
-                    f"index cache {folder}: cannot be written ({error.strerror}); going on without "
-                    "(each rank and each start builds its own; see --data-cache-path)"
+                    f"index cache {folder}: cannot be written ({error.strerror}); continuing "
+                    "without (each rank and each start builds its own; see --data-cache-path)"
                 )
             self._announced = True
             return arrays

@@ -46,7 +46,7 @@ class Desync:
     def __str__(self) -> str:
         group = "" if self.odd.group == WORLD else f" of {self.odd.group}"
         return (
-            f"it parts from the others at collective {self.odd.number}{group}, {self.odd}, where "
+            f"it differs from the others at collective {self.odd.number}{group}, {self.odd}, where "
             f"rank {self.other} has {self.usual}: one was added or left out"
         )
 

@@ -259,8 +259,8 @@ def line(status: Status, world_size: int) -> str:
 def gone_text(peer: RankStatus, here: str) -> str:
     """Return the description of a rank whose process is gone."""
     return (
-        f"its process {peer.pid} on {peer.host} is gone without a word: killed (out of memory?) or "
-        f"left early; {here}"
+        f"its process {peer.pid} on {peer.host} is gone without a report: killed (out of memory?) "
+        f"or left early; {here}"
     )
 
 
@@ -297,7 +297,7 @@ def find_out(run_dir: Path) -> int | None:
     found = sightings(run_dir / FOLDER, attempt=status.attempt, ranks=ranks)
     failed = dataclasses.replace(
         Status(state="failed", exit_code=PeerError.exit_code, attempt=status.attempt),
-        reason="every process ended without a word: killed, or left early",
+        reason="every process ended without a report: killed, or left early",
         job_id=status.job_id,
         version=status.version,
     )
@@ -317,7 +317,7 @@ def find_out(run_dir: Path) -> int | None:
             rank=last.rank,
             iteration=last.step,
             phase=last.phase,
-            reason=f"{failed.reason}; rank {last.rank} had come the least far: {last}",
+            reason=f"{failed.reason}; rank {last.rank} had made the least progress: {last}",
         )
     write_status(run_dir, failed)
     print(failed.reason, file=sys.stderr)

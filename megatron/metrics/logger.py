@@ -304,7 +304,8 @@ class Console:
         except OSError as error:
             self._log.close()
             self._log = None
-            self._show(f" {LOG} cannot be written any more ({error}); the run goes on without\n")
+            lost = f"{LOG} cannot be written any more ({error}); the run continues without it"
+            self._show(f" {lost}\n")
 
     def advance(self, record: StepRecord) -> None:
         """Move the bar to this step, at most five times a second."""

@@ -78,7 +78,7 @@ def run_table(run: RunData) -> list[tuple[str, str]]:
     skipped = sum(1 for value in run.steps["skipped"] if value > 0)
     rows += [
         ("restarts", str(run.restarts) if run.restarts else "none that redid steps"),
-        ("went on from step", ", ".join(f"{step:,}" for step in run.loaded) or "none"),
+        ("resumed from step", ", ".join(f"{step:,}" for step in run.loaded) or "none"),
         ("skipped steps", f"{skipped:,}"),
         ("checkpoints", _checkpoints(run.checkpoints)),
     ]

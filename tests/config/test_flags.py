@@ -79,7 +79,7 @@ def test_an_unknown_flag_excuses_only_the_texts_behind_it() -> None:
     [
         ("--precision", "here it is --bf16 or --fp16"),
         ("--dtype", "here it is --bf16 or --fp16"),
-        ("--resume", "a run goes on by itself"),
+        ("--resume", "a run resumes automatically"),
         ("--init_from", "here it is --load"),
         ("--gradient-accumulation-steps", "here it is --global-batch-size"),
         ("--version", "here it is pip show sparsetron"),

@@ -83,7 +83,7 @@ def test_headers_name_the_rank_that_parted(thousand: Path, monkeypatch: pytest.M
     reads = Reads(monkeypatch)
     parted = _causes(thousand, 5).parted()
     assert parted is not None and (parted.rank, parted.iteration) == (ODD, 20)
-    assert "parts from the others at collective" in parted.reason
+    assert "differs from the others at collective" in parted.reason
     # One header of each rank, the rings of the pairs that differ, one call of each.
     size = thousand.joinpath(FOLDER, "rank_0").stat().st_size
     assert reads.files <= 2 * WORLD + 16
@@ -312,7 +312,7 @@ def test_without_locks_the_last_look_names_the_rank_that_parted(
     monkeypatch.setattr(fcntl, "flock", _no_locks)
     RanksClock(monkeypatch)
     blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
-    assert blamed is not None and blamed.rank == 2 and "parts from the others" in blamed.reason
+    assert blamed is not None and blamed.rank == 2 and "differs from the others" in blamed.reason
 
 
 def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
@@ -327,7 +327,7 @@ def test_a_process_that_ends_while_its_peer_waits_for_the_lock_is_gone(
     with open(tmp_path / FOLDER / LOOK, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         blamed = _few(tmp_path, 1).blame(Heartbeat(), "socket closed")
-    assert blamed is not None and blamed.rank == 2 and "gone without a word" in blamed.reason
+    assert blamed is not None and blamed.rank == 2 and "gone without a report" in blamed.reason
 
 
 def test_a_look_is_not_taken_over_where_it_is_unknown_which_came_before(

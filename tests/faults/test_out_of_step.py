@@ -45,10 +45,10 @@ def check(fault: str, phase: str, ended: Ended) -> None:
     status = ended.status
     assert (status["state"], status["exit_code"]) == ("failed", 6), status
     assert (status["rank"], status["iteration"], status["phase"]) == (rank, step, phase), status
-    assert "parts from the others at collective" in status["reason"], status
+    assert "differs from the others at collective" in status["reason"], status
     told = f"rank {rank}, step {step}, {phase}: {status['reason']}"
     assert ended.all_stderr.count(told) == 1, ended.all_stderr
-    assert ended.all_stderr.count("parts from the others") == 1, ended.all_stderr
+    assert ended.all_stderr.count("differs from the others") == 1, ended.all_stderr
 
 
 def check_recovery(run_dir: Path, unbroken: dict[int, float], world: int = 2) -> None:

@@ -106,7 +106,7 @@ def test_ctrl_c_ends_with_what_was_saved_and_how_to_go_on(tmp_path: Path) -> Non
     send(run, signal.SIGINT, 0)
     ended = run.finish()
     step = check_left(ended, "SIGINT")
-    last = f"launch.sh: saved step {step} (SIGINT); the same command goes on"
+    last = f"launch.sh: saved step {step} (SIGINT); the same command resumes the run"
     assert ended.all_stderr.splitlines()[-1] == last
     assert last.removeprefix("launch.sh: ") in (run.run_dir / "log.txt").read_text()
 

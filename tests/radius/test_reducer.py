@@ -229,7 +229,7 @@ def test_ranks_that_choose_others_do_not_go_on(
 ) -> None:
     for step, error in ranks.run(2, on_rank_other_rounding, radius(schedule=schedule), t):
         assert step == seen
-        assert error.startswith(f"rank 1 chose other entries than rank 0 at update {seen}")
+        assert error.startswith(f"rank 1 selected other entries than rank 0 at update {seen}")
 
 
 def on_rank_draws(groups: ProcessGroups, seeds: list[int]) -> list[dict]:

@@ -176,7 +176,7 @@ def test_step_time_is_told_by_phase_where_timers_were_read(tmp_path: Path) -> No
     assert "Step time by phase (ms, slowest rank)" in titles
     assert "Bytes sent per step along TP, one rank" in titles
     assert "<td>forward-backward</td><td>300.00</td><td>60.0 %</td>" in page
-    assert "<td>went on from step</td><td>3</td>" in page
+    assert "<td>resumed from step</td><td>3</td>" in page
 
 
 def test_a_comparison_shows_what_each_run_sent_only_where_that_differs(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_run_whose_processes_are_gone(run: Path, capsys: pytest.CaptureFixture
     beat.at("reduce", 6)
     found = told(run, capsys)
     assert found["state"] == "lost"
-    assert "rank 0 had come the least far: step 6, reduce" in found["why"]
+    assert "rank 0 had made the least progress: step 6, reduce" in found["why"]
     assert found["last_step"] == 6 and found["next_command"] == same_command(run)
     assert json.loads((run / "status.json").read_text())["state"] == "running"  # only looked at
 
@@ -80,7 +80,7 @@ def test_a_run_on_another_host_is_lost_once_it_is_silent(
     os.utime(run / LOCK, (time.time() - 500, time.time() - 500))
     found = told(run, capsys)
     assert found["state"] == "lost" and found["heartbeat_age"] > 400
-    assert "nothing was heard of it for more than 120 s" in found["why"]
+    assert "no sign of life for more than 120 s" in found["why"]
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,13 @@ def test_resetting_the_same_path_says_what_becomes_of_it(ranks: Ranks, tmp_path:
     ranks.run(1, train, flags("--exit-interval 5"), tmp_path / "run")
     ranks.run(1, train, f"{reset} --load {tmp_path / 'run'}", tmp_path / "other")
     log = (tmp_path / "other" / "log.txt").read_text()
-    assert "gradient path radius starts anew" in log and "radius: on from here, after" in log
+    assert (
+        "gradient path radius starts with empty state" in log
+        and "radius: on from here, after" in log
+    )
     ranks.run(1, train, reset, tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "--reset-grad-state is ignored: this run goes on" in log
+    assert "--reset-grad-state is ignored: this run resumes" in log
     assert log.count("radius: on from here, after") == 1
 
 

@@ -104,7 +104,7 @@ def _arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="RUN", help="folder of a dense run")
-    add("--at", type=int, metavar="STEP", help="checkpoint to go on from (default: the newest)")
+    add("--at", type=int, metavar="STEP", help="checkpoint to start from (default: the newest)")
     add("--steps", type=int, default=50, help="steps that are watched")
     add("--top", type=float, nargs="+", default=[0.01, 0.1], help="shares of each matrix")
     add("--kept", type=Path, nargs="+", default=[], metavar="RUN", help="folders of Radius runs")
