@@ -67,7 +67,7 @@ def _size(size: int) -> str:
 
 
 class SelectedCounts(NamedTuple):
-    """Return the matrix entries of a bucket, and how many of them are selected.
+    """The matrix entries of a bucket, and how many of them are selected.
 
     Selected entries of a shared tensor are assumed to be spread evenly over its ranks.
     """

@@ -132,7 +132,7 @@ def _weights(
 
 
 class _WeightState(Mapping[str, "torch.Tensor"]):
-    """Return the tensors by their names in a file, or in the files of an index, read on access.
+    """The tensors by their names in a file, or in the files of an index, read on access.
 
     `leave_out`: names that transformers ignores, too, if config.json ties them.
     """

@@ -282,7 +282,7 @@ def _convert_one(spec: FieldSpec, scalar: Scalar, given: GivenValue) -> Any:
 
 
 _Converted = tuple[Any, str]
-"""Return a value, or a complaint that ends a sentence about the text."""
+"""A value and "", or None and a complaint that ends a sentence about the text."""
 
 
 def _integer(spec: FieldSpec, scalar: Scalar, from_file: bool) -> _Converted:

@@ -579,15 +579,15 @@ def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence
 
 
 class _Fields:
-    """Return every field: the fixed ones, and the options of each gradient path."""
+    """Every field: the fixed ones, and the options of each gradient path."""
 
     def __init__(self, paths: Mapping[str, PathOptions]) -> None:
         self._paths = paths
         self.takers: dict[str, list[str]] = {}
-        """Return the paths that take an option."""
+        """Names of the paths that take an option, by option."""
         self.extensions: dict[str, FieldSpec] = {}
         self.homes = {spec.name: spec.section for spec in SPECS.values()}
-        """Return the section that has a field; paths may share it."""
+        """Section of each field; paths may share a section."""
         for name, path in paths.items():
             for spec in self.of_path(path).values():
                 assert spec.name not in SPECS, f"{spec.name}: an option of {name} and a field"

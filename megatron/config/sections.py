@@ -228,11 +228,11 @@ class ModelConfig:
 
 
 LARGEST_SEED = 2**32 - 1
-"""Range of seeds that numpy's generator, which shuffles the data as in Megatron, accepts."""
+"""Largest seed that numpy's generator, which shuffles data as in Megatron, accepts."""
 
 LARGEST_BATCH = 2**30
 LARGEST_RUN = 10**12
-"""Maximum of steps or samples: more than a machine trains in a century, and without overflow."""
+"""Maximum number of steps or samples: more than a century of training, and no overflow."""
 
 
 @section
@@ -486,10 +486,10 @@ class PrecisionConfig:
 
 
 WEEK = 7 * 24 * 60
-"""Maximum of timeouts, in minutes."""
+"""Longest timeout, in minutes."""
 
 LARGEST_GRID = 100_000
-"""Maximum of ranks along an axis of the grid: few enough to check each."""
+"""Maximum number of ranks along an axis of the grid: few enough to check each."""
 
 
 @section
@@ -950,11 +950,11 @@ _NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")
 SECTIONS: dict[str, type] = {
     name: hint for name, hint in get_type_hints(Config).items() if name not in _NOT_SECTIONS
 }
-"""Return the fixed sections, in the order of files and help."""
+"""The fixed sections, in the order of files and help."""
 
 SPECS: Mapping[str, FieldSpec] = {
     name: spec
     for section_name, cls in SECTIONS.items()
     for name, spec in specs_of(cls, section_name).items()
 }
-"""Return every fixed field by name. Names are unique over all sections."""
+"""Every fixed field by name. Names are unique over all sections."""

@@ -24,7 +24,7 @@ class DeviceMicrobatch:
     document_ids: torch.Tensor | None
     index: int
     counted_tokens: int
-    """Return the number of tokens whose loss counts."""
+    """Number of tokens whose loss counts."""
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:

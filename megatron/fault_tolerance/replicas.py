@@ -68,7 +68,7 @@ def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step:
 
 
 class _Copies(NamedTuple):
-    """Return checksums of the values that all ranks of a group hold, by name."""
+    """Checksums of the values that all ranks of a group hold, by name."""
 
     group: Group
     found: dict[str, torch.Tensor]

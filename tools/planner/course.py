@@ -77,7 +77,7 @@ class Course:
     timeline: Timeline
     skipped: float = 0.0
     rounds: float = 1.0
-    """Return the ratio of the passes of a whole batch to the simulated ones."""
+    """Ratio of the passes of a whole batch to the simulated ones."""
 
     def last_backwards(self, stage: int, chunks: int) -> list[tuple[float, float]]:
         """Return start and end of the last backward of each chunk, the model's last chunk first."""

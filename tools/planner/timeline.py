@@ -197,7 +197,7 @@ def timeline(
 
 
 class _Events:
-    """Yield the times at which a rank may start an operation: it is free, or a message arrived."""
+    """The times at which a rank may start an operation: it is free, or a message arrived."""
 
     def __init__(self) -> None:
         self.left: list[tuple[Time, int, int, Message | None]] = []

@@ -128,7 +128,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _check(config: Config) -> None:
-    """The samples, all that the loop below uses."""
+    """Check that the settings are the ones which the loop below implements."""
     options = config.optimizer
     assert config.precision.param_dtype == "float32" and options.optimizer == "adam"
     assert options.lr is not None and options.lr_decay_style == "cosine"

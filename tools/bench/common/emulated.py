@@ -27,7 +27,7 @@ from pretrain_gpt import GRADIENT_PATHS
 from tools.bench.common.contenders import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 
 Gradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Return the gradients of each layer's matrix and vector."""
+"""The gradients of each layer's matrix and vector."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Return tokens/s of `ours` over tokens/s of `theirs`.
+    """Tokens/s of `ours` over tokens/s of `theirs`.
 
     The ratio is the median over the rounds in which both ran directly one after the other. `target`
     None: for information.

@@ -21,7 +21,7 @@ KINDS = ("parameters", "gradients", "master", "moments", "index", "scratch", "ot
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Return bytes by kind (`KINDS`) for `entries` parameters.
+    """Bytes by kind (`KINDS`) of `entries` parameters.
 
     `stored` of them have states, and `indexed` of these are in tensors with an index. `scratch` is
     the optimizer's; `other` is any other tensor made since the count began.

@@ -24,7 +24,7 @@ OVER_OPTIMIZER = 2.5
 
 @dataclass(frozen=True)
 class Ablation:
-    """Return 12B on 48 GPUs, batch 2048, micro-batch 1, with `stages` stages."""
+    """12B on 48 GPUs, batch 2048, micro-batch 1, with `stages` stages."""
 
     machine: Machine
     stages: int

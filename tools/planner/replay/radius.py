@@ -47,7 +47,7 @@ DAYS = {1.0: 6.44, 0.5: 5.73, 0.4: 5.43, 0.1: 4.78}
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Return a mean step at density d after Radius has started, ms."""
+    """A mean step after Radius has started, in ms."""
 
     computing: float
     all_reduce: float
