@@ -77,7 +77,7 @@ class _Copies(NamedTuple):
 def _copies(
     optimizer: BucketOptimizer, groups: ProcessGroups
 ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-    """Return the parameters that all ranks of each group hold."""
+    """Yield the values that all ranks of each group hold."""
     found = checksums(optimizer)
     infos = optimizer.engine.infos
     owner = {name: infos[name.split(" ")[0]] for name in found}
@@ -96,7 +96,7 @@ def _odd(copies: _Copies) -> list[str]:
 
 
 def _told(copies: _Copies, names: list[str]) -> Iterator[str]:
-    """Return one line per name with the ranks that differ. Collective over the group."""
+    """Yield a line per name with the ranks that differ. Collective over the group."""
     group, found = copies
     texts = group.all_gather_str(json.dumps([int(found[name]) for name in names]))
     everyone = [json.loads(text) for text in texts]
