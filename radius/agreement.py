@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from radius.index import BucketIndex
+from radius.bucket_index import BucketIndex
 
 
 class IndexChoice(NamedTuple):

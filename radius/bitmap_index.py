@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from megatron.data_parallel.reducer import IndexRange, ReducedGrad
@@ -26,9 +25,9 @@ from megatron.sparse.reference import (
     put,
     unpack,
 )
-from megatron.sparse.selection import GivenSelection, LargestSelection, Selection
-from megatron.transfer import to_device
+from megatron.sparse.selection import LargestSelection, Selection
 from radius import reference
+from radius.bucket_index import BucketIndex
 from radius.native_library import native_library
 
 if TYPE_CHECKING:
@@ -288,7 +287,7 @@ def _kernels_for(device: torch.device) -> ModuleType:
     return reference
 
 
-class BitmapIndex(BitmapIndexBase):
+class BitmapIndex(BitmapIndexBase, BucketIndex):
     """The positions selected in a bucket of `length` entries; none at first."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -317,7 +316,6 @@ class BitmapIndex(BitmapIndexBase):
         return self._bits
 
     def choose(self, start: int, selection: Selection) -> None:
-        """Replace the selection in `[start, start + selection.n)`."""
         stop = start + selection.n
         if start == stop:
             return
@@ -339,10 +337,6 @@ class BitmapIndex(BitmapIndexBase):
         self._bits = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedBitmapIndex:
-        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
-
-        Ranges are ascending and disjoint; their positions among the values are the `runs`.
-        """
         runs: list[IndexRange] = []
         at = upto = 0
         for start, stop in ranges:
@@ -357,30 +351,11 @@ class BitmapIndex(BitmapIndexBase):
         return flushed
 
     def count(self, start: int, length: int) -> int:
-        """Return the number of selected entries in `[start, start + length)`."""
         return self._tally.count(start, start + length)
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """Set the selected entries within `[start, start + length)` to 0."""
-        for lo, hi, chosen in self._chosen(start, start + length):
+        for lo, hi, chosen in self.selected(start, length):
             flat[lo:hi].masked_fill_(chosen, 0.0)
-
-    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
-        at = 0
-        for lo, hi, chosen in self._chosen(start, start + length):
-            rest = flat[lo:hi][~chosen]
-            out[at : at + rest.numel()] = rest
-            at += rest.numel()
-
-    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Scatter what `gather_rest` gathered; selected entries are not changed."""
-        at = 0
-        for lo, hi, chosen in self._chosen(start, start + length):
-            rest = ~chosen
-            count = int(rest.sum())
-            flat[lo:hi].masked_scatter_(rest, to_device(values[at : at + count], flat.device))
-            at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
         """Return the selection in `[start, start + length)` as packed bits.
@@ -394,20 +369,14 @@ class BitmapIndex(BitmapIndexBase):
             octets[-1] &= 0xFF00 >> (length % 8) & 0xFF
         return octets
 
-    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Load a selection that `packed` returned."""
-        bits = np.unpackbits(packed.numpy(), count=length).astype(np.bool_)
-        self.choose(start, GivenSelection(torch.from_numpy(bits)))
-
-    def _chosen(self, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield chunks of the range: `[lo, hi)` and the selection in it, as booleans."""
-        for lo, hi in aligned_pieces(start, stop):
+    def selected(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        for lo, hi in aligned_pieces(start, start + length):
             words = self._words.view(-1)[lo // 32 : -(-hi // 32)]
             skipped = lo // 32 * 32
             yield lo, hi, unpack(words)[lo - skipped : hi - skipped]
 
     def _count_on_device(self, start: int, stop: int) -> int:
-        return sum(int(chosen.sum()) for _, _, chosen in self._chosen(start, stop))
+        return sum(int(chosen.sum()) for _, _, chosen in self.selected(start, stop - start))
 
 
 def _marked(selection: Selection, start: int, stop: int) -> torch.Tensor:

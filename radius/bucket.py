@@ -13,7 +13,8 @@ import torch
 from megatron.data_parallel.bucket import GradBucket
 from megatron.data_parallel.reducer import PerEntryState, SparseIndex
 from megatron.sparse.selection import CHUNK, GivenSelection, Selection
-from radius.index import BucketIndex, IndexPart, new_index
+from radius.bucket_index import BucketIndex
+from radius.index import IndexPart, new_index
 from radius.residual import Residual, squares
 
 INDEX = "index/"

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
 from radius.agreement import IndexChoice, take_first_choice
+from radius.bucket_index import BucketIndex
 from radius.functional import exact_density, gather_sent
-from radius.index import BucketIndex, keeps_bits, new_index, num_selected
+from radius.index import keeps_bits, new_index, num_selected
 from radius.torch_update import TorchUpdate
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.errors import ConfigError
 from megatron.sparse.selection import select_largest
 from radius.agreement import IndexChoice, take_first_choice
-from radius.index import BucketIndex, keeps_bits, new_index, num_selected
+from radius.bucket_index import BucketIndex
+from radius.index import keeps_bits, new_index, num_selected
 
 
 def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | None) -> BucketIndex:

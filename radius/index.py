@@ -1,21 +1,19 @@
-"""The interface of an index of sent entries, and the choice of its form. Loads no torch."""
+"""The number of selected entries, and the choice of an index for them. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from megatron.data_parallel.reducer import SparseIndex
 from megatron.sparse.sizes import bitmap_bytes
 from radius.native_library import instruction_sets
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.sparse.selection import Selection
     from megatron.sparse.shard import FlatShard
+    from radius.bucket_index import BucketIndex
 
 LEAST_DENSITY = {"AVX2": Fraction(1, 10), "AVX-512": Fraction(1, 16)}
 """Least density at which a bitmap is used on a CPU, by instruction set.
@@ -70,57 +68,6 @@ class IndexPart:
         start = self.start + self.places.below(lo)
         name = f"{self.name} {number}/{parts}"
         return IndexPart(name, start, self.places.part(lo, hi), wanted, within=self.name)
-
-
-class BucketIndex(SparseIndex, Protocol):
-    """The entries selected in one bucket; none at first. Ranges are positions in the bucket."""
-
-    def choose(self, start: int, selection: Selection) -> None:
-        """Replace the selection in `[start, start + selection.n)`."""
-        ...
-
-    def count(self, start: int, length: int) -> int:
-        """Return the number of selected entries in `[start, start + length)`."""
-        ...
-
-    def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
-        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
-
-        Ranges are ascending and disjoint; their positions among the values are the `runs`.
-        """
-        ...
-
-    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather finite entries times `scale` and set the gathered entries to zero."""
-        ...
-
-    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
-        ...
-
-    def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, also non-finite ones."""
-        ...
-
-    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """Set the entries at positions in `[start, start + length)` to 0."""
-        ...
-
-    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
-        ...
-
-    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Scatter what `gather_rest` gathered; selected entries are not changed."""
-        ...
-
-    def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
-        ...
-
-    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Load a selection that `packed` returned."""
-        ...
 
 
 def keeps_bits(device: str, density: Fraction) -> bool:

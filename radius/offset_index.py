@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from megatron.data_parallel.reducer import IndexRange, ReducedGrad
-from megatron.sparse.selection import CHUNK, GivenSelection, Selection
+from megatron.sparse.selection import CHUNK, Selection
+from radius.bucket_index import BucketIndex
 
 if TYPE_CHECKING:
     from megatron.optimizer.update_rules import Hyper, UpdateRule
@@ -44,9 +45,10 @@ class OffsetPiece:
 class OffsetIndexBase(ABC):
     """A `SparseIndex` that works chunk by chunk."""
 
+    runs: Sequence[IndexRange] = ()
+
     def __init__(self, length: int) -> None:
         self.length = length
-        self.runs: Sequence[IndexRange] = ()
 
     @property
     @abstractmethod
@@ -186,7 +188,7 @@ def _place(
         part.index_add_(0, piece.offsets, mine, alpha=factor)
 
 
-class OffsetIndex(OffsetIndexBase):
+class OffsetIndex(OffsetIndexBase, BucketIndex):
     """The positions selected in a bucket of `length` entries; none at first."""
 
     def __init__(self, length: int) -> None:
@@ -208,7 +210,6 @@ class OffsetIndex(OffsetIndexBase):
         return sum(offsets.nbytes for offsets in self._offsets)
 
     def choose(self, start: int, selection: Selection) -> None:
-        """Replace the selection in `[start, start + selection.n)`."""
         for number, lo, hi in self._cut(start, selection.n):
             base, old = number * CHUNK, self._offsets[number]
             new = selection.positions(lo - start, hi - start) + (lo - base)
@@ -218,15 +219,10 @@ class OffsetIndex(OffsetIndexBase):
         self._pieces = None
 
     def flushed(self, ranges: Sequence[tuple[int, int]]) -> FlushedOffsetIndex:
-        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
-
-        Ranges are ascending and disjoint; their positions among the values are the `runs`.
-        """
         cut = _cut(self.length, self._offsets, self._in_runs, ranges)
         return FlushedOffsetIndex(self.length, *cut)
 
     def count(self, start: int, length: int) -> int:
-        """Return the number of selected entries in `[start, start + length)`."""
         total = 0
         for number, lo, hi in self._cut(start, length):
             base = number * CHUNK
@@ -235,42 +231,20 @@ class OffsetIndex(OffsetIndexBase):
         return total
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
-        """Set the selected entries within `[start, start + length)` to 0."""
         for number, lo, hi in self._cut(start, length):
             base, offsets = number * CHUNK, self._offsets[number]
             first, last = _ranks(offsets, (lo - base, hi - base))
             flat[base : base + CHUNK].index_fill_(0, offsets[first:last].long(), 0.0)
-
-    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
-        at = 0
-        for lo, hi, chosen in self._chosen(start, length):
-            rest = flat[lo:hi][~chosen]
-            out[at : at + rest.numel()] = rest
-            at += rest.numel()
-
-    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Scatter what `gather_rest` gathered; selected entries are not changed."""
-        at = 0
-        for lo, hi, chosen in self._chosen(start, length):
-            count = int((~chosen).sum())
-            flat[lo:hi].masked_scatter_(~chosen, values[at : at + count])
-            at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
         """Return the selection in `[start, start + length)`: uint8, bit 7 first, as numpy packs."""
         out = torch.empty(-(-length // 8), dtype=torch.uint8)
         for done in range(0, length, CHUNK):
             here = start + done, min(CHUNK, length - done)
-            chosen = torch.cat([part for _, _, part in self._chosen(*here)])
+            chosen = torch.cat([part for _, _, part in self.selected(*here)])
             octets = torch.from_numpy(np.packbits(chosen.numpy()))
             out[done // 8 : done // 8 + octets.numel()] = octets
         return out
-
-    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Load a selection that `packed` returned."""
-        bits = np.unpackbits(packed.numpy(), count=length)
-        self.choose(start, GivenSelection(torch.from_numpy(bits).bool()))
 
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """Yield chunks of the range: the chunk's number, and a slice of its offsets."""
@@ -281,8 +255,7 @@ class OffsetIndex(OffsetIndexBase):
             yield number, start, upto
             start = upto
 
-    def _chosen(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield chunks of the range: `[lo, hi)` and the selection in it, as booleans."""
+    def selected(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         for number, lo, hi in self._cut(start, length):
             base, offsets = number * CHUNK, self._offsets[number]
             first, last = _ranks(offsets, (lo - base, hi - base))

@@ -11,7 +11,8 @@ import torch
 
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket
 from megatron.sparse.selection import CHUNK
-from radius.index import BucketIndex, IndexPart
+from radius.bucket_index import BucketIndex
+from radius.index import IndexPart
 
 
 class Residual:

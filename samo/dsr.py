@@ -40,6 +40,7 @@ class TensorCounts:
 
     @property
     def pruned(self) -> int:
+        """Number of stored entries that a rewiring prunes."""
         return self.below - self.keeps_one
 
     @property

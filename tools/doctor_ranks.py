@@ -100,7 +100,7 @@ def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
 
 
 def grids(world: int) -> Iterator[ParallelDims]:
-    """Return grids that together have every kind of group that these ranks can form."""
+    """Yield grids that together have every kind of group that these ranks can form."""
     yield ParallelDims(tp=1, dp=world, pp=1)
     if world % 2 == 0:
         yield ParallelDims(tp=2, dp=world // 2, pp=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 ROUNDING, SELECTED = 1e-5, 1e-4
 """Largest difference relative to a tensor's largest entry.
 
-The first is for sums in another order, the second for entries that are selected by such sums.
+The first is for sums in another order, the second for selected entries.
 """
 MODEL = "4 layers x 64, 8 heads, 4 query groups, vocabulary 97"
 _MODEL = (

@@ -187,6 +187,7 @@ class ProgressLine:
             self._bar.close()
 
     def log(self, line: str) -> None:
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.clear()
         _log(line)

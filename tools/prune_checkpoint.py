@@ -157,7 +157,7 @@ def _usable(config: Path, output: Path, overwrite: bool) -> str:
 
 
 def _without_the_path(lines: Sequence[str]) -> Iterator[str]:
-    """Return a run's configuration file without the gradient path's sections and its origin.
+    """Yield the lines of a configuration without the gradient path and the run's origin.
 
     A file written by a run has a line for each section and for each setting.
     """

@@ -140,7 +140,7 @@ def _read(path: Path) -> str:
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
-    """Return the strings of one dict literal, without running the file; empty if it is absent."""
+    """Yield the strings of one dict literal, without running the file; it may be absent."""
     if not path.is_file():
         return
     for node in ast.parse(_read(path)).body:

@@ -194,7 +194,7 @@ class _Reader:
             raise ConfigError(f"{self._path}: not YAML: {show(str(error))}") from None
 
     def _mapping(self, section: str | None) -> Iterator[YamlEntry]:
-        """Return entries up to the mapping's end; at the top, a nested mapping is a section."""
+        """Yield entries up to the mapping's end; at the top, a nested mapping is a section."""
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key, line = self._key(event), event.start_mark.line + 1
@@ -818,7 +818,7 @@ def _sets(spec: FieldSpec, given: GivenValue) -> bool:
 def _overrides(
     flags: Mapping[str, GivenValue], file: Mapping[str, GivenValue], specs: Mapping[str, FieldSpec]
 ) -> Iterator[str]:
-    """Return a line for each field that file and flags set differently."""
+    """Yield a line for each field that file and flags set differently."""
     for name in flags:
         if name not in file:
             continue

@@ -232,11 +232,11 @@ class ModelConfig:
 
 
 LARGEST_SEED = 2**32 - 1
-"""Range of seeds that numpy's generator, which shuffles the data as in Megatron, accepts."""
+"""Largest seed that numpy's generator, which shuffles data as in Megatron, accepts."""
 
 LARGEST_BATCH = 2**30
 LARGEST_RUN = 10**12
-"""Maximum of steps or samples: more than a machine trains in a century, and without overflow."""
+"""Maximum number of steps or samples: more than a century of training, and no overflow."""
 
 
 @section
@@ -490,10 +490,10 @@ class PrecisionConfig:
 
 
 WEEK = 7 * 24 * 60
-"""Maximum of timeouts, in minutes."""
+"""Longest timeout, in minutes."""
 
 LARGEST_GRID = 100_000
-"""Maximum of ranks along an axis of the grid: few enough to check each."""
+"""Maximum number of ranks along an axis of the grid: few enough to check each."""
 
 
 @section

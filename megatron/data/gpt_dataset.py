@@ -354,7 +354,7 @@ class GPTDataset:
         return num_samples * self.sequence_length / self.plan.tokens_per_epoch
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """Yield (sequence, offset, length) of each piece of a sample in the file."""
+        """Return (sequence, offset, length) of each piece of a sample in the file."""
         (first, start), (last, end) = self._sample_index[row : row + 2].tolist()
         sequences = self._document_index[first : last + 1].tolist()
         if first == last:

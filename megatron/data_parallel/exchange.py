@@ -97,13 +97,17 @@ class Exchange:
     """The collectives over one group of data-parallel ranks, as a reducer sees them.
 
     A reducer chooses the values to exchange; only the exchange knows the group, the collectives and
-    the `wire` that encodes means (None: values travel as they are). Ranks in inner and outer groups
-    have one exchange for each group: `mean_of_part` and `gather_in_place` of the inner one shard a
-    bucket, and the reducer averages its shard over the outer one. A reducer may exchange nothing:
-    each rank then applies its own gradient. Every method is
-    collective over the data-parallel group, in the same order on all ranks. Nothing blocks before
-    `Transfer.wait`. Bytes follow the ring model: an all-reduce of b bytes over n ranks sends 2 (n -
-    1) / n b, an all-gather n - 1 times the rank's own bytes.
+    the `wire` that encodes means (None: values travel as they are). A reducer may exchange nothing:
+    each rank then applies its own gradient. A reducer that works on shards within a node has two
+    exchanges, one for each group:
+
+        inner.mean_of_part(own, whole, ...)     this rank's shard of the node's mean
+        outer.mean(own)                         its mean over the nodes
+        inner.gather_in_place(whole)            all shards on every rank of the node
+
+    Every method is collective over the exchange's group, in the same order on all its ranks.
+    Nothing blocks before `Transfer.wait`. Bytes follow the ring model: an all-reduce of b bytes
+    over n ranks sends 2 (n - 1) / n b, an all-gather n - 1 times the rank's own bytes.
     """
 
     def __init__(self, group: Group, wire: Wire | None = None) -> None:

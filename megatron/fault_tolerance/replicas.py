@@ -106,7 +106,7 @@ def _odd(copies: _Copies) -> list[str]:
 
 
 def _told(copies: _Copies, names: list[str]) -> Iterator[str]:
-    """Return one line per name with the ranks that differ. Collective over the group."""
+    """Yield a line per name with the ranks that differ. Collective over the group."""
     group, found = copies
     texts = group.all_gather_str(json.dumps([int(found[name]) for name in names]))
     everyone = [json.loads(text) for text in texts]

@@ -38,6 +38,7 @@ class LearningRate:
     wsd_style: str = "exponential"
 
     def at(self, samples: int) -> float:
+        """Return the rate of the update after `samples` samples in applied steps."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             rise = (self.max_lr - self.warmup_init) * samples / self.warmup_samples
             return self.warmup_init + rise
@@ -71,6 +72,7 @@ class WeightDecay:
     style: str = "constant"
 
     def at(self, samples: int) -> float:
+        """Return the weight decay of the update after `samples` samples in applied steps."""
         if self.style == "constant":
             return self.end
         progress = min(1.0, samples / self.total_samples)

@@ -59,6 +59,7 @@ class Bits:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks."""
         return self.words.shape[0]
 
     def part(self, first: int, last: int) -> Bits:

@@ -33,7 +33,7 @@ FACTOR_BYTES = 4
 
 
 def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
-    """Bytes of PowerSGD's state, by kind.
+    """Return the bytes of PowerSGD's state, by kind.
 
     `warm start` is the Q of the last step; `factors` are P, its basis and Q, and parameters that
     are sent whole with the first factor.

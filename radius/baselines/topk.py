@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.parallel.tensor_shard import ModelShard
 
 POSITION_BYTES = 4
-"""Maximum position, which is an int32."""
+"""Bytes of a position, which is an int32."""
 MOST_ENTRIES = 2**31 - 1
 
 
@@ -87,7 +87,7 @@ class TopKPath(GradientPath):
         )
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """A reduction in progress, with the messages of this rank and of all ranks."""
+        """Return the bytes of residuals and of the messages of this rank and all ranks."""
         residual = messages = 0
         for bucket in matrices(rank) if options_of(config, TopKConfig).topk_density < 1 else ():
             residual += RESIDUAL_BYTES * sum(rank.params[n].local_entries for n in bucket.slices)

@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 def lines_of(plan: Plan) -> Iterator[str]:
-    """Return the plan as text, section by section."""
+    """Yield the lines of the plan, section by section."""
     yield from _run(plan)
     yield from _memory(plan)
     yield from _traffic(plan)

@@ -39,7 +39,7 @@ Lasts = Callable[[int, Operation, float], float]
 
 
 def unchanged(rank: int, operation: Operation, seconds: float) -> float:
-    """The `Lasts` of a machine that behaves exactly like the model."""
+    """Return the time unchanged: the `Lasts` of a machine that behaves like the model."""
     return seconds
 
 

@@ -72,6 +72,7 @@ class EmulatedModel(torch.nn.Module):
         self.biases = torch.nn.ParameterList(torch.zeros_like(b) for _, b in gradients)
 
     def forward(self) -> torch.Tensor:
+        """Sleep as long as a forward, and return a value whose backward makes the gradients."""
         time.sleep(self.pace * self.emulation.forward)
         x = torch.ones(1)
         seconds = self.pace * self.emulation.backward / self.emulation.layers

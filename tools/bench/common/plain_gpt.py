@@ -25,6 +25,7 @@ class PlainBlock(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the block: [b, s, h] -> [b, s, h]."""
         batch, length, hidden = x.shape
         heads = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -47,6 +48,7 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of tokens and labels [b, s]."""
         x = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
             x = block(x)

@@ -118,7 +118,7 @@ def read_rows(path: Path, plan: StudyPlan | None = None) -> list[Row]:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the complete lines of a metrics file; empty without a file."""
+    """Yield the complete lines of a metrics file; none without a file."""
     for line in lines_of(path) if path.is_file() else ():
         values = parse_line(line)
         if values is not None:

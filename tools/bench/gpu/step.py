@@ -42,7 +42,7 @@ SHAPES = {
 MICROBATCHES = 4
 SMOKE = Shape(layers=2, hidden=64, heads=2, sequence=32, vocabulary=512, batch=2, microbatches=2)
 H200_PEAK_TFLOPS = 989.0
-"""Dense bf16 peak of an H100 SXM by its data sheet."""
+"""Dense bf16 peak of an H200 by its data sheet; an H100 SXM has the same."""
 OURS, OURS_COMPILED, PLAIN_COMPILED = "ours", "ours, --compile", "plain PyTorch, compiled"
 RATIO_TARGETS = {OURS: 0.85, OURS_COMPILED: 1.0}
 MFU_TARGETS = {"step2b": 0.45}

@@ -20,7 +20,7 @@ from tools.bench.common.emulated import EmulatedModel, EmulatedOurs, Emulation, 
 from tools.bench.common.methods import COMPUTE, Method
 
 BUCKET = 1_900_000
-"""Number of layers of the real model, and so of our buckets."""
+"""Entries of one of our buckets in the real model: about one layer."""
 REAL = Shape(vocabulary=2048, batch=2, bucket=BUCKET, log_interval=1_000_000)
 NOTHING = float("nan")
 

@@ -143,7 +143,7 @@ class RankBench:
         }
 
     def _head_start(self) -> None:
-        """Return the number of steps to run before the measurement.
+        """Run the steps before the measurement.
 
         These are Radius's steps up to its first resample, and the steps after which DDP rebuilds
         its buckets and its PowerSGD begins.

@@ -122,7 +122,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _networks(options: argparse.Namespace) -> list[Network]:
-    """Yield each number of ranks at each rate; the loopback only for the fewest ranks."""
+    """Return each number of ranks at each rate; the loopback only for the fewest ranks."""
     networks = [
         Network(ranks=ranks, rate=rate, delay="0ms" if rate == NO_LIMIT else options.delay)
         for ranks in options.worlds

@@ -54,7 +54,7 @@ class EmulationRow:
 def rows_of(
     network: Network, emulation: EmulationRow, steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row for each case and contender; times are medians over rounds, in seconds.
+    """Return a row for each case and contender; times are medians over rounds, in seconds.
 
     `seconds` is None if the contender is only simulated. `ratio` is relative to the reference,
     round by round. `bubbles` has idle over busy time of each stage. `paper` is the simulated step,

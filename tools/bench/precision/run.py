@@ -44,7 +44,7 @@ from tools.bench.common.side_by_side import (
 )
 
 TARGET = 1 / 1.3
-"""Tokens/s of a bf16 step over tokens/s of an fp32 step."""
+"""Minimum of tokens/s of a bf16 step over tokens/s of an fp32 step."""
 SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=256, vocabulary=4096, batch=4)
 SMOKE = Shape(layers=1, hidden=32, heads=2, sequence=32, vocabulary=128, batch=2)
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

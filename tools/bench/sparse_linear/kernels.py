@@ -61,7 +61,7 @@ class Kernel:
 
 
 def kernels(operands: Operands, one_pass: str) -> Iterator[Kernel]:
-    """Return all kernels of one pass, dense first.
+    """Yield all kernels of one pass, dense first.
 
     A CPU's sparse kernels refuse 16 bit and get fp32 instead, as a 16-bit run would have to do.
     """

@@ -1,0 +1,89 @@
+"""The interface of an index of selected entries, and what its two forms share. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron.data_parallel.reducer import SparseIndex
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.sparse.selection import Selection
+
+
+class BucketIndex(SparseIndex, Protocol):
+    """The entries selected in one bucket; none at first. Ranges are positions in the bucket.
+
+    The two subclasses differ in how they store positions. Methods with a body here need only
+    `selected`.
+    """
+
+    def selected(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield pieces of `[start, start + length)`: `[lo, hi)`, and the selection there (bool)."""
+        ...
+
+    def choose(self, start: int, selection: Selection) -> None:
+        """Replace the selection in `[start, start + selection.n)`."""
+        ...
+
+    def count(self, start: int, length: int) -> int:
+        """Return the number of selected entries in `[start, start + length)`."""
+        ...
+
+    def flushed(self, ranges: Sequence[tuple[int, int]]) -> SparseIndex:
+        """Return an index of these positions and of all positions in the ranges `[start, stop)`.
+
+        Ranges are ascending and disjoint; their positions among the values are the `runs`.
+        """
+        ...
+
+    def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Gather finite entries times `scale` and set the gathered entries to zero."""
+        ...
+
+    def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
+        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
+        ...
+
+    def clear(self, flat: torch.Tensor) -> None:
+        """Set the entries at the positions to 0, also non-finite ones."""
+        ...
+
+    def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
+        """Set the entries at positions in `[start, start + length)` to 0."""
+        ...
+
+    def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
+        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
+        at = 0
+        for lo, hi, selected in self.selected(start, length):
+            rest = flat[lo:hi][~selected]
+            out[at : at + rest.numel()] = rest
+            at += rest.numel()
+
+    def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
+        """Scatter what `gather_rest` gathered; selected entries are not changed."""
+        from megatron.transfer import to_device
+
+        at = 0
+        for lo, hi, selected in self.selected(start, length):
+            rest = ~selected
+            count = int(rest.sum())
+            flat[lo:hi].masked_scatter_(rest, to_device(values[at : at + count], flat.device))
+            at += count
+
+    def packed(self, start: int, length: int) -> torch.Tensor:
+        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
+        ...
+
+    def load(self, start: int, length: int, packed: torch.Tensor) -> None:
+        """Load a selection that `packed` returned."""
+        import numpy as np
+        import torch
+
+        from megatron.sparse.selection import GivenSelection
+
+        bits = np.unpackbits(packed.numpy(), count=length).view(np.bool_)
+        self.choose(start, GivenSelection(torch.from_numpy(bits)))
