@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-PRODUCT = ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")
+ENTRIES = tuple(path.name for path in sorted(REPO.glob("pretrain_*.py")))
+PRODUCT = (*ENTRIES, "megatron", "radius", "samo", "tools")
 TOPS = (*PRODUCT, "tests", "docs/examples")
 OPENERS = re.compile(r"(Of|By|That|Those|Both|The same|As|See)\b")
 """First words after which the subject of a sentence is missing or elsewhere."""

@@ -833,7 +833,7 @@ def _written(given: GivenValue) -> str:
     return " ".join(show_plain(scalar.text) for scalar in scalars)
 
 
-_HEADER = "# All settings of a run; --config with this file and the same flags repeats it.\n"
+_HEADER = "# All settings of a run{of}; --config with this file and the same flags repeats it.\n"
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS_OF_OLD_YAML = frozenset("y n yes no on off true false null".split())
@@ -846,9 +846,12 @@ def to_yaml(config: Config) -> str:
     """Return every saved setting, by section.
 
     Folders and other settings of this start (`RunConfig`, `CheckpointConfig.save`) are left out,
-    since they do not change the results.
+    since they do not change the results. For a task other than GPT the first line names the script
+    that trains it, which `scripts/launch.sh` then starts.
     """
-    return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
+    of = "" if config.task == GPTConfig.task else f" of pretrain_{config.task}.py"
+    sections = (_section(name, section) for name, section in config.sections.items())
+    return _HEADER.format(of=of) + "".join(sections)
 
 
 def brief_settings(config: Config) -> str:
