@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
     "megatron.data.gpt_dataset",
     "megatron.data.blended_dataset",
     "megatron.data.sampler",
+    "megatron.data.images",
     "megatron.checkpoint.format",
     "megatron.checkpoint.writer",
     "samo.schedule",
