@@ -19,7 +19,7 @@ from samo.path import SamoPath
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config import Config
+    from megatron.config import GPTConfig
     from megatron.data.build import Datasets
     from megatron.data.vocabulary import Vocabulary
     from megatron.model.gpt import GPT
@@ -41,7 +41,7 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
 
 
 def model_provider(
-    config: Config,
+    config: GPTConfig,
     vocabulary: Vocabulary,
     groups: ProcessGroups,
     device: torch.device,
@@ -81,12 +81,15 @@ def model_provider(
 
 
 def train_valid_test_datasets_provider(
-    config: Config,
+    config: GPTConfig,
     vocabulary: Vocabulary,
-    samples: tuple[int, int, int],
+    samples: tuple[int, int | None, int | None],
     log: Callable[[str], None],
 ) -> Datasets:
-    """Build the train, validation and test data sets, of at least `samples` samples each."""
+    """Build the train, validation and test data sets.
+
+    They have at least `samples` samples each, or all of a split once where that is None.
+    """
     from megatron.data.build import build_datasets
 
     return build_datasets(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.config import Config, ModelConfig
+from megatron.config import GPTConfig, ModelConfig
 from megatron.data_parallel.bucket_plan import (
     BYTES,
     ParamShape,
@@ -45,7 +45,7 @@ class RankGrid:
     "cuda"; `cuda_aware_mpi`: whether MPI reads and writes a GPU's memory itself.
     """
 
-    config: Config
+    config: GPTConfig
     dims: ParallelDims
     path: GradientPath
     vocabulary: int
@@ -124,7 +124,7 @@ class RankGrid:
 
 
 def logical_shapes(
-    config: Config, path: GradientPath, *, vocabulary: int
+    config: GPTConfig, path: GradientPath, *, vocabulary: int
 ) -> dict[str, tuple[int, ...]]:
     """The whole model's parameters by logical name, however they are cut and padded."""
     dims = ParallelDims(tp=1, dp=1, pp=config.parallel.pipeline_model_parallel_size)

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint.find import CheckpointSource, locate_checkpoint
-from megatron.config import Config, DataConfig
-from megatron.config.validate import check_vocabulary
+from megatron.config import DataConfig, GPTConfig
+from megatron.config.gpt import check_vocabulary
 from megatron.errors import DataError
 
 SKIP = "where only the compute nodes have the data, give --check-paths false"
 
 
 def check_paths(
-    config: Config, run_dir: Path, *, log: Callable[[str], None]
+    config: GPTConfig, run_dir: Path, *, log: Callable[[str], None]
 ) -> CheckpointSource | None:
     """Check that data, tokenizer and checkpoint exist; return the checkpoint to start from.
 

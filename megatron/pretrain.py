@@ -69,12 +69,11 @@ Paths = Mapping[str, GradientPath]
 """Gradient paths by the value of `--grad-path`."""
 
 USAGE = """\
-usage: pretrain_gpt.py --config configs/gpt_tiny.yaml [--FLAG VALUE ...]
+usage: pretrain_{task}.py --config {example} [--FLAG VALUE ...]
        a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
        --dry-run checks everything and prints the configuration; --help lists all flags
-       several ranks: RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
+       several ranks: {entry}RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
 """
-"""What a start without any argument is told."""
 
 LEAST_BUCKET_ELEMENTS = 40_000_000
 BUCKET_ELEMENTS_PER_RANK = 1_000_000
@@ -119,9 +118,9 @@ def _pretrain(
     try:
         failures.launch = launch = detect_launch()
         if not argv:
-            print(USAGE if launch.rank == 0 else "", end="", file=sys.stderr)
+            print(usage(task.config) if launch.rank == 0 else "", end="", file=sys.stderr)
             return ConfigError.exit_code
-        config = resolve(parse(argv, paths=paths), launch.world_size)
+        config = resolve(parse(argv, paths=paths, task=task.config), launch.world_size)
         check_trackers(config.logging)
         if config.run.dry_run:
             if launch.rank == 0 and config.run.check_paths:
@@ -140,6 +139,12 @@ def _pretrain(
         if getattr(error, "shared", False):
             wait_for_all()
         return code
+
+
+def usage(config: type[Config]) -> str:
+    """Return what a start without any argument is told."""
+    entry = "" if config.task == "gpt" else f"ENTRY=pretrain_{config.task}.py "
+    return USAGE.format(task=config.task, example=config.example, entry=entry)
 
 
 def check_files(task: Task, paths: Paths, config: Config) -> None:
@@ -320,6 +325,7 @@ def build_trainer(
 ) -> Trainer:
     """Put a run together, at the state of `origin` if there is one. Collective."""
     from megatron.checkpoint.checkpointer import Checkpointer
+    from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
     from megatron.optimizer.build import learning_rate, loss_scaler, weight_decay
     from megatron.pipeline.stage import Stage
@@ -330,7 +336,7 @@ def build_trainer(
 
     opened = groups.world.raise_on_all_ranks(lambda: task.open(config))
     readers = opened.readers(groups, runtime.device, log=metrics.log)
-    compare_data(vars(readers), groups.world)
+    compare_data(readers, groups.world)
     heartbeat = heartbeat or Heartbeat()
     timers = build_timers(config, on_cuda=on_cuda)
     stage = Stage(opened.chunks(groups, runtime.device))
@@ -340,6 +346,7 @@ def build_trainer(
     parts = build_parts(path, config, infos, groups, origin, own_identity)
     engine = build_engine(config, infos, parts, groups)
     optimizer, how = build_optimizer(config, engine)
+    buffers = BufferSet(stage.buffer_infos(), groups.dp)
     scaler = loss_scaler(config)
     state = Checkpointer(
         config=config,
@@ -347,6 +354,7 @@ def build_trainer(
         groups=groups,
         engine=engine,
         optimizer=optimizer,
+        buffers=buffers,
         scaler=scaler,
         metrics=metrics,
         identity=own_identity,
@@ -363,13 +371,17 @@ def build_trainer(
         config=config,
         device=runtime.device,
         groups=groups,
-        pipeline=build_pipeline(config, runtime, groups, opened, stage, engine, timers, heartbeat),
+        pipeline=build_pipeline(
+            task, config, runtime, groups, opened, stage, engine, timers, heartbeat
+        ),
         engine=engine,
         optimizer=optimizer,
+        buffers=buffers,
         learning_rate=learning_rate(config),
         weight_decay=weight_decay(config),
         scaler=scaler,
         readers=readers,
+        measures=task.measures,
         metrics=metrics,
         timers=timers,
         profiler=Profiler(config, rank=groups.world.rank, run_dir=run_dir, on_cuda=on_cuda),
@@ -435,6 +447,7 @@ def build_timers(config: Config, *, on_cuda: bool) -> Timers:
 
 
 def build_pipeline(
+    task: Task,
     config: Config,
     runtime: Runtime,
     groups: ProcessGroups,
@@ -480,6 +493,7 @@ def build_pipeline(
         transport=transport,
         engine=engine,
         timers=timers,
+        sums=len(task.measures.sums),
         at=at,
         driven=driven,
     )

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.verify import open_to_all
 from megatron.config import Config, brief_settings, to_yaml
 from megatron.config.compilation import choose_compilation
-from megatron.config.sections import describe_split
-from megatron.config.validate import cuda_notices, describe_recomputation
 from megatron.errors import ConfigError, SparsetronError
 from megatron.fault_tolerance.run_lock import RunLock
 from megatron.launch import Runtime, check_cuda_variables, cuda_variables, job_environment
@@ -114,18 +112,15 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
         brief=f"settings, save for defaults (all of them: log.txt):\n{brief_settings(config)}",
     )
     metrics.log(f"grid: {groups.dims}, started by {launch.launcher}")
-    if groups.dims.pp > 1:
-        split = config.parallel.layer_split(config.model.num_layers)
-        metrics.log(f"pipeline: layers {describe_split(split)}; {_schedule(config, split)}")
-    if told := describe_recomputation(config):
-        metrics.log(f"recomputation: {told}")
+    for line in config.descriptions():
+        metrics.log(line)
     metrics.log(f"device: {runtime.device.type}, backend {runtime.backend}")
     if runtime.device.type == "cpu":
         metrics.log(_processor(config))
     else:
         variables = [f"{name}={value}" for name, value in cuda_variables().items()]
         metrics.log(f"environment: {', '.join(variables) or 'no variable of CUDA or NCCL is set'}")
-        for warning in (check_cuda_variables(config), *cuda_notices(config)):
+        for warning in (check_cuda_variables(config), *config.cuda_notices()):
             if warning:
                 metrics.log(f"note: {warning}")
     metrics.log(f"compile: {choose_compilation(config, runtime.device.type)}")
@@ -144,15 +139,6 @@ def _processor(config: Config) -> str:
         return line
     name = "bf16" if precision.bf16 else "fp16"
     return f"{line}; {name} products run in fp32, since this CPU multiplies no {name}"
-
-
-def _schedule(config: Config, split: list[list[range]]) -> str:
-    parallel = config.parallel
-    if parallel.pipeline_schedule == "message-driven":
-        return (
-            f"message-driven over MPI, {parallel.pipeline_limit or len(split)} microbatches at most"
-        )
-    return "interleaved 1F1B" if len(split[0]) > 1 else "1F1B"
 
 
 def write_pictures(run_dir: Path, metrics: Metrics) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.data_loader import BatchReader, DeviceMicrobatch, Readers
+from megatron.data.batches import Batch, Reader, Readers
+from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.reduce_scatter import sums_gradients
 from megatron.data_parallel.reducer import Step, StepContext
@@ -28,7 +29,7 @@ from megatron.fault_tolerance.exit_signals import ExitRequest, ExitSignals
 from megatron.fault_tolerance.heartbeat import Heartbeat
 from megatron.fault_tolerance.loss_spikes import is_spike, remember
 from megatron.fault_tolerance.replicas import compare_replicas
-from megatron.metrics import Metrics, NullMetrics, StepRecord, Workload
+from megatron.metrics import Evaluation, Measures, Metrics, NullMetrics, StepRecord, Workload
 from megatron.metrics.memory import peak_memory_bytes, restart_peak_memory
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.loss_scaler import LossScaler
@@ -87,9 +88,10 @@ class Saver(Protocol):
 class Trainer:
     """Everything a run needs, put together by `megatron.pretrain`.
 
-    `workload` is what the steps are measured by at the end. `heartbeat` tells the other ranks where
-    this one is, `requests` what it is asked for, and `peer_failure` whether another rank has told
-    that it failed.
+    `measures` names what batches count and what the last chunk sums up. `buffers` are the model's
+    tensors without gradients. `workload` is what the steps are measured by at the end. `heartbeat`
+    tells the other ranks where this one is, `requests` what it is asked for, and `peer_failure`
+    whether another rank has told that it failed.
     """
 
     config: Config
@@ -98,10 +100,12 @@ class Trainer:
     pipeline: Pipeline
     engine: GradientEngine
     optimizer: BucketOptimizer
+    buffers: BufferSet
     learning_rate: LearningRate
     weight_decay: WeightDecay
     scaler: LossScaler
     readers: Readers
+    measures: Measures
     metrics: Metrics | NullMetrics
     timers: Timers
     profiler: Profiler
@@ -196,7 +200,7 @@ class Trainer:
         self.heartbeat.at("save")
         if request is ExitRequest.SIGTERM:
             self._rule_out_failure()
-        compare_replicas(self.optimizer, self.groups, step=self.progress.iteration)
+        self._compare_replicas()
         with self.timers("save-checkpoint"):
             self.saver.save(self.progress, wait=wait)
         if request is ExitRequest.SAVE:
@@ -227,7 +231,12 @@ class Trainer:
             raise error
         interval = self.config.parallel.check_weight_hash_across_dp_replicas_interval
         if interval and self.progress.iteration % interval == 0:
-            compare_replicas(self.optimizer, self.groups, step=self.progress.iteration)
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        compare_replicas(
+            self.optimizer, self.groups, step=self.progress.iteration, buffers=self.buffers
+        )
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -248,7 +257,7 @@ class Trainer:
         )
         self.engine.begin(context)
         with self.timers("forward-backward", level=1):
-            loss, tokens = self._forward_backward(batch_size, context.loss_scale)
+            sums, counted = self._forward_backward(batch_size, context.loss_scale)
         self.heartbeat.at("reduce")
         with self.timers("all-grads-sync", level=1):
             step = self.engine.finish(
@@ -259,9 +268,9 @@ class Trainer:
             # The sum of losses queues behind sums of gradients that are still arriving, so the
             # loss comes last, unless the step depends on it.
             loss_last = step.arriving and self.config.training.skip_loss_spikes is None
-            mean_loss = math.nan if loss_last else self._mean_over_ranks(loss, tokens)
+            means = [] if loss_last else self._means_over_ranks(sums, counted)
             self.pipeline.settle()
-        good = self._is_good(step, mean_loss)
+        good = self._is_good(step, math.nan if loss_last else means[0])
         num_zeros = self._num_zeros(step)
         self.heartbeat.at("optimizer")
         with self.timers("optimizer", level=1):
@@ -269,17 +278,19 @@ class Trainer:
                 weight_decay = self.weight_decay.at(progress.applied_samples)
                 self.optimizer.step(step, lr=lr, weight_decay=weight_decay)
                 self.engine.commit(step)
+                self.buffers.commit()
                 self.optimizer.rewire()
                 progress.applied_samples += batch_size
             else:
                 self.engine.abort()
+                self.buffers.abort()
             self.scaler.update(overflow=not step.ok)
             if loss_last:
-                mean_loss = self._mean_over_ranks(loss, tokens)
+                means = self._means_over_ranks(sums, counted)
         progress.consumed_samples += batch_size
 
         record = self._record(
-            step, mean_loss, good=good, lr=lr, tokens=tokens, num_zeros=num_zeros, began=began,
+            step, means, good=good, lr=lr, counted=counted, num_zeros=num_zeros, began=began,
             batch_size=batch_size, loss_scale=loss_scale,
         )  # fmt: skip
         return record, ExitRequest(step.request)
@@ -287,11 +298,11 @@ class Trainer:
     def _record(
         self,
         step: Step,
-        mean_loss: float,
+        means: Sequence[float],
         *,
         good: bool,
         lr: float,
-        tokens: int,
+        counted: int,
         num_zeros: int | None,
         began: float,
         batch_size: int,
@@ -305,11 +316,12 @@ class Trainer:
             iteration=self.progress.iteration,
             train_iters=self.total_iterations,
             consumed_samples=self.progress.consumed_samples,
-            lm_loss=mean_loss,
+            means=dict(zip(self.measures.means, means, strict=True)),
             lr=lr,
             grad_norm=step.norm if step.ok else None,
             step_seconds=time.perf_counter() - began,
-            tokens=tokens,
+            counted=counted,
+            unit=self.measures.unit,
             bytes_sent=stats.bytes_sent,
             density=stats.density,
             skipped=not good,
@@ -349,53 +361,65 @@ class Trainer:
         return self.groups.dp.size if means else 1
 
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean loss over the global batch's tokens, times `loss_scale`.
+        """Gradients of the mean loss over the global batch's tokens or images, times `loss_scale`.
 
-        Returns this rank's sum of token losses, 0 but on the last stage, and the number of tokens
-        of the global batch.
+        Returns this rank's sums, fp64 [sums], 0 but on the last stage, and the number of tokens or
+        images of the global batch.
         """
         with self.timers("batch-generator", level=2):
             assert self.readers.train is not None, "a run that trains has data to train on"
             # Batch step 1: read this rank's microbatches.
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
-        tokens = self._count_tokens(batches)
+        counted = self._count(batches)
         # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
         # or they are summed up.
         summed = sums_gradients(self.config)
-        scale = loss_scale * (1 if summed else self.groups.dp.size) / tokens
+        scale = loss_scale * (1 if summed else self.groups.dp.size) / counted
         iteration = self.progress.iteration
-        loss = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)
-        return loss, tokens
+        sums = self.pipeline.forward_backward(batches, iteration=iteration, scale=scale)
+        return sums, counted
 
     # ---- evaluation ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, kind: str, reader: BatchReader | None) -> ExitRequest:
-        """Mean token loss over the first `eval_iters` global batches of a split.
+    def _evaluate(self, kind: str, reader: Reader | None) -> ExitRequest:
+        """Means over the first `eval_iters` global batches of a split, or over all of it.
 
         The same samples every time, so that evaluations of a run compare with each other. A rank
         that is asked to leave ends it, on every rank, without a result; returns that request.
         """
-        iterations = self.config.evaluation.eval_iters
         request = ExitRequest.NONE
-        if reader is None or not iterations:
+        if reader is None or not (iterations := self._batches_of(reader)):
             return request
         self.stage.train(False)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens, batch_size = 0, self.config.training.global_batch_size or 0
+        total = torch.zeros(len(self.measures.sums), dtype=torch.float64, device=self.device)
+        counted, batch_size = 0, self.config.training.global_batch_size or 0
         for number in range(iterations):
             self.heartbeat.at("evaluate")
             batches = list(reader.read(number * batch_size, batch_size))
-            tokens += self._count_tokens(batches)
+            counted += self._count(batches)
             total += self.pipeline.forward(batches, iteration=self.progress.iteration)
             request = self._agree_on(self._pending(), tag=number)
             if request.leaves:
                 break
         self.stage.train(True)
         if not request.leaves:
-            loss = self._mean_over_ranks(total, tokens)
-            self.metrics.evaluation(iteration=self.progress.iteration, kind=kind, loss=loss)
+            means = self._means_over_ranks(total, counted)
+            self.metrics.evaluation(
+                Evaluation(
+                    iteration=self.progress.iteration,
+                    kind=kind,
+                    means=dict(zip(self.measures.means, means, strict=True)),
+                    perplexity_of=self.measures.perplexity,
+                )
+            )
         return request
+
+    def _batches_of(self, reader: Reader) -> int:
+        """Return the number of global batches of an evaluation, a last partial one included."""
+        evaluation, size = self.config.evaluation, self.config.training.global_batch_size or 1
+        whole = -(-reader.samples // size)
+        return whole if evaluation.full_validation else min(evaluation.eval_iters, whole)
 
     def _has_test_loss(self) -> bool:
         """Return whether an earlier start of the run got as far as evaluating the test set."""
@@ -406,26 +430,26 @@ class Trainer:
 
     # ---- small questions -----------------------------------------------------------------------
 
-    def _count_tokens(self, batches: list[DeviceMicrobatch]) -> int:
-        """Tokens of the global batch whose loss counts.
+    def _count(self, batches: Sequence[Batch]) -> int:
+        """Tokens or images of the global batch whose losses count.
 
-        Asks the other ranks only where masks make it depend on what they read.
+        Asks the other ranks only where it depends on what they read.
         """
-        mine = sum(batch.counted_tokens for batch in batches)
-        if all(batch.loss_mask is None for batch in batches):
+        mine = sum(batch.counted for batch in batches)
+        if not any(batch.uneven for batch in batches):
             return mine * self.groups.dp.size
         # On the CPU, where it was counted: the host would wait for a device to bring it back.
         count = torch.tensor([mine], dtype=torch.int64)
         self.groups.dp.all_reduce(count, dist.ReduceOp.SUM)
         return max(1, int(count.item()))
 
-    def _mean_over_ranks(self, loss: torch.Tensor, tokens: int) -> float:
-        """Return the mean loss, equal on every rank, from the last stages' losses (Eq. 1)."""
-        loss = loss.clone().view(1)
-        self.groups.dp.all_reduce(loss, dist.ReduceOp.SUM)
+    def _means_over_ranks(self, sums: torch.Tensor, counted: int) -> list[float]:
+        """Return the mean of each sum, equal on every rank, from the last stages' sums (Eq. 1)."""
+        sums = sums.clone()
+        self.groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
         # Others add 0, which changes no bit.
-        self.groups.pp.all_reduce(loss, dist.ReduceOp.SUM)
-        return loss.item() / tokens
+        self.groups.pp.all_reduce(sums, dist.ReduceOp.SUM)
+        return [total / counted for total in sums.tolist()]
 
     def _bytes_sent(self) -> dict[str, int]:
         """Bytes that this rank sent inside its copy of the model since the last call, by axis.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.data.sidecar import write_sidecar
 from megatron.memory_estimate import logical_shapes
 from samo.mask_file import check_mask_file, packed_bytes
@@ -106,7 +106,7 @@ def write_masks(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     return path
 
 
-def config_of(world: int, *flags: str) -> Config:
+def config_of(world: int, *flags: str) -> GPTConfig:
     paths = pretrain_gpt.GRADIENT_PATHS
     return resolve(parse([*TINY.split(), *flags], paths=paths), world)
 

@@ -79,7 +79,7 @@ def test_microbatches_do(pinned: list[int]) -> None:
         index=0,
     )
     placed = DeviceMicrobatch.of(batch, ELSEWHERE)
-    assert placed.tokens.device == ELSEWHERE and placed.counted_tokens == 6
+    assert placed.tokens.device == ELSEWHERE and placed.counted == 6
     assert pinned == [6, 6, 6]
 
 

@@ -20,10 +20,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config import REFUSED_PAIRS, RefusedPair, fields_by_section  # noqa: E402
+from megatron.config import GPTConfig, RefusedPair, fields_by_section, pairs_of  # noqa: E402
 from megatron.config.fields import FieldSpec, flag_name  # noqa: E402
+from megatron.config.gpt import SECTIONS  # noqa: E402
 from megatron.config.megatron_flags import ELSEWHERE, IGNORED, OLD_NAMES, REFUSED, SYNONYMS  # noqa: E402
-from megatron.config.sections import SECTIONS  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 
 PAGE = REPO / "docs" / "configuration.md"
@@ -94,7 +94,7 @@ def pairs() -> str:
     return "\n".join(
         [
             "## Settings that exclude each other\n",
-            table(header, map(_pair, REFUSED_PAIRS)),
+            table(header, map(_pair, pairs_of(GPTConfig))),
             "Some gradient paths refuse more:\n",
             table((*header, "`--grad-path`"), own),
         ]

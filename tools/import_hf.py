@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.find import CHECKPOINTS  # noqa: E402
 from megatron.checkpoint.io import FILES, remove_folder  # noqa: E402
-from megatron.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
+from megatron.config import DataConfig, GPTConfig, ModelConfig, TrainingConfig, to_yaml  # noqa: E402
 from megatron.data.local_file import read_json_object  # noqa: E402
 from megatron.data.vocabulary import Vocabulary  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
@@ -84,14 +84,16 @@ def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
 def _write(
     source: Path, output: Path, model: ModelConfig, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    from megatron.checkpoint.compatibility import identity
     from megatron.checkpoint.store import save_checkpoint
+    from megatron.tasks.gpt import gpt_identity
 
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
     data, vocabulary = _bring_tokenizer(source, output, vocab_size=vocab_size)
     # What a run must share with the checkpoint is its network; the rest is the run's own.
-    config = resolve(Config(model=model, data=data, training=TrainingConfig(micro_batch_size=1)), 1)
-    known = identity(config, vocabulary)
+    config = resolve(
+        GPTConfig(model=model, data=data, training=TrainingConfig(micro_batch_size=1)), 1
+    )
+    known = gpt_identity(config, vocabulary)
     kept = {k: v for k, v in known.items() if k.startswith(("model.", "data.tokenizer"))}
     kept |= {f"data.{name}": v for name, v in dataclasses.asdict(data).items() if v is not None}
     path = save_checkpoint(
@@ -255,7 +257,7 @@ def _bring_tokenizer(
     return DataConfig(tokenizer_type=kind, **places), vocabulary  # type: ignore[arg-type]
 
 
-def _model_yaml(config: Config) -> str:
+def _model_yaml(config: GPTConfig) -> str:
     """The sections of a configuration file that the import decides: the model, the tokenizer."""
     kept, section = ["# The network and its tokenizer, for --config.\n"], ""
     for line in to_yaml(config).splitlines(keepends=True):

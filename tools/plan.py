@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config import Config, parse  # noqa: E402
+from megatron.config import GPTConfig, parse  # noqa: E402
 from megatron.data.vocabulary import data_prefixes, find_vocabulary  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
 from megatron.pretrain import bucket_elements  # noqa: E402
@@ -75,7 +75,7 @@ class Planner:
     def __init__(self, site: Site, vocabulary: int) -> None:
         self._site, self._vocabulary = site, vocabulary
 
-    def plan(self, config: Config, world: int) -> Plan:
+    def plan(self, config: GPTConfig, world: int) -> Plan:
         """Return the plan of a resolved configuration."""
         return Plan.of(
             config,
@@ -127,7 +127,7 @@ def assumed_site(site: Site) -> str:
     )
 
 
-def vocabulary_of(config: Config) -> tuple[int, str]:
+def vocabulary_of(config: GPTConfig) -> tuple[int, str]:
     """Entries of the vocabulary; and what to tell if they are a guess."""
     data = config.data
     try:

@@ -32,6 +32,7 @@ from megatron.checkpoint.io import FILES, Files
 from megatron.checkpoint.state_dict import RunStateDict
 from megatron.checkpoint.store import Checkpoint, LocalShard, Snapshots, save_checkpoint
 from megatron.config import Config
+from megatron.data_parallel.buffers import BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.errors import CheckpointError
 from megatron.metrics import Metrics
@@ -144,6 +145,7 @@ class Checkpointer:
     groups: ProcessGroups
     engine: GradientEngine
     optimizer: BucketOptimizer
+    buffers: BufferSet
     scaler: LossScaler
     metrics: Metrics
     identity: dict[str, Any]
@@ -155,7 +157,10 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._tensors = RunStateDict(
-            groups=self.groups, engine=self.engine, optimizer=self.optimizer
+            groups=self.groups,
+            engine=self.engine,
+            optimizer=self.optimizer,
+            buffers=self.buffers,
         )
         asked, world = self.config.checkpoint, self.groups.world
         self._directory = save_directory(self.config, self.run_dir)

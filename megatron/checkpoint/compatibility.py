@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
 from megatron.config.megatron_flags import RETIRED_VALUES
-from megatron.data.indexed_dataset import changes, file_facts
-from megatron.data.vocabulary import Vocabulary, data_prefixes
+from megatron.data.indexed_dataset import changes
 from megatron.errors import CheckpointError
 
-_FREE_TO_CHANGE = {
-    "model": {
-        "attention_dropout",
-        "hidden_dropout",
-        "init_method_std",
-        "make_vocab_size_divisible_by",
-    },
-    "data": {"data_cache_path", "no_mmap_bin_files", "dataloader_type"},
-}
 _LATER: dict[str, Any] = {
     "model.use_rope_scaling": False,
     "model.rope_scaling_factor": 8.0,
@@ -37,26 +27,29 @@ MAX_DIFFERENCES = 5
 """Differing keys an error names before it counts the rest."""
 
 
-def identity(config: Config, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Settings that a checkpoint and the run that loads it must share, by dotted name."""
-    found: dict[str, Any] = {"data.tokenizer": vocabulary.fingerprint}
+def identity(
+    config: Config, *, free: Collection[str] = (), facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings that a checkpoint and the run that loads it must share, by dotted name.
+
+    Args:
+        config: The settings of the run.
+        free: Dotted names of settings of the task's sections that may differ: "data.data_path".
+        facts: What files tell beyond the settings, by dotted names in the sections `model` and
+            `data`: the size of a vocabulary, the fingerprint of a tokenizer.
+    """
+    found = dict(facts or {})
     for section in ("model", "data"):
-        values = dataclasses.asdict(getattr(config, section))
-        for name in values.keys() - _FREE_TO_CHANGE[section]:
-            found[f"{section}.{name}"] = values[name]
+        for name, value in dataclasses.asdict(getattr(config, section)).items():
+            if f"{section}.{name}" not in free:
+                found.setdefault(f"{section}.{name}", value)
     for name in _OF_THE_DATA:
         found[f"training.{name}"] = getattr(config.training, name)
-    found["model.vocab_size"] = vocabulary.size
     found[_PATH] = config.gradient.grad_path
     for section, options in config.extensions.items():
         for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
             found[f"{section}.{name}"] = value
     return json.loads(json.dumps(found))
-
-
-def data_files(config: Config) -> dict[str, Any]:
-    """Facts by which a resumed run tells that its data changed. Raises `DataError`."""
-    return file_facts(data_prefixes(config.data))
 
 
 def schedule(config: Config) -> dict[str, Any]:

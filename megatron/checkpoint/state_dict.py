@@ -20,6 +20,7 @@ import torch
 from megatron.checkpoint.format import Box, volume, within
 from megatron.checkpoint.store import Checkpoint, LocalShard, of_rank, owner, whole
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.buffers import NO_BUFFERS, BufferSet
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.layout import BucketLayout
 from megatron.data_parallel.reducer import PerEntryState
@@ -156,6 +157,8 @@ PATH, ENTRIES, RESIDUAL, MASK = "path/", "entries/", "residual/", "mask/"
 """Where checkpoints keep a gradient path's state: plain tensors, and such as go by the entries of a
 parameter, which all data-parallel ranks share; what each of these has of its own; and which entries
 of parameters exist."""
+BUFFER = "buffer/"
+"""Where checkpoints keep the model's buffers, each whole."""
 _OLD_INDEX = f"{PATH}index/"
 """Where the first version of the format kept what Radius had chosen."""
 
@@ -171,11 +174,12 @@ class _RankPart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStateDict:
-    """Weights, moments and the gradient path's state of a run, as they are in a checkpoint."""
+    """Weights, moments, buffers and the path's state of a run, as they are in a checkpoint."""
 
     groups: ProcessGroups
     engine: GradientEngine
     optimizer: BucketOptimizer
+    buffers: BufferSet = NO_BUFFERS
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -216,7 +220,7 @@ class RunStateDict:
             if (kind == PARAM or moments) and not self.optimizer.is_sharded:
                 file = f"{kind}/{name}"
                 yield _RankPart(file, flat.nbytes, partial(_shards, held, file, held.stored(flat)))
-        plain: dict[str, torch.Tensor] = {}
+        plain = {f"{BUFFER}{name}": tensor for name, tensor in self.buffers.tensors()}
         for name, state in self.engine.shared_tensors():
             if not isinstance(state, PerEntryState):
                 plain[f"{PATH}{name}"] = state
@@ -290,8 +294,16 @@ class RunStateDict:
     # ---- reading -------------------------------------------------------------------------------
 
     def take(self, saved: Checkpoint, *, moments: bool) -> None:
-        """Read weights, and moments unless they are to start from nothing."""
+        """Read weights and buffers, and moments unless they are to start from nothing."""
         stored = set(saved.names())
+        if lost := [name for name, _ in self.buffers.tensors() if f"{BUFFER}{name}" not in stored]:
+            raise CheckpointError(
+                f"{saved.path}: has no {BUFFER}{lost[0]}: it is of another model; give the "
+                "checkpoint of a run with this model"
+            )
+        self.buffers.load(
+            {name: saved.read(f"{BUFFER}{name}") for name, _ in self.buffers.tensors()}
+        )
         for kind, name, flat in self.optimizer.tensors():
             if kind != PARAM and not moments:
                 continue

@@ -1,13 +1,16 @@
 """The configuration: frozen sections, Megatron-named flags, one strict YAML file.
 
 `parse` reads both, `resolve` adds what follows from the number of ranks, `to_yaml` writes what
-`--config` reads back. Nothing here imports torch: a wrong flag is told before that.
+`--config` reads back. A task is a subclass of `Config` with sections `model` and `data` of its own;
+`GPTConfig` is the default. Nothing here imports torch: a wrong flag is told before that.
 """
 
 from __future__ import annotations
 
 from megatron.config.fields import ValueRange, above, at_least, below_one, between, option, section
+from megatron.config.gpt import GPTConfig
 from megatron.config.parsing import brief_settings, fields_by_section, parse, to_yaml
+from megatron.config.rules import RefusedPair, refused_pair
 from megatron.config.sections import (
     CheckpointConfig,
     Config,
@@ -24,14 +27,14 @@ from megatron.config.sections import (
     RunConfig,
     TrainingConfig,
 )
-from megatron.config.validate import REFUSED_PAIRS, RefusedPair, check, resolve
+from megatron.config.validate import check, pairs_of, resolve
 
 __all__ = [
-    "REFUSED_PAIRS",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "GPTConfig",
     "GradientConfig",
     "ValueRange",
     "LoggingConfig",
@@ -52,7 +55,9 @@ __all__ = [
     "check",
     "fields_by_section",
     "option",
+    "pairs_of",
     "parse",
+    "refused_pair",
     "resolve",
     "section",
     "to_yaml",

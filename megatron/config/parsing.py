@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast, overload
 
 import yaml
 
@@ -34,6 +34,7 @@ from megatron.config.fields import (
     show_plain,
     specs_of,
 )
+from megatron.config.gpt import GPTConfig
 from megatron.config.megatron_flags import (
     ELSEWHERE,
     MEGATRON_NAMES,
@@ -45,17 +46,12 @@ from megatron.config.megatron_flags import (
     OldName,
     Refused,
 )
-from megatron.config.sections import SECTIONS, SPECS, Config
-from megatron.config.validate import (
-    ALTERNATIVES,
-    REFUSED_PAIRS,
-    Alternatives,
-    RefusedPair,
-    check,
-    check_pairs,
-    notices,
-)
+from megatron.config.rules import Alternatives, RefusedPair
+from megatron.config.sections import Config
+from megatron.config.validate import alternatives_of, check, check_pairs, notices, pairs_of
 from megatron.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
 
 
 class PathOptions(Protocol):
@@ -86,7 +82,7 @@ class PathOptions(Protocol):
 
     @property
     def alternatives(self) -> Sequence[Alternatives]:
-        """Settings of this path of which a run has one, as in `validate.ALTERNATIVES`."""
+        """Settings of this path of which a run has one, as in `validate.SHARED_ALTERNATIVES`."""
         ...
 
     def check(self, config: Any) -> None:
@@ -253,14 +249,16 @@ class CommandLine:
     """The result of reading the flags.
 
     Fields appear in `givens` by name, the last use of a flag winning. `complaints`: one text for
-    each flag that is unknown or refused, so that one error can list them all. `path_pairs`: what
-    gradient paths refuse, by the path's name, for `--help-compat`.
+    each flag that is unknown or refused, so that one error can list them all. `pairs` is what is
+    refused together and `path_pairs` what gradient paths refuse besides, by the path's name, for
+    `--help-compat`.
     """
 
     config: str | None = None
     givens: dict[str, GivenValue] = field(default_factory=dict[str, GivenValue])
     notices: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
+    pairs: Sequence[RefusedPair] = ()
     path_pairs: Mapping[str, Sequence[RefusedPair]] = field(
         default_factory=dict[str, Sequence[RefusedPair]]
     )
@@ -269,20 +267,23 @@ class CommandLine:
 def read_flags(
     argv: Sequence[str],
     specs: Mapping[str, Sequence[FieldSpec]],
+    pairs: Sequence[RefusedPair],
     path_pairs: Mapping[str, Sequence[RefusedPair]],
 ) -> CommandLine:
     """Flags of the fields in `specs` (by section).
 
     Every other flag is a complaint. Raises `ConfigError` for a flag with too few or too many
-    values, SystemExit after `--help` and `--help-compat`, which prints `path_pairs` as well.
+    values, SystemExit after `--help` and `--help-compat`, which prints `pairs` and `path_pairs`.
     """
     parser = _parser(tuple((section, tuple(group)) for section, group in specs.items()))
-    line = CommandLine(path_pairs=path_pairs)
+    line = CommandLine(pairs=pairs, path_pairs=path_pairs)
     texts = _attach_numbers(argv, specs)
     _, unknown = parser.parse_known_args(texts, _Namespace(line))
-    fields = (spec.flag for group in specs.values() for spec in group)
-    known = [*fields, "--config", "--help", *(name.flag for name in OLD_NAMES)]
-    line.complaints += _complaints_of_unknown(texts, unknown, known)
+    fields = {spec.name: spec.flag for group in specs.values() for spec in group}
+    old = [name.flag for name in OLD_NAMES if name.field in fields]
+    synonyms = {other: ours for other, ours in SYNONYMS.items() if ours in fields}
+    known = [*fields.values(), "--config", "--help", *old]
+    line.complaints += _complaints_of_unknown(texts, unknown, known, synonyms)
     return line
 
 
@@ -383,18 +384,20 @@ class _Refused(_Action):
 
 class _HelpCompat(_Action):
     def use(self, line: CommandLine, flag: str, values: Any) -> None:
-        print(compatibility_text(line.path_pairs))
+        print(compatibility_text(line.pairs, line.path_pairs))
         raise SystemExit(0)
 
 
-def compatibility_text(path_pairs: Mapping[str, Sequence[RefusedPair]]) -> str:
+def compatibility_text(
+    pairs: Sequence[RefusedPair], path_pairs: Mapping[str, Sequence[RefusedPair]]
+) -> str:
     """The refused pairs and what becomes of Megatron-LM's other flags."""
-    pairs = _pair_lines(REFUSED_PAIRS)
+    lines = _pair_lines(pairs)
     for path, own in path_pairs.items():
         if own:
-            pairs += ["", f"Refused together with --grad-path {path}:", *_pair_lines(own)]
+            lines += ["", f"Refused together with --grad-path {path}:", *_pair_lines(own)]
     names = [f"  {name.flag}: {name.outcome}" for name in MEGATRON_NAMES]
-    return "\n".join(["Refused together:", *pairs, "", "Other flags of Megatron-LM:", *names])
+    return "\n".join(["Refused together:", *lines, "", "Other flags of Megatron-LM:", *names])
 
 
 def _pair_lines(pairs: Sequence[RefusedPair]) -> list[str]:
@@ -430,8 +433,11 @@ def _parser(sections: tuple[tuple[str, tuple[FieldSpec, ...]], ...]) -> argparse
                 metavar=_metavar(spec),
                 **_arity(spec),
             )
+    known = {spec.name for _, fields in sections for spec in fields}
     for name in MEGATRON_NAMES:
-        _add_megatron_name(parser, name)
+        # An old name of a setting that this task does not have is an unknown flag.
+        if not isinstance(name, OldName) or name.field in known:
+            _add_megatron_name(parser, name)
     return parser
 
 
@@ -471,7 +477,10 @@ def _help(spec: FieldSpec) -> str:
 
 
 def _complaints_of_unknown(
-    texts: Sequence[str], unknown: Sequence[str], known: Sequence[str]
+    texts: Sequence[str],
+    unknown: Sequence[str],
+    known: Sequence[str],
+    synonyms: Mapping[str, str],
 ) -> list[str]:
     """Return a complaint for each of the `unknown`.
 
@@ -490,7 +499,7 @@ def _complaints_of_unknown(
         if text.startswith("-"):
             flag = text.split("=")[0]
             complaints.append(
-                f"{show_plain(flag)}: no such flag{_flag_hint(flag, known)}; see --help"
+                f"{show_plain(flag)}: no such flag{_flag_hint(flag, known, synonyms)}; see --help"
             )
             after_flag = True
         elif not after_flag or _is_yaml(text):
@@ -509,7 +518,7 @@ def _stray(text: str) -> str:
     return f"{show_plain(text)}: stands alone; every value follows a --flag"
 
 
-def _flag_hint(flag: str, known: Sequence[str]) -> str:
+def _flag_hint(flag: str, known: Sequence[str], synonyms: Mapping[str, str]) -> str:
     """Return a hint at the flag that an unknown one may have meant.
 
     The name that another program's flag has here, else the closest flag, if one is close. Dashes
@@ -519,35 +528,47 @@ def _flag_hint(flag: str, known: Sequence[str]) -> str:
     name = flag.lstrip("-").replace("-", "_").lower()
     if name in ELSEWHERE:
         return f"; here it is {ELSEWHERE[name]}"
-    meant = {flag_name(other): flag_name(ours) for other, ours in SYNONYMS.items()}
+    meant = {flag_name(other): flag_name(ours) for other, ours in synonyms.items()}
     meant |= {flag: flag for flag in known}
     bare = {other.lstrip("-"): ours for other, ours in meant.items()}
     return nearest(flag_name(name).lstrip("-"), (), bare)
 
 
-DEFAULT_NAME = "gpt"
-"""Name of a configuration that comes from no file."""
+@overload
+def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> GPTConfig: ...
 
 
-def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
+@overload
+def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions], task: type[C]) -> C: ...
+
+
+def parse(
+    argv: Sequence[str], *, paths: Mapping[str, PathOptions], task: type[Config] = GPTConfig
+) -> Config:
     """Return the configuration of flags and `--config`.
 
     It is checked as far as is possible without the number of ranks.
 
-    `paths` maps the values of `--grad-path`; their options are flags too. Raises `ConfigError`,
-    or SystemExit(0) after `--help` and `--help-compat`.
+    Args:
+        argv: The command line without the name of the program.
+        paths: The values of `--grad-path`; their options are flags too.
+        task: The configuration of the task, which has its sections and rules.
+
+    Raises:
+        ConfigError: A setting is unknown, cannot be read or breaks a rule.
+        SystemExit: With code 0, after `--help` and `--help-compat`.
     """
-    fields = _Fields(paths)
+    fields = _Fields(paths, task)
     path_pairs = {name: path.refused_pairs for name, path in paths.items()}
-    line = read_flags(argv, fields.by_section, path_pairs)
+    line = read_flags(argv, fields.by_section, pairs_of(task), path_pairs)
     file, retired = ({}, []) if line.config is None else _read_file(line.config, fields)
     file = _without_retired_values(file, retired)
     flags = _without_retired_values(line.givens, retired)
     givens = file | flags
 
-    path, complaint = _selected_path(givens, paths)
-    specs = {**SPECS, **(fields.of_path(path) if path else fields.extensions)}
-    groups = [*ALTERNATIVES, *(path.alternatives if path else ())]
+    path, complaint = _selected_path(givens, paths, task)
+    specs = {**task.specs(), **(fields.of_path(path) if path else fields.extensions)}
+    groups = [*alternatives_of(task), *(path.alternatives if path else ())]
     replaced = _replaced(flags, file, specs, groups)
     givens = {name: given for name, given in givens.items() if name not in replaced}
     values, complaints = _convert_all(givens, specs, path, fields)
@@ -556,8 +577,8 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
         raise _all_at_once(complaints)
     _require(specs, values)
 
-    name = DEFAULT_NAME if line.config is None else Path(line.config).stem
-    config = _build(values, path, name)
+    name = task.task if line.config is None else Path(line.config).stem
+    config = _build(task, values, path, name)
     check(config, givens)
     check_pairs(config, path.refused_pairs)
     path.check(config)
@@ -568,32 +589,36 @@ def parse(argv: Sequence[str], *, paths: Mapping[str, PathOptions]) -> Config:
     )
 
 
-def fields_by_section(paths: Mapping[str, PathOptions]) -> Mapping[str, Sequence[FieldSpec]]:
-    """Return every setting by section, in the order of `--help`.
+def fields_by_section(
+    paths: Mapping[str, PathOptions], task: type[Config] = GPTConfig
+) -> Mapping[str, Sequence[FieldSpec]]:
+    """Return every setting of a task by section, in the order of `--help`.
 
     The fixed sections, then those that the gradient paths bring.
     """
-    return _Fields(paths).by_section
+    return _Fields(paths, task).by_section
 
 
 class _Fields:
-    """Every field there is: the fixed ones, and the options of each gradient path."""
+    """Every field of a task: the fixed ones, and the options of each gradient path."""
 
-    def __init__(self, paths: Mapping[str, PathOptions]) -> None:
+    def __init__(self, paths: Mapping[str, PathOptions], task: type[Config]) -> None:
         self._paths = paths
+        self.fixed = task.specs()
         self.takers: dict[str, list[str]] = {}
         """The paths that take an option."""
         self.extensions: dict[str, FieldSpec] = {}
-        self.homes = {spec.name: spec.section for spec in SPECS.values()}
+        self.homes = {spec.name: spec.section for spec in self.fixed.values()}
         """The section that has a field; paths may share it."""
         for name, path in paths.items():
             for spec in self.of_path(path).values():
-                assert spec.name not in SPECS, f"{spec.name}: an option of {name} and a field"
+                assert spec.name not in self.fixed, f"{spec.name}: an option of {name} and a field"
                 self.extensions.setdefault(spec.name, spec)
                 self.takers.setdefault(spec.name, []).append(name)
                 home = self.homes.setdefault(spec.name, spec.section)
                 assert home == spec.section, f"{spec.name}: in {home} and in {spec.section}"
-        self.sections = {*SECTIONS, *(name for path in paths.values() for name in path.sections)}
+        sections = task.section_types()
+        self.sections = {*sections, *(name for path in paths.values() for name in path.sections)}
 
     @staticmethod
     def of_path(path: PathOptions) -> dict[str, FieldSpec]:
@@ -607,7 +632,7 @@ class _Fields:
     def by_section(self) -> dict[str, list[FieldSpec]]:
         """All fields as `--help` shows them, with the values of `--grad-path`."""
         grouped: dict[str, list[FieldSpec]] = {}
-        for spec in (*SPECS.values(), *self.extensions.values()):
+        for spec in (*self.fixed.values(), *self.extensions.values()):
             if spec.name == "grad_path":
                 spec = dataclasses.replace(spec, choices=tuple(self._paths))
             grouped.setdefault(spec.section, []).append(spec)
@@ -623,7 +648,7 @@ def _read_file(path: str, fields: _Fields) -> tuple[dict[str, GivenValue], list[
             if isinstance(entry.value, Scalar) and entry.value.text != "false":
                 where = f"{show_path(path)}:{entry.line}"
                 notices.append(f"{where}: {entry.key} is ignored: {RETIRED_KEYS[entry.key]}")
-        elif not _empty(entry):
+        elif not _empty(entry, fields):
             name, given = _given_field(path, entry, fields)
             givens[name] = given
     return givens, notices
@@ -642,10 +667,10 @@ def _without_retired_values(
     return found
 
 
-def _empty(entry: YamlEntry) -> bool:
+def _empty(entry: YamlEntry, fields: _Fields) -> bool:
     """Return whether it is the head of a section with nothing in it."""
     bare = isinstance(entry.value, Scalar) and entry.value.is_null
-    return bare and entry.section is None and entry.key in SECTIONS
+    return bare and entry.section is None and entry.key in fields.sections
 
 
 def _given_field(path: str, entry: YamlEntry, fields: _Fields) -> tuple[str, GivenValue]:
@@ -669,16 +694,19 @@ def _given_field(path: str, entry: YamlEntry, fields: _Fields) -> tuple[str, Giv
 def _hint(key: str, fields: _Fields) -> str:
     """Return a hint at the key that an unknown one may have meant."""
     for name in MEGATRON_NAMES:
+        if isinstance(name, OldName) and name.field not in fields.homes:
+            continue
         if name.flag in (flag_name(key), f"--{key}"):
             return f"; as a flag it is {name.outcome}"
-    return nearest(key.replace("-", "_"), (*fields.homes, *fields.sections), SYNONYMS)
+    synonyms = {other: ours for other, ours in SYNONYMS.items() if ours in fields.homes}
+    return nearest(key.replace("-", "_"), (*fields.homes, *fields.sections), synonyms)
 
 
 def _selected_path(
-    givens: Mapping[str, GivenValue], paths: Mapping[str, PathOptions]
+    givens: Mapping[str, GivenValue], paths: Mapping[str, PathOptions], task: type[Config]
 ) -> tuple[PathOptions | None, str]:
     """The gradient path, or None and a complaint about the name that was given."""
-    spec = SPECS["grad_path"]
+    spec = task.specs()["grad_path"]
     given = givens.get(spec.name)
     try:
         name = spec.default if given is None else convert(spec, given)
@@ -738,16 +766,16 @@ def _require(specs: Mapping[str, FieldSpec], values: Mapping[str, object]) -> No
         raise ConfigError(f"{names}: not given; give {flags}, or the same in a --config file")
 
 
-def _build(values: Mapping[str, Any], path: PathOptions, name: str) -> Config:
+def _build(task: type[Config], values: Mapping[str, Any], path: PathOptions, name: str) -> Config:
     sections = {
         section: cls(**{n: values[n] for n in specs_of(cls, section) if n in values})
-        for section, cls in SECTIONS.items()
+        for section, cls in task.section_types().items()
     }
     extensions: dict[str, object] = {
         section: cls(**{n: values[n] for n in specs_of(cls, section) if n in values})
         for section, cls in path.sections.items()
     }
-    return Config(**sections, extensions=extensions, name=name)
+    return task(**sections, extensions=extensions, name=name)
 
 
 def _replaced(

@@ -1,13 +1,16 @@
 """The sections of a configuration: one frozen dataclass each, and `Config`, which holds them all.
 
-Names and defaults are Megatron-LM's unless the help text says "ours".
+`ModelConfig` and `DataConfig` are GPT's; other tasks bring sections of their own. Names and
+defaults are Megatron-LM's unless the help text says "ours".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+from functools import cache
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from megatron.config.fields import (
     FieldSpec,
@@ -20,6 +23,7 @@ from megatron.config.fields import (
     section,
     specs_of,
 )
+from megatron.config.rules import Alternatives, Complaint, RefusedPair
 from megatron.errors import ConfigError
 
 
@@ -765,6 +769,11 @@ class EvaluationConfig:
     eval_iters: int = option(
         default=100, help="Batches of an evaluation (0 = off).", within=at_least(0)
     )
+    full_validation: bool = option(
+        default=False,
+        help="Evaluate each sample of the validation and test sets once, a last partial batch "
+        "included, instead of eval_iters batches.",
+    )
     eval_interval: int = option(default=1000, help="Steps between evaluations.", within=at_least(1))
     eval_at_start: bool = option(default=False, help="Also evaluate before step 1 (ours).")
 
@@ -861,16 +870,21 @@ class RunConfig:
     )
 
 
+_NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Every setting of a run, by section.
 
-    `extensions` holds the sections that the gradient path brings. `name` is the stem of the
-    configuration file; `notices` are lines to be announced once; `from_flags` are the fields that
-    the command line itself sets. These three are no settings and do not count in comparisons.
+    A task is a subclass that gives `model` and `data` types of their own, and overrides what the
+    rules about these need. `extensions` holds the sections that the gradient path brings. `name` is
+    the stem of the configuration file; `notices` are lines to be announced once; `from_flags` are
+    the fields that the command line itself sets. These three are no settings and do not count in
+    comparisons.
     """
 
-    model: ModelConfig
+    model: object
     training: TrainingConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -879,33 +893,77 @@ class Config:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: object
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     extensions: dict[str, object] = field(default_factory=dict[str, object])
-    name: str = field(default="gpt", compare=False)
+    name: str = field(default="run", compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)
     from_flags: frozenset[str] = field(default=frozenset(), compare=False)
+
+    # ---- facts of a task, for its subclass to override -------------------------------------------
+
+    task: ClassVar[str]
+    """The name of the task: "gpt". `pretrain_<name>.py` trains it."""
+    example: ClassVar[str] = "FILE"
+    """A configuration file to begin with, for the usage line."""
+    refused_pairs: ClassVar[tuple[RefusedPair, ...]] = ()
+    """Settings that exclude each other, beside those of `validate.SHARED_PAIRS`."""
+    alternatives: ClassVar[tuple[Alternatives, ...]] = ()
+    """Settings of which a run has one, beside those of `validate.SHARED_ALTERNATIVES`."""
+    rules: ClassVar[tuple[Callable[[Any], Complaint], ...]] = ()
+    """Functions from the configuration to a complaint, or None."""
+
+    def complaint_of_batch(self, dp: int) -> Complaint:
+        """Return what is wrong with the global batch on `dp` copies of the model, or None."""
+        return None
+
+    def own_notices(self) -> Iterator[str]:
+        """Yield lines about legal settings of the task that may not be meant."""
+        yield from ()
+
+    def cuda_notices(self) -> Iterator[str]:
+        """Yield lines about settings that are slow on a GPU, for a run that has found one."""
+        yield from ()
+
+    def resolved(self) -> Self:
+        """Return the configuration with the derived values of the task's sections filled in."""
+        return self
+
+    def data_paths(self) -> list[str]:
+        """Return the files of the data; a run may not write into their folders."""
+        return []
+
+    def descriptions(self) -> Iterator[str]:
+        """Yield lines for the log about how the model is divided and recomputed."""
+        yield from ()
+
+    # ---- the sections ----------------------------------------------------------------------------
+
+    @classmethod
+    def section_types(cls) -> dict[str, type]:
+        """Return the fixed sections, in the order of files and help."""
+        hints = get_type_hints(cls)
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in _NOT_SECTIONS]
+        return {name: hints[name] for name in names}
+
+    @classmethod
+    @cache
+    def specs(cls) -> Mapping[str, FieldSpec]:
+        """Return every fixed field by name. Names are unique over all sections."""
+        found: dict[str, FieldSpec] = {}
+        for section_name, section_type in cls.section_types().items():
+            for name, spec in specs_of(section_type, section_name).items():
+                assert name not in found, f"{name}: in {found[name].section} and in {section_name}"
+                found[name] = spec
+        return found
 
     @property
     def sections(self) -> dict[str, object]:
         """All sections by name, the gradient path's last."""
-        return {name: getattr(self, name) for name in SECTIONS} | self.extensions
-
-    @property
-    def masks_grouped_queries(self) -> bool:
-        """Return whether attention has fewer key-value heads than queries, and a mask besides.
-
-        On CUDA such attention keeps its scores. In torch 2.13 flash attention takes no mask
-        (`check_for_attn_mask` in ATen/native/transformers/sdp_utils_cpp.h), memory-efficient
-        attention takes no `enable_gqa` (`check_batch_size_and_num_heads_dense<false>` in
-        cuda/sdp_utils.cpp; the documentation of `scaled_dot_product_attention` names flash and math
-        alone for it). Only cuDNN, preferred on compute capability 9 and 10, may take both.
-        """
-        model = self.model
-        grouped = model.query_groups < model.num_attention_heads
-        return grouped and self.data.reset_attention_mask
+        names = (f.name for f in dataclasses.fields(self) if f.name not in _NOT_SECTIONS)
+        return {name: getattr(self, name) for name in names} | self.extensions
 
     def values(self) -> dict[str, object]:
         """All settings by field name."""
@@ -934,18 +992,3 @@ class Config:
     def total_iterations(self) -> int:
         """Return the steps of the whole run, as `TrainingConfig.total_iterations` does."""
         return self.training.total_iterations()
-
-
-_NOT_SECTIONS = ("extensions", "name", "notices", "from_flags")
-
-SECTIONS: dict[str, type] = {
-    name: hint for name, hint in get_type_hints(Config).items() if name not in _NOT_SECTIONS
-}
-"""The fixed sections, in the order of files and help."""
-
-SPECS: Mapping[str, FieldSpec] = {
-    name: spec
-    for section_name, cls in SECTIONS.items()
-    for name, spec in specs_of(cls, section_name).items()
-}
-"""Every fixed field by name. Names are unique over all sections."""

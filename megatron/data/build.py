@@ -81,13 +81,14 @@ def build_datasets(
     *,
     seq_length: int,
     seed: int,
-    samples: tuple[int, int, int],
+    samples: tuple[int, int | None, int | None],
     vocab_size: int,
     log: Log,
     tokenizer_fingerprint: str | None = None,
 ) -> Datasets:
     """Open, check and order the data; each set holds at least its number of `samples`.
 
+    None stands for one pass over a whole split, which generated data do not have.
     Sets are None for 0 samples, for a share of 0 in `--split`, or without a path of their own where
     paths are given per split. Every process that calls this with the same arguments gets the same
     samples; index caches are written by whoever comes first. `vocab_size` is the tokenizer's own,
@@ -99,7 +100,7 @@ def build_datasets(
             MockDataset(
                 count, sequence_length=seq_length, vocab_size=vocab_size, seed=seed, split=number
             )
-            if count > 0
+            if count
             else None
             for number, count in enumerate(samples)
         ]
@@ -116,7 +117,7 @@ def build_datasets(
     sources = split_sources(data_config)
     _warn_of_overlap(sources, log)
     train, valid, test = (
-        builder.build(split, source, count) if source is not None and count > 0 else None
+        builder.build(split, source, count) if source is not None and count != 0 else None
         for split, source, count in zip(SPLITS, sources, samples, strict=True)
     )
     return Datasets(train=train, valid=valid, test=test)
@@ -149,8 +150,8 @@ class _Builder:
     cache: IndexCache
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
-    def build(self, split: str, source: Source, count: int) -> SampleSource:
-        """One split: a single file, or parts drawn by weight."""
+    def build(self, split: str, source: Source, count: int | None) -> SampleSource:
+        """One split: a single file, or parts drawn by weight; whole where `count` is None."""
         blend = source.blend
         documents = {
             prefix: self._documents(split, source, prefix) for prefix in set(blend.prefixes)
@@ -170,8 +171,10 @@ class _Builder:
 
         if len(blend.prefixes) == 1 and (blend.weights is None or not source.shared):
             single = part(blend.prefixes[0], count)
-            self._tell(split, single, count)
+            self._tell(split, single, len(single) if count is None else count)
             return single
+        if count is None:
+            return self._whole(split, [part(prefix, None) for prefix in blend.prefixes])
         weights, asked, draws = self._shares(blend, documents, count)
         order = self._blend(split, blend.prefixes[0], weights, draws)
         counts = np.bincount(order["dataset_index"], minlength=len(weights)).tolist()
@@ -185,6 +188,16 @@ class _Builder:
             self._tell(split, one, drawn)
         return BlendedDataset(
             parts, dataset_index=order["dataset_index"], sample_index=order["sample_index"]
+        )
+
+    def _whole(self, split: str, parts: Sequence[GPTDataset]) -> SampleSource:
+        """All samples of the parts, one part after another; weights have no say."""
+        for part in parts:
+            self._tell(split, part, len(part))
+        numbers = [np.arange(len(part), dtype=np.int64) for part in parts]
+        owners = [np.full(len(part), i, dtype=np.int16) for i, part in enumerate(parts)]
+        return BlendedDataset(
+            parts, dataset_index=np.concatenate(owners), sample_index=np.concatenate(numbers)
         )
 
     def _shares(

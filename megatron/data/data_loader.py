@@ -1,4 +1,4 @@
-"""Microbatches as tensors on the rank's device."""
+"""Microbatches of tokens as tensors on the rank's device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron.data.batches import fingerprint_of
 from megatron.data.blended_dataset import SampleSource
 from megatron.data.sampler import CollateOptions, Microbatch, MicrobatchSampler, collate
 from megatron.transfer import to_device
@@ -23,8 +24,13 @@ class DeviceMicrobatch:
     position_ids: torch.Tensor | None
     document_ids: torch.Tensor | None
     index: int
-    counted_tokens: int
+    counted: int
     """Tokens whose loss counts."""
+
+    @property
+    def uneven(self) -> bool:
+        """True with a mask, since ranks then count what their samples hold."""
+        return self.loss_mask is not None
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:
@@ -43,13 +49,13 @@ class DeviceMicrobatch:
             position_ids=place(batch.position_ids),
             document_ids=place(batch.document_ids),
             index=batch.index,
-            counted_tokens=int(batch.labels.size if mask is None else mask.sum()),
+            counted=int(batch.labels.size if mask is None else mask.sum()),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReader:
-    """Reads one rank's microbatches of a data set; any global batch, in any order.
+    """A `Reader` of token samples.
 
     Raises `DataError` where a sample holds a token outside the vocabulary.
     """
@@ -59,23 +65,23 @@ class BatchReader:
     options: CollateOptions
     device: torch.device
 
+    @property
+    def samples(self) -> int:
+        """The samples of the data set."""
+        return len(self.dataset)
+
     def read(self, first_sample: int, global_batch_size: int) -> Iterator[DeviceMicrobatch]:
-        """This rank's share of samples [first_sample, first_sample + global_batch_size)."""
+        """Yield this rank's part of samples [first_sample, first_sample + global_batch_size)."""
         shares = zip(
             self.sampler.indices(first_sample, global_batch_size),
             self.sampler.numbers(global_batch_size),
             strict=True,
         )
+        partial = first_sample + global_batch_size > self.samples
         for samples, number in shares:
-            batch = collate(self.dataset, samples, number, self.options)
+            batch = collate(self.dataset, samples, number, self.options, partial=partial)
             yield DeviceMicrobatch.of(batch, self.device)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Readers:
-    """Data of a run; valid and test may be absent."""
-
-    train: BatchReader | None
-    """None only for a run that does not train (`--skip-train`)."""
-    valid: BatchReader | None = None
-    test: BatchReader | None = None
+    def fingerprint(self) -> str:
+        """Return the number of samples, and a digest of three of them."""
+        return fingerprint_of(self.samples, lambda number: self.dataset[number].tobytes())

@@ -81,21 +81,33 @@ def collate(
     samples: range,
     number: int,
     options: CollateOptions | None = None,
+    *,
+    partial: bool = False,
 ) -> Microbatch:
     """Read the samples of one microbatch; `number` becomes its `index`.
+
+    In a `partial` global batch, samples past the end of the data set are its last one again, and
+    the loss mask, which each microbatch then has, leaves them out.
 
     As in Megatron, an end-of-document token belongs to the document it ends; with `eod_mask_loss`
     the position whose *input* it is does not count (the start of the next document is not to be
     predicted from it).
     """
     options = options or CollateOptions()
-    text = np.stack([dataset[index] for index in samples])  # [b, s + 1]
+    last = len(dataset) - 1
+    # Pipeline stages exchange tensors of one shape, so padding has rows like other samples.
+    places = [min(index, last) for index in samples] if partial else samples
+    text = np.stack([dataset[index] for index in places])  # [b, s + 1]
     tokens = np.ascontiguousarray(text[:, :-1])
     ends = tokens == options.eod if options.eod is not None else np.zeros_like(tokens, dtype=bool)
+    mask = (~ends).astype(np.float32) if options.eod_mask_loss else None
+    if partial:
+        exists = np.array([[index <= last] for index in samples], dtype=np.float32)
+        mask = exists * (np.ones_like(tokens, dtype=np.float32) if mask is None else mask)
     return Microbatch(
         tokens=tokens,
         labels=np.ascontiguousarray(text[:, 1:]),
-        loss_mask=(~ends).astype(np.float32) if options.eod_mask_loss else None,
+        loss_mask=mask,
         position_ids=_positions(ends) if options.reset_position_ids else None,
         document_ids=_documents(ends) if options.reset_attention_mask else None,
         index=number,

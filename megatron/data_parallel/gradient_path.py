@@ -22,7 +22,7 @@ from megatron.data_parallel.bucket_plan import (
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config.validate import Alternatives, RefusedPair
+    from megatron.config.rules import Alternatives, RefusedPair
     from megatron.data_parallel.bucket import ParamInfo
     from megatron.data_parallel.exchange import Exchange
     from megatron.data_parallel.layout import BucketLayout

@@ -14,7 +14,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError
 from megatron.run_dir import environment
 
 if TYPE_CHECKING:
-    from megatron.data.data_loader import BatchReader
+    from megatron.data.batches import Readers
     from megatron.parallel.groups import Group
 
 _CODE = ("megatron", "radius", "samo")
@@ -31,9 +31,12 @@ def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
     compare(world, facts, ConfigError, "start every rank with the same file, flags and code")
 
 
-def compare_data(readers: Mapping[str, BatchReader | None], world: Group) -> None:
+def compare_data(readers: Readers, world: Group) -> None:
     """Raise `DataError` on every rank if one reads other data. Collective."""
-    facts = {f"{kind} data": data_fingerprint(reader) for kind, reader in readers.items()}
+    facts = {
+        f"{kind} data": "none" if reader is None else reader.fingerprint()
+        for kind, reader in vars(readers).items()
+    }
     compare(world, facts, DataError, "give every rank the same files")
 
 
@@ -69,20 +72,9 @@ def compare(
 def code_fingerprint() -> str:
     """Digest of every source file of ours: also tells changed files of one commit apart."""
     root = Path(__file__).resolve().parent.parent.parent
-    files = [root / "pretrain_gpt.py"]
+    files = list(root.glob("pretrain_*.py"))
     files += [file for top in _CODE for file in (root / top).rglob("*.py")]
     digest = hashlib.sha256()
     for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def data_fingerprint(reader: BatchReader | None) -> str:
-    """Number of samples, and a digest of the first, middle and last one."""
-    if reader is None or not len(reader.dataset):
-        return "none"
-    count = len(reader.dataset)
-    digest = hashlib.sha256()
-    for number in (0, count // 2, count - 1):
-        digest.update(reader.dataset[number].tobytes())
-    return f"{count} samples, {digest.hexdigest()[:16]}"

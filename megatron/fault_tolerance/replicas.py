@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.data_parallel.buffers import NO_BUFFERS, BufferSet
 from megatron.errors import NumericsError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.parallel.groups import Group, ProcessGroups
@@ -44,17 +45,24 @@ def checksums(optimizer: BucketOptimizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare_replicas(optimizer: BucketOptimizer, groups: ProcessGroups, *, step: int) -> None:
+def compare_replicas(
+    optimizer: BucketOptimizer,
+    groups: ProcessGroups,
+    *,
+    step: int,
+    buffers: BufferSet = NO_BUFFERS,
+) -> None:
     """Raise `NumericsError` on every rank, naming parameter and rank, where a copy differs.
 
-    Compared are data-parallel ranks, tensor-parallel ranks for tensors that they all hold whole,
-    and stages for tied weights. One small all-reduce for each; collective over the world.
+    Compared are data-parallel ranks, tensor-parallel ranks for tensors that they all hold whole
+    (buffers among them), and stages for tied weights. One small all-reduce for each; collective
+    over the world.
     """
     if groups.world.size == 1:
         return
     copies = [
         _Copies(group, dict(sorted(found.items())))
-        for group, found in _copies(optimizer, groups)
+        for group, found in _copies(optimizer, buffers, groups)
         if group.size > 1 and found
     ]
     odd = [_odd(copy) for copy in copies]
@@ -75,14 +83,16 @@ class _Copies(NamedTuple):
 
 
 def _copies(
-    optimizer: BucketOptimizer, groups: ProcessGroups
+    optimizer: BucketOptimizer, buffers: BufferSet, groups: ProcessGroups
 ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-    """Parameters that each group holds alike."""
+    """Parameters and buffers that each group holds alike."""
     found = checksums(optimizer)
+    whole = {f"{name} (buffer)": checksum(tensor) for name, tensor in buffers.tensors()}
     infos = optimizer.engine.infos
     owner = {name: infos[name.split(" ")[0]] for name in found}
-    yield groups.dp, found
-    yield groups.tp, {name: total for name, total in found.items() if owner[name].tp_shard is None}
+    yield groups.dp, found | whole
+    whole |= {name: total for name, total in found.items() if owner[name].tp_shard is None}
+    yield groups.tp, whole
     yield groups.embedding, {name: total for name, total in found.items() if owner[name].tied}
 
 

@@ -7,12 +7,14 @@ formatting happens at the log interval. Ranks that do not write hold a `NullMetr
 from __future__ import annotations
 
 from megatron.metrics.logger import Metrics, NullMetrics, cut_metrics
-from megatron.metrics.record import EVALUATION_KINDS, StepRecord
+from megatron.metrics.record import EVALUATION_KINDS, Evaluation, Measures, StepRecord
 from megatron.metrics.throughput import Throughput, Workload
 from megatron.metrics.trackers import check_trackers
 
 __all__ = [
     "EVALUATION_KINDS",
+    "Evaluation",
+    "Measures",
     "Metrics",
     "NullMetrics",
     "StepRecord",

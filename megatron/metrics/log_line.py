@@ -6,12 +6,7 @@ import math
 from collections.abc import Mapping
 from datetime import datetime
 
-from megatron.metrics.record import LogInterval, Spread, StepRecord
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), cut off at exp(20) as Megatron does, but NaN where the loss is NaN."""
-    return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
+from megatron.metrics.record import Evaluation, LogInterval, Spread, StepRecord, perplexity
 
 
 def byte_size(count: float) -> str:
@@ -100,7 +95,7 @@ def format_line(
     fields += [
         f"learning rate: {last.lr:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {interval.lm_loss:.6E}",
+        *(f"{name}: {mean:.6E}" for name, mean in interval.means.items()),
         f"loss scale: {last.loss_scale:.1f}",
     ]
     if last.grad_norm is not None:
@@ -120,18 +115,18 @@ def format_line(
 
 def format_brief(last: StepRecord, interval: LogInterval, *, seconds_left: float) -> str:
     """Return the line of an interval for a terminal, in about 100 characters."""
-    rate = interval.tokens / interval.seconds if interval.seconds > 0 else 0.0
+    rate = interval.counted / interval.seconds if interval.seconds > 0 else 0.0
     total = str(last.train_iters)
     fields = [
         f"step {last.iteration:{len(total)}d}/{total}",
-        f"loss {interval.lm_loss:.4f}",
+        *_brief_means(interval.means),
         f"lr {last.lr:.2e}",
     ]
     if last.grad_norm is not None:
         fields.append(f"grad norm {last.grad_norm:.3f}")
     fields += [
         f"{1000 * interval.seconds / interval.steps:.1f} ms/step",
-        f"{scaled(rate)}tokens/s",
+        f"{scaled(rate)}{last.unit}/s",
     ]
     if interval.skipped:
         fields.append(f"skipped {interval.skipped}")
@@ -140,11 +135,17 @@ def format_brief(last: StepRecord, interval: LogInterval, *, seconds_left: float
     return f" {' | '.join(fields)}"
 
 
+def _brief_means(means: Mapping[str, float]) -> list[str]:
+    """The loss under that name alone, and the other means."""
+    (_, loss), *others = means.items()
+    return [f"loss {loss:.4f}", *(f"{name} {mean:.4f}" for name, mean in others)]
+
+
 def _own_fields(
     last: StepRecord, interval: LogInterval, *, rate: float, peak_tflops: float | None
 ) -> list[str]:
-    tokens_rate = interval.tokens / interval.seconds if interval.seconds > 0 else 0.0
-    fields = [f"tokens/s: {three_digits(tokens_rate)}", f"per rank {flop_rate(rate)}"]
+    unit_rate = interval.counted / interval.seconds if interval.seconds > 0 else 0.0
+    fields = [f"{last.unit}/s: {three_digits(unit_rate)}", f"per rank {flop_rate(rate)}"]
     if peak_tflops is not None:
         fields.append(f"MFU: {100 * rate / (peak_tflops * 1e12):.1f}%")
     fields.append(f"sent per step: {byte_size(interval.bytes_per_step)}")
@@ -171,19 +172,26 @@ def _eta(last: StepRecord, *, now: float, seconds_left: float) -> str:
 _EVALUATED = {"valid": "validation", "test": "test"}
 
 
-def format_evaluation(*, iteration: int, kind: str, loss: float) -> str:
+def format_evaluation(evaluation: Evaluation) -> str:
     """The line for one evaluation, with the perplexity that Megatron prints."""
-    name = _EVALUATED[kind]
-    return (
-        f"validation loss at iteration {iteration} on {name} set | "
-        f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
-    )
+    name = _EVALUATED[evaluation.kind]
+    fields = [f"validation loss at iteration {evaluation.iteration} on {name} set"]
+    for mean, value in evaluation.means.items():
+        fields.append(f"{mean} value: {value:.6E}")
+        if mean == evaluation.perplexity_of:
+            fields.append(f"{mean} PPL: {perplexity(value):.6E}")
+    return " | ".join(fields) + " |"
 
 
-def format_brief_evaluation(*, iteration: int, kind: str, loss: float) -> str:
+def format_brief_evaluation(evaluation: Evaluation) -> str:
     """Return the line of an evaluation for a terminal."""
-    name = _EVALUATED[kind]
-    return f"{name} loss at step {iteration}: {loss:.4f}, perplexity {perplexity(loss):.4g}"
+    loss, *others = _brief_means(evaluation.means)
+    fields = [f"{_EVALUATED[evaluation.kind]} loss at step {evaluation.iteration}: {loss[5:]}"]
+    fields += others
+    if evaluation.perplexity_of is not None:
+        value = evaluation.means[evaluation.perplexity_of]
+        fields.append(f"perplexity {perplexity(value):.4g}")
+    return ", ".join(fields)
 
 
 def format_timers(timers: Mapping[str, Spread], *, steps: int, option: str) -> str:

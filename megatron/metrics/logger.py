@@ -21,7 +21,7 @@ from megatron.metrics.log_line import (
     scaled,
     timestamp,
 )
-from megatron.metrics.record import EVALUATION_KINDS, StepRecord, summarize
+from megatron.metrics.record import Evaluation, StepRecord, key_of, summarize
 from megatron.metrics.throughput import Stopwatch, Throughput, Workload
 from megatron.metrics.trackers import (
     TensorBoardTracker,
@@ -36,19 +36,21 @@ if TYPE_CHECKING:
 
 
 JSONL = "metrics.jsonl"
+LOSS, COUNTED, PER_SECOND = "loss", "counted", "per_second"
+"""Columns whose keys depend on the task: `loss_key`, `unit_of`."""
 COLUMNS = (
     "iteration",
-    "lm_loss",
+    LOSS,
     "lr",
     "grad_norm",
     "step_seconds",
-    "tokens_per_second",
+    PER_SECOND,
     "bytes_sent",
     "skipped",
     "peak_memory_bytes",
     "density",
     "consumed_samples",
-    "tokens",
+    COUNTED,
     "loss_scale",
     "flops",
     "wait_seconds",
@@ -56,8 +58,12 @@ COLUMNS = (
     "params_norm",
     "time",
 )
-"""The keys that the line of every step has."""
-"""Keys of a step's line, in order. `time` is when the step ended, in seconds since 1970."""
+"""What the line of every step has, in order. `time` is when the step ended, in seconds since 1970.
+
+The loss has the task's own key, and the other means of the task follow it. What is counted and its
+rate have the keys of the task's unit: "tokens" and "tokens_per_second".
+"""
+_LOSSES = ("lm_loss", "loss")
 
 PHASE = "seconds/"
 """What the keys of timers begin with (`--timing-log-level`)."""
@@ -65,6 +71,24 @@ PHASE = "seconds/"
 MAX_LINE_BYTES = 1 << 20
 
 Value = float | int | bool | str | None
+
+
+def loss_key(values: Mapping[str, Any]) -> str | None:
+    """Return the key of the loss in a line of metrics.jsonl; None for a line of no step."""
+    return next((key for key in _LOSSES if key in values), None)
+
+
+def unit_of(values: Mapping[str, Any]) -> str:
+    """Return what the step of a line counts: "tokens" or "images"."""
+    rates = (key.removesuffix(f"_{PER_SECOND}") for key in values if key.endswith(f"_{PER_SECOND}"))
+    return next(rates, "tokens")
+
+
+def columns_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the key that each of the `COLUMNS` has in the line of a step."""
+    unit = unit_of(values)
+    own = {LOSS: loss_key(values) or LOSS, COUNTED: unit, PER_SECOND: f"{unit}_{PER_SECOND}"}
+    return {name: own.get(name, name) for name in COLUMNS}
 
 
 class AppendFile:
@@ -122,28 +146,27 @@ def step_values(record: StepRecord, *, time: float, steps: int = 1) -> dict[str,
     where timers were read, the seconds a step of each: the slowest rank's mean over the `steps`
     since they were read before.
     """
-    values = (
-        record.iteration,
-        record.lm_loss,
-        record.lr,
-        record.grad_norm,
-        record.step_seconds,
-        record.tokens_per_second,
-        record.bytes_sent,
-        bool(record.skipped),
-        record.peak_memory_bytes,
-        record.density,
-        record.consumed_samples,
-        record.tokens,
-        record.loss_scale,
-        record.flops,
-        record.wait_seconds,
-        record.num_zeros,
-        record.params_norm,
-        round(time, 3),
-    )
+    columns: dict[str, Value] = {
+        "iteration": record.iteration,
+        **{key_of(name): mean for name, mean in record.means.items()},
+        "lr": record.lr,
+        "grad_norm": record.grad_norm,
+        "step_seconds": record.step_seconds,
+        f"{record.unit}_{PER_SECOND}": record.per_second,
+        "bytes_sent": record.bytes_sent,
+        "skipped": bool(record.skipped),
+        "peak_memory_bytes": record.peak_memory_bytes,
+        "density": record.density,
+        "consumed_samples": record.consumed_samples,
+        record.unit: record.counted,
+        "loss_scale": record.loss_scale,
+        "flops": record.flops,
+        "wait_seconds": record.wait_seconds,
+        "num_zeros": record.num_zeros,
+        "params_norm": record.params_norm,
+        "time": round(time, 3),
+    }
     seconds = {f"{PHASE}{name}": max(s) / steps for name, s in record.timers.items() if s}
-    columns = dict(zip(COLUMNS, values, strict=True))
     return {**columns, **record.axis_bytes, **record.path, **seconds}
 
 
@@ -295,8 +318,8 @@ class Console:
         try:
             if self._bar is None:
                 self._bar = self._make_bar()
-            loss, rate = record.lm_loss, scaled(record.tokens_per_second)
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate}tokens/s", refresh=False)
+            rate = f"{scaled(record.per_second)}{record.unit}/s"
+            self._bar.set_postfix_str(f"loss {record.loss:.4f}, {rate}", refresh=False)
             self._bar.update(record.iteration - self._bar.n)
         except (OSError, ValueError):  # ValueError: the stream was closed under us
             self._lose_terminal()
@@ -433,21 +456,14 @@ class Metrics:
         elif self._pending_seconds >= SECONDS_BETWEEN_FLUSHES:
             self.flush()
 
-    def evaluation(self, iteration: int, kind: str, loss: float) -> None:
-        """Record the loss of the "valid" or the "test" set after `iteration` steps."""
-        assert kind in EVALUATION_KINDS, kind
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Record the means of the "valid" or the "test" set after some steps."""
         self.flush()
-        self._append(self._jsonl, json_line({"iteration": iteration, f"{kind}_loss": loss}))
-        self._console.log(
-            format_evaluation(iteration=iteration, kind=kind, loss=loss),
-            brief=format_brief_evaluation(iteration=iteration, kind=kind, loss=loss),
-        )
+        line = {"iteration": evaluation.iteration, **evaluation.values}
+        self._append(self._jsonl, json_line(line))
+        self._console.log(format_evaluation(evaluation), brief=format_brief_evaluation(evaluation))
         now = self._clock()
-        self._guard(
-            lambda tracker: tracker.evaluation(
-                time=now, iteration=iteration, samples=self._samples, kind=kind, loss=loss
-            )
-        )
+        self._guard(lambda tracker: tracker.evaluation(evaluation, time=now, samples=self._samples))
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
         """Return whether metrics.jsonl holds this loss, from whichever start of the run."""
@@ -581,8 +597,8 @@ class NullMetrics(Metrics):
     def step(self, record: StepRecord) -> None:
         """Drop the record."""
 
-    def evaluation(self, iteration: int, kind: str, loss: float) -> None:
-        """Drop the loss."""
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Drop the means."""
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
         """Another rank knows."""

@@ -8,6 +8,38 @@ from dataclasses import dataclass, field
 
 EVALUATION_KINDS = ("valid", "test")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What a task counts and sums up, and the names of the results.
+
+    Args:
+        unit: What a batch counts, in the plural: "tokens", "images".
+        sums: The sums that the last chunk returns, in order; the first is differentiated.
+        means: The name of the mean of each sum over what is counted, in the log; with underscores
+            for blanks it is the key in metrics.jsonl. "accuracy" for the sum "correct".
+        perplexity: The mean whose exponential an evaluation reports as perplexity; None for none.
+    """
+
+    unit: str
+    sums: tuple[str, ...] = ("loss",)
+    means: tuple[str, ...] = ("loss",)
+    perplexity: str | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.sums) == len(self.means), "each sum has a mean"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), cut off at exp(20) as Megatron does, but NaN where the loss is NaN."""
+    return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
+
+
+def key_of(name: str) -> str:
+    """Return the key in metrics.jsonl of a mean's name."""
+    return name.replace(" ", "_")
+
+
 Spread = tuple[float, float] | list[float]
 """A timer over ranks: the pair (min, max), or a list with one value for each rank."""
 
@@ -16,7 +48,8 @@ Spread = tuple[float, float] | list[float]
 class StepRecord:
     """One training step of the whole job, as Python numbers.
 
-    `lm_loss` is the mean over the tokens of the global batch and may be NaN or infinite.
+    `means` are those of the task's sums over what the global batch counts, by name; the first is
+    the loss, and each may be NaN or infinite. `counted` is the number of `unit`, such as tokens.
     `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
     saving. `bytes_sent` is this rank's payload on the data-parallel group, `axis_bytes` what it
     sent along the other axes of the grid, by name, where there are any; `flops` are model FLOPs
@@ -28,11 +61,11 @@ class StepRecord:
     iteration: int
     train_iters: int
     consumed_samples: int
-    lm_loss: float
+    means: Mapping[str, float]
     lr: float
     grad_norm: float | None
     step_seconds: float
-    tokens: int
+    counted: int
     bytes_sent: int
     density: float
     skipped: bool
@@ -41,6 +74,7 @@ class StepRecord:
     peak_memory_bytes: int
     flops: float
     world_size: int
+    unit: str = "tokens"
     num_zeros: int | None = None
     params_norm: float | None = None
     timers: Mapping[str, Spread] = field(default_factory=dict)
@@ -49,9 +83,42 @@ class StepRecord:
     axis_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the whole job in a second of this step; 0 where no time was measured."""
-        return self.tokens / self.step_seconds if self.step_seconds > 0 else 0.0
+    def loss(self) -> float:
+        """The mean loss, the first of the means."""
+        return next(iter(self.means.values()))
+
+    @property
+    def per_second(self) -> float:
+        """What the whole job counted in a second of this step; 0 where no time was measured."""
+        return self.counted / self.step_seconds if self.step_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The means of a data set, "valid" or "test", after `iteration` steps, by name, the loss first.
+
+    `perplexity_of` names the mean whose exponential is a perplexity.
+    """
+
+    iteration: int
+    kind: str
+    means: Mapping[str, float]
+    perplexity_of: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in EVALUATION_KINDS, self.kind
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The means by their keys in metrics.jsonl: valid_loss, valid_accuracy.
+
+        A perplexity that is not the exponential of the loss is among them.
+        """
+        (first, loss), *others = self.means.items()
+        found = {"loss": loss} | {key_of(name): mean for name, mean in others}
+        if self.perplexity_of not in (None, first):
+            found["perplexity"] = perplexity(self.means[self.perplexity_of])
+        return {f"{self.kind}_{key}": value for key, value in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +130,9 @@ class LogInterval:
 
     steps: int
     seconds: float
-    tokens: int
+    counted: int
     flops: float
-    lm_loss: float
+    means: dict[str, float]
     bytes_per_step: float
     wait_seconds: float | None
     skipped: int
@@ -80,22 +147,21 @@ class LogInterval:
 def summarize(records: Sequence[StepRecord]) -> LogInterval:
     """Fold a non-empty interval of steps.
 
-    The loss is the mean over the steps that were applied; where all were skipped, over those.
+    Loss and other means are those of the steps that were applied; where all were skipped, of those.
     """
     assert records, "an interval holds at least one step"
-    applied = [r.lm_loss for r in records if not r.skipped]
-    losses = applied or [r.lm_loss for r in records]
+    applied = [r.means for r in records if not r.skipped] or [r.means for r in records]
     waits = [r.wait_seconds for r in records if r.wait_seconds is not None]
     return LogInterval(
         steps=len(records),
         seconds=sum(r.step_seconds for r in records),
-        tokens=sum(r.tokens for r in records),
+        counted=sum(r.counted for r in records),
         flops=sum(r.flops for r in records),
-        lm_loss=sum(losses) / len(losses),
+        means={name: sum(m[name] for m in applied) / len(applied) for name in applied[0]},
         bytes_per_step=sum(r.bytes_sent for r in records) / len(records),
         wait_seconds=sum(waits) / len(waits) if waits else None,
         skipped=sum(r.skipped for r in records),
-        nan=sum(not math.isfinite(r.lm_loss) for r in records),
+        nan=sum(not math.isfinite(r.loss) for r in records),
         peak_memory_bytes=max(r.peak_memory_bytes for r in records),
         timers=_sum_timers(records),
         density=sum(r.density for r in records) / len(records),

@@ -20,15 +20,16 @@ nothing.
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a sample: `seq_length` tokens of `flops_per_token` operations each.
+    """The work of a sample: `flops_per_sample` operations.
 
     The operations are three passes of a layer's, or four where each layer is `recomputed` (Eq. 3 of
-    AxoNN).
+    AxoNN). `seq_length` is the tokens of a sample for a language model, of which the days of 300
+    billion tokens tell something; None for others.
     """
 
-    seq_length: int
-    flops_per_token: float
-    recomputed: bool
+    flops_per_sample: float
+    seq_length: int | None = None
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +38,18 @@ class Throughput:
 
     Seconds of one, days of 300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3,
     without its fourth pass where no layer is recomputed), and those as per cent of its peak where
-    that is known. `flops_per_token` is the model's.
+    that is known. `flops_per_token` is the model's; it and the days are None where samples are not
+    sequences of tokens.
     """
 
     steps: int
     skipped: int
     step_seconds: float
-    training_days: float
+    training_days: float | None
     flops_per_second: float
     percent_of_peak: float | None
     recomputed: bool
-    flops_per_token: float
+    flops_per_token: float | None
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
@@ -56,6 +58,9 @@ class Throughput:
             f"after the first of this start{skipped}"
         )
         peak = self.percent_of_peak
+        if self.training_days is None:
+            share = "" if peak is None else f", {peak:.1f}% of its peak"
+            return f"{pace}; per rank {flop_rate(self.flops_per_second)}{share}"
         if not shows_papers_metrics(self.flops_per_token, peak):
             return f"{pace}; per rank {flop_rate(self.flops_per_second)}"
         share = "" if peak is None else f", {peak:.1f}% of its peak"
@@ -70,11 +75,14 @@ class Throughput:
         )
 
 
-def shows_papers_metrics(flops_per_token: float, percent_of_peak: float | None) -> bool:
+def shows_papers_metrics(flops_per_token: float | None, percent_of_peak: float | None) -> bool:
     """Return whether AxoNN's metrics tell something of this run.
 
-    Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them.
+    Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them. They are of
+    language models alone, where `flops_per_token` is not None.
     """
+    if flops_per_token is None:
+        return False
     return percent_of_peak is not None or flops_per_token >= FLOPS_PER_TOKEN_OF_GPT3
 
 
@@ -102,16 +110,18 @@ class Stopwatch:
         """The means, None where no step was timed. `peak_tflops`: of one rank."""
         if not self._steps or self._seconds <= 0:
             return None
-        tokens = self._samples * workload.seq_length
-        rate = workload.flops_per_token * tokens / self._seconds / self._world_size
+        length = workload.seq_length
+        rate = workload.flops_per_sample * self._samples / self._seconds / self._world_size
         return Throughput(
             steps=self._steps,
             skipped=self._skipped,
             step_seconds=self._seconds / self._steps,
             # Both totals over all steps: a batch that grows counts as it is.
-            training_days=training_days(step_seconds=self._seconds, tokens_per_step=tokens),
+            training_days=None
+            if length is None
+            else training_days(step_seconds=self._seconds, tokens_per_step=self._samples * length),
             flops_per_second=rate,
             percent_of_peak=None if peak_tflops is None else 100 * rate / (peak_tflops * 1e12),
             recomputed=workload.recomputed,
-            flops_per_token=workload.flops_per_token,
+            flops_per_token=None if length is None else workload.flops_per_sample / length,
         )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.errors import missing_extra
-from megatron.metrics.log_line import perplexity
-from megatron.metrics.record import StepRecord
+from megatron.metrics.record import Evaluation, StepRecord, perplexity
 
 if TYPE_CHECKING:
     from megatron.config import LoggingConfig
@@ -34,10 +33,8 @@ class Tracker(Protocol):
         """Add steps, in order."""
         ...
 
-    def evaluation(
-        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
-    ) -> None:
-        """Add the loss of the validation or the test set."""
+    def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
+        """Add the means of the validation or the test set."""
         ...
 
     def close(self) -> None:
@@ -56,13 +53,13 @@ def check_trackers(logging: LoggingConfig) -> None:
 def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]:
     """Curves of one step by name; those of the memory and timers only where flags ask for them."""
     scalars: dict[str, float] = {
-        "lm loss": record.lm_loss,
+        **record.means,
         "learning-rate": record.lr,
         "batch-size": record.global_batch_size,
         "loss-scale": record.loss_scale,
         "bytes-sent": record.bytes_sent,
         "density": record.density,
-        "tokens-per-second": record.tokens_per_second,
+        f"{record.unit}-per-second": record.per_second,
         "skipped": float(record.skipped),
     }
     optional = {
@@ -81,16 +78,17 @@ def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]
     return scalars
 
 
-def evaluation_scalars(kind: str, loss: float, logging: LoggingConfig) -> dict[str, float]:
+def evaluation_scalars(evaluation: Evaluation, logging: LoggingConfig) -> dict[str, float]:
     """Curves of one evaluation by name."""
-    name = {"valid": "lm loss validation", "test": "lm loss test"}[kind]
-    scalars = {name: loss}
-    if logging.log_validation_ppl_to_tensorboard:
-        scalars[f"{name} ppl"] = perplexity(loss)
+    kind = {"valid": "validation", "test": "test"}[evaluation.kind]
+    scalars = {f"{name} {kind}": mean for name, mean in evaluation.means.items()}
+    name = evaluation.perplexity_of
+    if logging.log_validation_ppl_to_tensorboard and name is not None:
+        scalars[f"{name} {kind} ppl"] = perplexity(evaluation.means[name])
     return scalars
 
 
-_ALSO_OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm")
+_ALSO_OVER_SAMPLES = ("learning-rate", "batch-size", "loss-scale", "grad-norm")
 
 
 class TensorBoardTracker:
@@ -114,18 +112,16 @@ class TensorBoardTracker:
             scalars = step_scalars(record, self._logging)
             scalars |= {
                 f"{name} vs samples": scalars[name]
-                for name in _ALSO_OVER_SAMPLES
+                for name in (*record.means, *_ALSO_OVER_SAMPLES)
                 if name in scalars
             }
             self._add(scalars, time=when, step=record.iteration, samples=record.consumed_samples)
 
-    def evaluation(
-        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
-    ) -> None:
-        """Add the loss of the validation or the test set, and show it at once."""
-        scalars = evaluation_scalars(kind, loss, self._logging)
+    def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
+        """Add the means of the validation or the test set, and show them at once."""
+        scalars = evaluation_scalars(evaluation, self._logging)
         scalars |= {f"{name} vs samples": value for name, value in scalars.items()}
-        self._add(scalars, time=time, step=iteration, samples=samples)
+        self._add(scalars, time=time, step=evaluation.iteration, samples=samples)
         self._writer.flush()
 
     def close(self) -> None:
@@ -164,11 +160,10 @@ class WandbTracker:
         for _, record in records:
             self._run.log(step_scalars(record, self._logging), step=record.iteration)
 
-    def evaluation(
-        self, *, time: float, iteration: int, samples: int, kind: str, loss: float
-    ) -> None:
-        """Add the loss of the validation or the test set."""
-        self._run.log(evaluation_scalars(kind, loss, self._logging), step=iteration)
+    def evaluation(self, evaluation: Evaluation, *, time: float, samples: int) -> None:
+        """Add the means of the validation or the test set."""
+        scalars = evaluation_scalars(evaluation, self._logging)
+        self._run.log(scalars, step=evaluation.iteration)
 
     def close(self) -> None:
         """Write what is pending."""

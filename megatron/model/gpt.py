@@ -31,6 +31,7 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, Layer
 if TYPE_CHECKING:
     from megatron.config import ModelConfig, RecomputeConfig
     from megatron.data.data_loader import DeviceMicrobatch
+    from megatron.data_parallel.buffers import BufferInfo
 
 _WORD_TABLE = "embedding.word_embeddings.weight"
 
@@ -152,7 +153,7 @@ class GPT(nn.Module):
 
         Returns:
             The output of the last layer [b, s, h], or with the output layer the sum of the token
-            losses, an fp32 scalar.
+            losses, fp32 [1].
         """
         self.streams.at(iteration, batch.index)
         if hidden is None:
@@ -160,7 +161,7 @@ class GPT(nn.Module):
         hidden = self.transform(hidden, batch.position_ids, batch.document_ids)
         if self.output_layer is None:
             return hidden
-        return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask)
+        return self.loss_from_hidden(hidden, batch.labels, batch.loss_mask).view(1)
 
     def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Embed tokens [b, s] for the first layer, as [b, s, h] or this rank's [b, s/tp, h]."""
@@ -220,6 +221,10 @@ class GPT(nn.Module):
         A tied table comes first if its embedding is here, else last, with one leaf for each use.
         """
         return list(self._infos)
+
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Return no buffer: the model has none that training updates."""
+        return []
 
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set every parameter from a tensor of its logical shape, cast to the parameter's dtype.

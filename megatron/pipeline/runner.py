@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data.data_loader import DeviceMicrobatch
+from megatron.data.batches import Batch
 from megatron.data_parallel.engine import GradientEngine
 from megatron.pipeline.message_driven import WAIT, MessageDriven
 from megatron.pipeline.schedule import (
@@ -36,8 +36,9 @@ _RECEIVING = {Kind.FORWARD: "forward-recv", Kind.BACKWARD: "backward-recv"}
 class Pipeline:
     """One rank's part of the pipeline, which may have a single stage.
 
-    `at` is called with each phase that the rank enters. `driven` chooses passes as messages arrive;
-    None selects 1F1B, interleaved if a stage has several chunks.
+    `sums` is the number of sums that the last chunk returns. `at` is called with each phase that
+    the rank enters. `driven` chooses passes as messages arrive; None selects 1F1B, interleaved if a
+    stage has several chunks.
     """
 
     stage: Stage
@@ -46,16 +47,16 @@ class Pipeline:
     engine: GradientEngine
     timers: Timers
     at: Callable[[str], None]
+    sums: int = 1
     driven: MessageDriven | None = None
 
     def forward_backward(
-        self, batches: Sequence[DeviceMicrobatch], *, iteration: int, scale: float
+        self, batches: Sequence[Batch], *, iteration: int, scale: float
     ) -> torch.Tensor:
         """Run a training batch, and let the engine accumulate gradients of `scale` times the loss.
 
         Returns:
-            The sum of the token losses of all microbatches, an fp64 scalar; 0 on all but the last
-            stage.
+            The sums over all microbatches, fp64 [sums]; 0 on all but the last stage.
         """
         place, count = self.place, len(batches)
         order = self._begin(count)
@@ -85,8 +86,8 @@ class Pipeline:
         return total
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[DeviceMicrobatch], *, iteration: int) -> torch.Tensor:
-        """Return the sum of token losses as `forward_backward` does, without gradients."""
+    def forward(self, batches: Sequence[Batch], *, iteration: int) -> torch.Tensor:
+        """Return the sums as `forward_backward` does, without gradients."""
         order = forward_only(self.place.stages, self.place.chunks, len(batches))
         self._expect(self._needed(order), len(batches))
         total = self._zero()
@@ -155,4 +156,4 @@ class Pipeline:
 
     def _zero(self) -> torch.Tensor:
         device = self.stage.chunks[0].device
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros(self.sums, dtype=torch.float64, device=device)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron.data.data_loader import DeviceMicrobatch
+from megatron.data.batches import Batch
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.buffers import BufferInfo
 
 
 class Chunk(Protocol):
@@ -28,19 +29,22 @@ class Chunk(Protocol):
         """Return every logical parameter of the chunk, in the order of the forward pass."""
         ...
 
-    def run(
-        self, iteration: int, batch: DeviceMicrobatch, hidden: torch.Tensor | None
-    ) -> torch.Tensor:
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Return every buffer that training updates, such as running statistics; often none."""
+        ...
+
+    def run(self, iteration: int, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run the forward pass of one microbatch.
 
         Args:
             iteration: The step, which seeds random numbers.
-            batch: The microbatch. Every chunk gets it.
+            batch: The microbatch, a `Batch` of the task's reader. Every chunk gets it.
             hidden: The output of the previous chunk; None if the chunk `begins`.
 
         Returns:
-            The output for the next chunk, or in the last chunk the sum of the losses of the
-            microbatch, an fp32 scalar.
+            The output for the next chunk, or in the last chunk an fp32 vector [sums] of sums over
+            the microbatch, as `Measures.sums` of the task names them. The first is the sum of the
+            losses; the others get no gradient.
         """
         ...
 
@@ -50,17 +54,21 @@ class Chunk(Protocol):
 
 
 class _Graph(NamedTuple):
-    """The autograd graph of a microbatch, from `end` (a loss or an anchor) to `hidden`, if any."""
+    """The autograd graph of a microbatch, from `end` (an anchor) to `hidden`, if any.
+
+    `shape` is that of the output, whose gradient goes into `gradient`.
+    """
 
     hidden: torch.Tensor | None
     end: torch.Tensor
+    shape: torch.Size
     gradient: list[torch.Tensor]
 
 
 class Stage:
     """The model chunks of one rank, in forward order.
 
-    The first chunk of the model takes tokens, the last one returns a loss; others take and return
+    The first chunk of the model takes a batch, the last one returns sums; others take and return
     the hidden state. `forward` keeps the graph of a microbatch until its `backward`, but not the
     data of the output, which is freed once sent.
     """
@@ -72,6 +80,10 @@ class Stage:
     def parameter_infos(self) -> list[ParamInfo]:
         """Return every logical parameter of the stage, in the order of the forward pass."""
         return [info for chunk in self.chunks for info in chunk.parameter_infos()]
+
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Return every buffer of the stage."""
+        return [info for chunk in self.chunks for info in chunk.buffer_infos()]
 
     def names(self, chunk: int) -> Iterator[str]:
         """Return the logical names of a chunk's parameters."""
@@ -85,18 +97,18 @@ class Stage:
     def forward(
         self,
         iteration: int,
-        batch: DeviceMicrobatch,
+        batch: Batch,
         hidden: torch.Tensor | None = None,
         *,
         chunk: int = 0,
     ) -> torch.Tensor:
-        """Run the forward pass of one chunk; `hidden` is the previous output, or None for tokens.
+        """Run the forward pass of one chunk; `hidden` is the previous output, or None at the start.
 
         Returns:
-            The output without graph; for the last chunk the sum of token losses, an fp32 scalar.
+            The output without graph; for the last chunk the fp32 sums over the microbatch.
         """
         model = self.chunks[chunk]
-        assert (hidden is None) == model.begins, "either tokens or an activation"
+        assert (hidden is None) == model.begins, "either a batch or an activation"
         keeps = torch.is_grad_enabled()
         if hidden is not None:
             hidden.requires_grad_(keeps)
@@ -106,7 +118,7 @@ class Stage:
             gradient: list[torch.Tensor] = []
             end = _Anchor.apply(output, gradient)
             assert isinstance(end, torch.Tensor)
-            self._graphs[chunk, batch.index] = _Graph(hidden, end, gradient)
+            self._graphs[chunk, batch.index] = _Graph(hidden, end, output.shape, gradient)
         return output.detach()
 
     def backward(
@@ -116,15 +128,17 @@ class Stage:
 
         Args:
             index: Number of the microbatch in the global batch.
-            gradient: Gradient of the chunk's output; a number if the output is the loss.
+            gradient: Gradient of the chunk's output; a number if the output are sums, of which the
+                first has this gradient and the others none.
             chunk: Index of the chunk.
 
         Returns:
-            The gradient of the chunk's input; None if the input was tokens.
+            The gradient of the chunk's input; None if the chunk begins.
         """
         graph = self._graphs.pop((chunk, index))
         if not isinstance(gradient, torch.Tensor):
-            gradient = torch.full_like(graph.end, gradient)
+            gradient = graph.end.new_full(graph.shape, gradient)
+            gradient[1:] = 0.0
         graph.gradient.append(gradient)
         # Batch step 4: backward.
         graph.end.backward()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+from megatron.metrics.logger import PER_SECOND
 from megatron.report.drawing import (
     Series,
     TickFormat,
@@ -32,10 +33,11 @@ def run_charts(run: RunData) -> list[str]:
     charts = [loss_chart(run)]
     if len(run.iterations) >= LONG_RUN:
         charts.append(loss_chart(run, after=run.iterations[len(run.iterations) // 5 - 1]))
+    charts += [_mean_chart(run, name) for name in run.means]
     charts += [
         _plain(run, "Learning rate", "lr"),
         _smoothed(run, "Gradient norm", "grad_norm", log=_is_wild(run, "grad_norm")),
-        _smoothed(run, "Tokens per second", "tokens_per_second", tick_format=counted),
+        _smoothed(run, f"{run.unit.capitalize()} per second", PER_SECOND, tick_format=counted),
         _step_time_chart(run),
         _smoothed(run, "Bytes sent per step, one rank", "bytes_sent", tick_format=traffic),
         _memory_chart(run),
@@ -58,9 +60,9 @@ def loss_chart(run: RunData, *, after: int | None = None) -> str:
 
     `after` leaves out the steps up to that one, so that the slow end of a run can be seen.
     """
-    series = _with_mean(run, run.steps["lm_loss"], color=BLUE, label="training")
+    series = _with_mean(run, run.steps["loss"], color=BLUE, label="training")
     series += _validation(run, label="validation", color=ORANGE)
-    losses = zip(run.iterations, run.steps["lm_loss"], strict=True)
+    losses = zip(run.iterations, run.steps["loss"], strict=True)
     bad = [i for i, loss in losses if not math.isfinite(loss)]
     title = "Loss"
     if after is not None:
@@ -75,7 +77,7 @@ def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[st
     series: list[Series] = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
         color = PALETTE[i % len(PALETTE)]
-        values = run.steps["lm_loss"]
+        values = run.steps["loss"]
         smoothed = smooth(values, smoothing_window(len(values)))
         series.append(Series(label=label, x=run.iterations, y=smoothed, color=color, width=2))
         name = "validation" if run is runs[-1] else ""
@@ -116,10 +118,10 @@ def _sent_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
 
 def difference_chart(first: RunData, other: RunData, label: str) -> str:
     """The absolute difference of two runs' losses where both have a step."""
-    losses = dict(zip(other.iterations, other.steps["lm_loss"], strict=True))
+    losses = dict(zip(other.iterations, other.steps["loss"], strict=True))
     pairs = [
         (i, abs(loss - losses[i]))
-        for i, loss in zip(first.iterations, first.steps["lm_loss"], strict=True)
+        for i, loss in zip(first.iterations, first.steps["loss"], strict=True)
         if i in losses
     ]
     xs, ys = [i for i, _ in pairs], [d for _, d in pairs]
@@ -144,8 +146,24 @@ def _with_mean(run: RunData, values: Sequence[float], *, color: str, label: str)
     return [raw, mean]
 
 
+def _mean_chart(run: RunData, name: str) -> str:
+    """A mean of the task beside the loss, such as the accuracy, in training and validation."""
+    points = run.means[name]
+    series: list[Series] = []
+    if values := dict(points["train"]):
+        train = [values.get(i, math.nan) for i in run.iterations]
+        series += _with_mean(run, train, color=BLUE, label="training")
+    series += _points(points["valid"], label="validation", color=ORANGE)
+    return chart(name.replace("_", " ").capitalize(), series)
+
+
 def _validation(run: RunData, *, label: str, color: str, dashed: bool = False) -> list[Series]:
-    points = run.evaluations["valid"]
+    return _points(run.evaluations["valid"], label=label, color=color, dashed=dashed)
+
+
+def _points(
+    points: Sequence[tuple[int, float]], *, label: str, color: str, dashed: bool = False
+) -> list[Series]:
     if not points:
         return []
     xs, ys = zip(*points, strict=True)

@@ -58,8 +58,8 @@ class Comparison:
 
 def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
     """Compare losses step by step; NaN equals NaN. With tolerance 0 every last bit counts."""
-    mine = dict(zip(first.iterations, first.steps["lm_loss"], strict=True))
-    theirs = dict(zip(second.iterations, second.steps["lm_loss"], strict=True))
+    mine = dict(zip(first.iterations, first.steps["loss"], strict=True))
+    theirs = dict(zip(second.iterations, second.steps["loss"], strict=True))
     common = [step for step in first.iterations if step in theirs]
     differences = [(step, _difference(mine[step], theirs[step])) for step in common]
     largest = max(differences, key=lambda pair: pair[1], default=(None, 0.0))
@@ -119,7 +119,7 @@ def _rows(runs: Sequence[RunData], labels: Sequence[str]) -> list[tuple[str, ...
             (
                 label,
                 f"{len(run.iterations):,}",
-                f"{run.last('lm_loss'):.6f}",
+                f"{run.last('loss'):.6f}",
                 f"{valid[-1][1]:.6f}" if valid else "-",
                 duration(seconds),
                 f"{1000 * median(steps):.1f} ms" if steps else "-",

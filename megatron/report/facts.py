@@ -11,10 +11,11 @@ from megatron.metrics.log_line import (
     duration,
     flop_rate,
     memory_size,
-    perplexity,
     scaled,
     three_digits,
 )
+from megatron.metrics.logger import COUNTED, LOSS, PER_SECOND
+from megatron.metrics.record import perplexity
 from megatron.metrics.throughput import shows_papers_metrics
 from megatron.report.runs import RunData
 
@@ -30,21 +31,26 @@ _PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
 def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """The headline figures: (name, figure, remark)."""
     count = len(run.iterations)
-    last = run.last("lm_loss") if count else math.nan
-    speeds = [v for v in run.steps["tokens_per_second"] if math.isfinite(v) and v > 0]
+    last = run.last(LOSS) if count else math.nan
+    speeds = [v for v in run.steps[PER_SECOND] if math.isfinite(v) and v > 0]
     peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
-    tokens = math.fsum(v for v in run.steps["tokens"] if math.isfinite(v))
+    counted = math.fsum(v for v in run.steps[COUNTED] if math.isfinite(v))
     seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
     sent = math.fsum(v for v in run.steps["bytes_sent"] if math.isfinite(v))
     figures = [("training loss", _loss(last), f"iteration {run.iterations[-1]:,}" if count else "")]
     for kind, name in (("valid", "validation"), ("test", "test")):
         if run.evaluations[kind]:
             loss = run.evaluations[kind][-1][1]
-            figures.append((f"{name} loss", _loss(loss), f"perplexity {perplexity(loss):.4g}"))
+            # Of a task with other means these say more than the exponential of its loss.
+            remark = "" if run.means else f"perplexity {perplexity(loss):.4g}"
+            figures.append((f"{name} loss", _loss(loss), remark))
+            for mean, points in run.means.items():
+                value = f"{points[kind][-1][1]:.5g}"
+                figures.append((f"{name} {mean.replace('_', ' ')}", value, ""))
     figures += [
-        ("tokens", scaled(tokens).strip(), f"{count:,} steps"),
+        (run.unit, scaled(counted).strip(), f"{count:,} steps"),
         ("training time", duration(seconds), "without evaluations"),
-        ("tokens/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
+        (f"{run.unit}/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
         ("sent", byte_size(sent), "one rank, of gradients"),
         ("peak memory", memory_size(max(peaks)) if peaks else "-", "one rank"),
     ]
@@ -142,13 +148,21 @@ def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def evaluation_table(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Rows (iteration, set, loss, perplexity), the newest 20 of each set."""
-    return [
-        (f"{iteration:,}", name, _loss(loss), f"{perplexity(loss):.5g}")
-        for kind, name in (("valid", "validation"), ("test", "test"))
-        for iteration, loss in run.evaluations[kind][-20:]
-    ]
+def evaluated(run: RunData) -> tuple[str, ...]:
+    """Return the names of what evaluations tell beside the loss, whose exponential GPT's tell."""
+    return tuple(run.means) or ("perplexity",)
+
+
+def evaluation_table(run: RunData) -> list[tuple[str, ...]]:
+    """Rows (iteration, set, loss, and each of `evaluated`), the newest 20 of each set."""
+    rows: list[tuple[str, ...]] = []
+    for kind, name in (("valid", "validation"), ("test", "test")):
+        others = [dict(points[kind]) for points in run.means.values()]
+        for iteration, loss in run.evaluations[kind][-20:]:
+            values = [found.get(iteration, math.nan) for found in others] or [perplexity(loss)]
+            shown = (f"{value:.5g}" for value in values)
+            rows.append((f"{iteration:,}", name, _loss(loss), *shown))
+    return rows
 
 
 def _loss(loss: float) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron.report.charts import run_charts
-from megatron.report.facts import config_table, evaluation_table, phase_table, run_table, tiles
+from megatron.report.facts import (
+    config_table,
+    evaluated,
+    evaluation_table,
+    phase_table,
+    run_table,
+    tiles,
+)
 from megatron.report.runs import RunData
 
 _STYLE = """
@@ -71,7 +78,7 @@ def run_page(run: RunData, *, written: str) -> str:
         _table(
             "Evaluations",
             evaluation_table(run),
-            head=("iteration", "set", "loss", "perplexity"),
+            head=("iteration", "set", "loss", *(name.replace("_", " ") for name in evaluated(run))),
         ),
         "</div>",
     ]

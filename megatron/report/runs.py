@@ -13,13 +13,26 @@ from typing import Any
 import yaml
 
 from megatron.errors import ConfigError
-from megatron.metrics.logger import COLUMNS, JSONL, LOG, PHASE, lines_of, parse_line
+from megatron.metrics.logger import (
+    COUNTED,
+    JSONL,
+    LOG,
+    LOSS,
+    PHASE,
+    columns_of,
+    lines_of,
+    loss_key,
+    parse_line,
+)
+from megatron.metrics.record import EVALUATION_KINDS
 from megatron.status import Status, read_status
 
 ENVIRONMENT = "environment.json"
 SAMPLE = "sample.txt"
 MAX_TEXT = 200_000
 
+_Lines = dict[int, dict[str, Any]]
+"""Lines of metrics.jsonl by iteration."""
 _LOADED = re.compile(rb"loaded checkpoint .* of step (\d+)\s*$")
 _CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
 
@@ -28,9 +41,10 @@ _CHECKPOINT = re.compile(r"step_\d+(\.damaged-\d+)?")
 class RunData:
     """A run as its folder tells it.
 
-    `steps` maps each key of metrics.jsonl to one float for each recorded step, NaN where there is
-    no number; all lists have the length of `iterations`, which rise. `evaluations` maps valid and
-    test to (iteration, loss) pairs. Of a repeated step or evaluation the last line counts.
+    `steps` maps each of the `COLUMNS` to one float for each recorded step, NaN where there is no
+    number; all lists have the length of `iterations`, which rise. `counted` and `per_second` are of
+    `unit`. `evaluations` maps valid and test to (iteration, loss) pairs. Of a repeated step or
+    evaluation the last line counts.
     """
 
     folder: Path
@@ -43,6 +57,12 @@ class RunData:
     config: Mapping[str, Any]
     environment: Mapping[str, str]
     status: Status | None
+    unit: str = "tokens"
+    means: Mapping[str, dict[str, list[tuple[int, float]]]] = field(
+        default_factory=dict[str, dict[str, list[tuple[int, float]]]]
+    )
+    """Means of the task beside the loss, such as the accuracy: for each name (iteration, value)
+    pairs by set: train, valid, test."""
     path: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Numbers of the gradient path's own: for each name the steps that have one, and its value."""
     phases: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -70,16 +90,26 @@ def read_run(run_dir: str | Path) -> RunData:
         raise ConfigError(f"{folder}: holds no {JSONL}; give the folder of a run (--run-dir)")
     steps, evaluations, unreadable = _read_metrics(folder / JSONL)
     iterations = sorted(steps)
+    columns = columns_of({key: None for step in steps.values() for key in step})
+    means = _other_means(steps, evaluations)
+    own = {*columns.values(), *means}
     others = {
         key: [(i, _number(steps[i][key])) for i in iterations if key in steps[i]]
-        for key in sorted({key for step in steps.values() for key in step} - {*COLUMNS})
+        for key in sorted({key for step in steps.values() for key in step} - own)
     }
     config_text = _text(folder / "config.yaml")
     return RunData(
         folder=folder,
         iterations=iterations,
-        steps={key: [_number(steps[i].get(key)) for i in iterations] for key in COLUMNS},
-        evaluations={kind: sorted(losses.items()) for kind, losses in evaluations.items()},
+        steps={
+            name: [_number(steps[i].get(key)) for i in iterations] for name, key in columns.items()
+        },
+        evaluations={
+            kind: [(i, _number(found[i][f"{kind}_loss"])) for i in sorted(found)]
+            for kind, found in evaluations.items()
+        },
+        unit=columns[COUNTED],
+        means=means,
         path={key: points for key, points in others.items() if not key.startswith(PHASE)},
         phases={
             key.removeprefix(PHASE): points
@@ -100,9 +130,10 @@ def read_run(run_dir: str | Path) -> RunData:
 
 def _read_metrics(
     path: Path,
-) -> tuple[dict[int, dict[str, Any]], dict[str, dict[int, float]], int]:
-    steps: dict[int, dict[str, Any]] = {}
-    evaluations: dict[str, dict[int, float]] = {"valid": {}, "test": {}}
+) -> tuple[_Lines, dict[str, _Lines], int]:
+    """Return the lines of steps, those of evaluations by set, and the number of unreadable ones."""
+    steps: _Lines = {}
+    evaluations: dict[str, _Lines] = {kind: {} for kind in EVALUATION_KINDS}
     unreadable = 0
     for line in lines_of(path):
         values = parse_line(line)
@@ -110,12 +141,35 @@ def _read_metrics(
             unreadable += 1
             continue
         iteration = int(values["iteration"] or 0)
-        if "lm_loss" in values:
+        if loss_key(values) is not None:
             steps[iteration] = values
-        for kind, losses in evaluations.items():
+        for kind, found in evaluations.items():
             if f"{kind}_loss" in values:
-                losses[iteration] = _number(values[f"{kind}_loss"])
+                found[iteration] = values
     return steps, evaluations, unreadable
+
+
+def _other_means(
+    steps: _Lines, evaluations: Mapping[str, _Lines]
+) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return the means that evaluations have beside the loss, of steps and of evaluations."""
+    names = {
+        key.removeprefix(f"{kind}_")
+        for kind, found in evaluations.items()
+        for line in found.values()
+        for key in line
+        if key.startswith(f"{kind}_")
+    } - {LOSS}
+    return {
+        name: {
+            "train": [(i, _number(steps[i][name])) for i in sorted(steps) if name in steps[i]],
+            **{
+                kind: [(i, _number(found[i].get(f"{kind}_{name}"))) for i in sorted(found)]
+                for kind, found in evaluations.items()
+            },
+        }
+        for name in sorted(names)
+    }
 
 
 def _loaded(log: Path) -> list[int]:

@@ -28,7 +28,7 @@ def write_picture(path: Path, runs: Sequence[RunData], labels: Sequence[str]) ->
         color = BLUE if alone else PALETTE[i % len(PALETTE)]
         _draw(axes, run, label="training" if alone else label, color=color, alone=alone)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss (nats per {runs[0].unit.removesuffix('s')})")
     axes.set_title(_without_formulas(labels[0]) if alone else "Loss", loc="left", fontweight="bold")
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -41,7 +41,7 @@ def write_picture(path: Path, runs: Sequence[RunData], labels: Sequence[str]) ->
 
 
 def _draw(axes: Any, run: RunData, *, label: str, color: str, alone: bool) -> None:
-    values = run.steps["lm_loss"]
+    values = run.steps["loss"]
     window = smoothing_window(len(values))
     if window > 1 and alone:
         axes.plot(run.iterations, values, color=color, alpha=0.3, linewidth=0.8)

@@ -7,18 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config import GPTConfig
+from megatron.metrics.record import Measures
+
 if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.find import CheckpointSource
-    from megatron.config import Config
+    from megatron.data.batches import Readers
     from megatron.data.build import Datasets
-    from megatron.data.data_loader import BatchReader, Readers
+    from megatron.data.data_loader import BatchReader
     from megatron.data.vocabulary import Vocabulary
     from megatron.data_parallel.gradient_path import GradientPath
-    from megatron.metrics import Workload
+    from megatron.metrics.throughput import Workload
     from megatron.model.gpt import GPT
     from megatron.parallel.groups import ProcessGroups
+
+
+_FREE_TO_CHANGE = (
+    "model.attention_dropout",
+    "model.hidden_dropout",
+    "model.init_method_std",
+    "model.make_vocab_size_divisible_by",
+    "data.data_cache_path",
+    "data.no_mmap_bin_files",
+    "data.dataloader_type",
+)
+
+
+def gpt_identity(config: GPTConfig, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the settings that a checkpoint and the run that loads it must share."""
+    from megatron.checkpoint.compatibility import identity
+
+    facts = {"data.tokenizer": vocabulary.fingerprint, "model.vocab_size": vocabulary.size}
+    return identity(config, free=_FREE_TO_CHANGE, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -31,12 +53,13 @@ class GPTTask:
             post_process=...)`.
         train_valid_test_datasets_provider: Builds the three data sets; called as
             `train_valid_test_datasets_provider(config, vocabulary, samples, say)`, with the least
-            number of samples of each.
+            number of samples of each, or None for one pass over a whole split.
     """
 
     model_provider: Callable[..., GPT]
     train_valid_test_datasets_provider: Callable[..., Datasets]
-    name: str = "gpt"
+    config: type[GPTConfig] = GPTConfig
+    measures: Measures = Measures(unit="tokens", means=("lm loss",), perplexity="lm loss")
 
     @property
     def formula(self) -> str:
@@ -45,14 +68,14 @@ class GPTTask:
         return FORMULA
 
     def check_files(
-        self, config: Config, run_dir: Path, *, log: Callable[[str], None]
+        self, config: GPTConfig, run_dir: Path, *, log: Callable[[str], None]
     ) -> CheckpointSource | None:
         from megatron.preflight import check_paths
 
         return check_paths(config, run_dir, log=log)
 
     def logical_shapes(
-        self, config: Config, path: GradientPath
+        self, config: GPTConfig, path: GradientPath
     ) -> Mapping[str, tuple[int, ...]] | None:
         from megatron.memory_estimate import logical_shapes
         from megatron.preflight import vocabulary_size
@@ -60,8 +83,8 @@ class GPTTask:
         size = vocabulary_size(config.data)
         return None if size is None else logical_shapes(config, path, vocabulary=size)
 
-    def open(self, config: Config) -> LoadedGPT:
-        from megatron.config.validate import check_vocabulary
+    def open(self, config: GPTConfig) -> LoadedGPT:
+        from megatron.config.gpt import check_vocabulary
         from megatron.data.vocabulary import data_prefixes, find_vocabulary
 
         hub = "tokenizer_model" in config.from_flags
@@ -75,7 +98,7 @@ class LoadedGPT:
     """The GPT task of a run whose vocabulary is known."""
 
     task: GPTTask
-    config: Config
+    config: GPTConfig
     vocabulary: Vocabulary
 
     @property
@@ -94,27 +117,27 @@ class LoadedGPT:
 
     @property
     def workload(self) -> Workload:
-        from megatron.metrics import Workload
+        from megatron.metrics.throughput import Workload
         from megatron.model.flops import flops_per_token, recomputing_flops_per_token
 
         model, recompute = self.config.model, self.config.recompute
+        length = model.seq_length
         full = recompute.recompute_granularity == "full" and recompute.recompute_method != "block"
         count = recomputing_flops_per_token if full else flops_per_token
         return Workload(
-            seq_length=model.seq_length,
-            flops_per_token=count(model, self.vocabulary.size),
+            flops_per_sample=count(model, self.vocabulary.size) * length,
+            seq_length=length,
             recomputed=full,
         )
 
     def identity(self) -> dict[str, Any]:
-        from megatron.checkpoint.compatibility import identity
-
-        return identity(self.config, self.vocabulary)
+        return gpt_identity(self.config, self.vocabulary)
 
     def data_files(self) -> dict[str, Any]:
-        from megatron.checkpoint.compatibility import data_files
+        from megatron.data.indexed_dataset import file_facts
+        from megatron.data.vocabulary import data_prefixes
 
-        return data_files(self.config)
+        return file_facts(data_prefixes(self.config.data))
 
     def chunks(self, groups: ProcessGroups, device: torch.device) -> list[GPT]:
         from megatron.config.compilation import choose_compilation
@@ -143,14 +166,17 @@ class LoadedGPT:
     def readers(
         self, groups: ProcessGroups, device: torch.device, *, log: Callable[[str], None]
     ) -> Readers:
-        from megatron.data.data_loader import BatchReader, Readers
+        from megatron.data.batches import Readers
+        from megatron.data.data_loader import BatchReader
         from megatron.data.sampler import CollateOptions, MicrobatchSampler
         from megatron.errors import DataError
 
         config = self.config
         batch_size = config.training.global_batch_size
         assert batch_size is not None, "resolve fills it in"
-        evaluated = config.evaluation.eval_iters * batch_size
+        evaluation = config.evaluation
+        # None: each sample of the split once.
+        evaluated = None if evaluation.full_validation else evaluation.eval_iters * batch_size
         samples = (config.total_samples(), evaluated, evaluated)
 
         def build() -> Datasets:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from megatron.checkpoint.find import CheckpointSource
     from megatron.config import Config
-    from megatron.data.data_loader import Readers
+    from megatron.data.batches import Readers
     from megatron.data_parallel.gradient_path import GradientPath
-    from megatron.metrics import Workload
+    from megatron.metrics.record import Measures
+    from megatron.metrics.throughput import Workload
     from megatron.parallel.groups import ProcessGroups
     from megatron.pipeline.stage import Chunk
 
@@ -43,7 +44,8 @@ class LoadedTask(Protocol):
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint and a run that loads it must share.
 
-        Keys are dotted names, values as JSON holds them.
+        Keys are dotted names, values as JSON holds them: `checkpoint.compatibility.identity` of the
+        configuration, with facts that files tell.
         """
         ...
 
@@ -75,11 +77,19 @@ class LoadedTask(Protocol):
 
 
 class Task(Protocol):
-    """A model with its data, as `megatron.pretrain` trains it."""
+    """A model with its data, as `megatron.pretrain` trains it.
+
+    Methods get a configuration of the type `config`.
+    """
 
     @property
-    def name(self) -> str:
-        """The name of the task: "gpt"."""
+    def config(self) -> type[Config]:
+        """The configuration of the task's runs: its sections, their rules, its name."""
+        ...
+
+    @property
+    def measures(self) -> Measures:
+        """What batches count and the last chunk sums up, with names for the results."""
         ...
 
     @property
@@ -88,7 +98,7 @@ class Task(Protocol):
         ...
 
     def check_files(
-        self, config: Config, run_dir: Path, *, log: Callable[[str], None]
+        self, config: Any, run_dir: Path, *, log: Callable[[str], None]
     ) -> CheckpointSource | None:
         """Look at every file that a run would read, without starting the run.
 
@@ -101,7 +111,7 @@ class Task(Protocol):
         ...
 
     def logical_shapes(
-        self, config: Config, path: GradientPath
+        self, config: Any, path: GradientPath
     ) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shape of every parameter of the whole model by logical name.
 
@@ -109,7 +119,7 @@ class Task(Protocol):
         """
         ...
 
-    def open(self, config: Config) -> LoadedTask:
+    def open(self, config: Any) -> LoadedTask:
         """Read what the task needs before anything is built. Ranks call it on their own.
 
         Raises:

@@ -72,7 +72,7 @@ def on_rank(groups: ProcessGroups, where: str, flags: str, run_dir: Path) -> lis
     while trainer.progress.iteration < LEFT_AT:
         trainer.train_step()
     trainer.saver.save(trainer.progress, wait=True)
-    losses = [float(trainer.train_step()[0].lm_loss) for _ in range(MORE)]
+    losses = [float(trainer.train_step()[0].loss) for _ in range(MORE)]
     trainer.metrics.close()
     trainer.engine.detach()
     return losses

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron.config import Config, above, option, parse, section
+from megatron.config import GPTConfig, above, option, parse, section
 from megatron.errors import ConfigError
 
 MODEL: dict[str, Any] = {
@@ -74,12 +74,12 @@ def flags(fields: dict[str, Any]) -> list[str]:
     return line
 
 
-def read(*more: str, base: dict[str, Any] = SMALL) -> Config:
+def read(*more: str, base: dict[str, Any] = SMALL) -> GPTConfig:
     """The small configuration with more flags."""
     return parse([*flags(base), *more], paths=PATHS)
 
 
-def read_yaml(path: Path, text: str, more: Sequence[str] = ()) -> Config:
+def read_yaml(path: Path, text: str, more: Sequence[str] = ()) -> GPTConfig:
     """The configuration of a file with this text."""
     path.write_text(text, encoding="utf-8")
     return parse(["--config", str(path), *more], paths=PATHS)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse, resolve, to_yaml
-from megatron.config.validate import ALTERNATIVES
+from megatron.config.gpt import GPTConfig
+from megatron.config.validate import alternatives_of
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
 
@@ -110,7 +111,10 @@ def test_a_value_that_cannot_be_read_is_still_reported(tmp_path: Path) -> None:
 
 def test_every_name_of_the_table_is_a_field() -> None:
     known = read_fields()
-    groups = [*ALTERNATIVES, *(g for path in GRADIENT_PATHS.values() for g in path.alternatives)]
+    groups = [
+        *alternatives_of(GPTConfig),
+        *(g for path in GRADIENT_PATHS.values() for g in path.alternatives),
+    ]
     for group in groups:
         assert len(group) > 1
         assert {name for way in group for name in way} <= known

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.model.flops import parameter_count
 from tests.config.helpers import PATHS
 
@@ -20,7 +20,7 @@ TABLES = {  # billions: layers, width, heads, GPUs (table I); micro-batch, stage
 }
 
 
-def shipped(name: str, world: int) -> Config:
+def shipped(name: str, world: int) -> GPTConfig:
     return resolve(parse(["--config", str(FOLDER / f"{name}.yaml")], paths=PATHS), world)
 
 

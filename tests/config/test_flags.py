@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse, resolve
+from megatron.config.gpt import SPECS, GPTConfig
 from megatron.config.megatron_flags import (
     ELSEWHERE,
     IGNORED,
@@ -17,8 +18,7 @@ from megatron.config.megatron_flags import (
     REFUSED,
     SYNONYMS,
 )
-from megatron.config.sections import SPECS
-from megatron.config.validate import REFUSED_PAIRS, cuda_notices
+from megatron.config.validate import pairs_of
 from megatron.errors import ConfigError
 from tests.config.helpers import (
     PATHS,
@@ -230,7 +230,7 @@ def test_compatibility_is_printed_in_full(capsys: pytest.CaptureFixture[str]) ->
         parse(["--help-compat"], paths=PATHS)
     assert left.value.code == 0
     text = capsys.readouterr().out
-    for pair in REFUSED_PAIRS:
+    for pair in pairs_of(GPTConfig):
         assert f"{pair.name}: {pair.reason}; {pair.instead}" in text
     for name in MEGATRON_NAMES:
         assert f"{name.flag}: {name.outcome}" in text
@@ -287,7 +287,7 @@ def test_masked_query_groups_are_told_what_they_keep_on_cuda() -> None:
     ],
 )
 def test_what_keeps_fast_attention_away_is_told(flags: str, told: str) -> None:
-    lines = cuda_notices(read(*flags.split()))
+    lines = list(read(*flags.split()).cuda_notices())
     assert len(lines) == bool(told) and all(told in line for line in lines)
 
 

@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config, TrainingConfig, parse, resolve, to_yaml
+from megatron.config import GPTConfig, TrainingConfig, parse, resolve, to_yaml
 from megatron.config.fields import FieldSpec
-from megatron.config.sections import SECTIONS, SPECS, describe_split, split_layers
+from megatron.config.gpt import SECTIONS, SPECS
+from megatron.config.sections import describe_split, split_layers
 from megatron.errors import ConfigError
 from tests.config.helpers import PATHS, SMALL, read, read_yaml
 
@@ -179,7 +180,7 @@ KEPT = set(SMALL) | {
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("pipeline_schedule", "pipeline_limit", "optimizer_cpu_offload", "predivide_loss"),
     *("train_data_path", "valid_data_path", "test_data_path"),
-    *("save_interval", "save_retain_interval"),
+    *("save_interval", "save_retain_interval", "full_validation"),
 }
 """Fields that rules tie together; `ROUND_TRIPS` covers them."""
 
@@ -209,6 +210,7 @@ ROUND_TRIPS = (
     "--fp16 --predivide-loss --optimizer-cpu-offload --offload-bucket-size 4096 "
     "--offload-coarsening 2",
     "--recompute-granularity full --recompute-method sqrt",
+    "--full-validation",
 )
 
 
@@ -251,7 +253,7 @@ def test_layers_are_shared_out_and_none_is_dropped(
     assert held == list(range(layers)) and len(found) == stages
 
 
-def _reads_back(config: Config, path: Path) -> Config:
+def _reads_back(config: GPTConfig, path: Path) -> GPTConfig:
     return read_yaml(path, to_yaml(config))
 
 

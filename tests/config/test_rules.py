@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import REFUSED_PAIRS, Config, ModelConfig, TrainingConfig, check, resolve
-from megatron.config.sections import SPECS
-from megatron.config.validate import check_vocabulary
+from megatron.config import GPTConfig, ModelConfig, TrainingConfig, check, pairs_of, resolve
+from megatron.config.gpt import SPECS, check_vocabulary
 from megatron.errors import ConfigError
 from tests.config.helpers import MODEL, PATHS, REQUIRED, SMALL, parse, read, refusal, refused
 
@@ -192,6 +191,7 @@ PAIRS = {
     "data_path with train_, valid_ or test_data_path": (
         *("--data-path", "a", "--valid-data-path", "b"),
     ),
+    "full_validation with mock_data": ("--full-validation", "--mock-data"),
     "num_layers_per_virtual_pipeline_stage without pipeline_model_parallel_size above 1": (
         *("--num-layers-per-virtual-pipeline-stage", "1"),
     ),
@@ -237,7 +237,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", REFUSED_PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", pairs_of(GPTConfig), ids=lambda pair: pair.name)
 def test_refused_pairs(pair) -> None:
     line = PAIRS[pair.name]
     message = refused(*line)
@@ -349,7 +349,7 @@ def test_batches_that_do_not_fit() -> None:
 
 def test_configurations_made_in_code_are_checked_alike() -> None:
     model = dataclasses.replace(ModelConfig(**MODEL), hidden_size=65)
-    config = Config(model=model, training=TrainingConfig(micro_batch_size=1, skip_train=True))
+    config = GPTConfig(model=model, training=TrainingConfig(micro_batch_size=1, skip_train=True))
     with pytest.raises(ConfigError, match="hidden_size 65 is not a multiple"):
         check(config)
     bad = dataclasses.replace(model, hidden_dropout=1.0)

@@ -17,7 +17,7 @@ import torch
 from megatron import errors
 from megatron.checkpoint import find, format
 from megatron.checkpoint.store import Checkpoint
-from megatron.config.sections import SPECS
+from megatron.config.gpt import SPECS
 from megatron.data import gpt_dataset
 from megatron.fault_tolerance import failures, heartbeat, loss_spikes, root_cause, watchdog
 from megatron.fault_tolerance.exit_signals import ExitRequest

@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.data.batches import Readers, fingerprint_of
 from megatron.errors import ConfigError
 from megatron.fault_tolerance.consistency import compare, compare_data
 from megatron.launch import _check_address
@@ -91,13 +93,19 @@ class _Source:
 
 
 class _PipeReader:
+    samples = 9
+
     def __init__(self, dataset: _Source) -> None:
         self.dataset = dataset
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.samples, lambda number: self.dataset[number].tobytes())
 
 
 def on_rank_data(groups: ProcessGroups) -> str:
     try:
-        compare_data({"train": _PipeReader(_Source(groups.world.rank // 2))}, groups.world)  # type: ignore[dict-item]
+        reader: Any = _PipeReader(_Source(groups.world.rank // 2))
+        compare_data(Readers(train=reader), groups.world)
     except Exception as error:
         return f"{type(error).__name__} {error}"
     return ""

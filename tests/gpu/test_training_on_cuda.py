@@ -59,7 +59,7 @@ def train_reader(trainer: Trainer) -> BatchReader:
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
-    return [trainer.train_step()[0].lm_loss for _ in range(steps)]
+    return [trainer.train_step()[0].loss for _ in range(steps)]
 
 
 def states(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:

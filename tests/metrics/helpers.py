@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import LoggingConfig
-from megatron.metrics import Metrics, StepRecord
+from megatron.metrics import Evaluation, Metrics, StepRecord
 
 NOON = 1_700_000_000.0
 
@@ -23,17 +23,17 @@ class Clock:
         return self.now
 
 
-def record(iteration: int = 1, **changes: Any) -> StepRecord:
+def record(iteration: int = 1, *, lm_loss: float = 5.0, **changes: Any) -> StepRecord:
     """A step of 0.5 s with 1000 tokens and 10^12 FLOPs on two ranks."""
     values: dict[str, Any] = {
         "iteration": iteration,
         "train_iters": 100,
         "consumed_samples": 8 * iteration,
-        "lm_loss": 5.0,
+        "means": {"lm loss": lm_loss},
         "lr": 1e-4,
         "grad_norm": 1.25,
         "step_seconds": 0.5,
-        "tokens": 1000,
+        "counted": 1000,
         "bytes_sent": 3_100_000,
         "density": 1.0,
         "skipped": False,
@@ -44,6 +44,13 @@ def record(iteration: int = 1, **changes: Any) -> StepRecord:
         "world_size": 2,
     }
     return StepRecord(**{**values, **changes})
+
+
+def evaluated(iteration: int, kind: str, loss: float) -> Evaluation:
+    """An evaluation of a GPT."""
+    return Evaluation(
+        iteration=iteration, kind=kind, means={"lm loss": loss}, perplexity_of="lm loss"
+    )
 
 
 def make_metrics(

@@ -12,7 +12,7 @@ import pytest
 from megatron.metrics import cut_metrics
 from megatron.metrics.logger import AppendFile, parse_line
 
-from .helpers import lines_of, make_metrics, record
+from .helpers import evaluated, lines_of, make_metrics, record
 
 PROMISED = (
     "iteration lm_loss lr grad_norm step_seconds tokens_per_second bytes_sent skipped "
@@ -25,7 +25,7 @@ def _train(folder: Path, first: int, last: int, *, evaluate: tuple[int, ...] = (
     for i in range(first, last + 1):
         metrics.step(record(i, lm_loss=10 / i))
         if i in evaluate:
-            metrics.evaluation(i, "valid", 11 / i)
+            metrics.evaluation(evaluated(i, "valid", 11 / i))
     metrics.close()
 
 
@@ -44,7 +44,7 @@ def test_one_line_for_each_step_in_full_precision(tmp_path: Path) -> None:
 def test_numbers_that_json_lacks_are_text_that_float_reads(tmp_path: Path, loss: float) -> None:
     metrics, _ = make_metrics(tmp_path)
     metrics.step(record(1, lm_loss=loss, grad_norm=None, skipped=True))
-    metrics.evaluation(1, "valid", loss)
+    metrics.evaluation(evaluated(1, "valid", loss))
     metrics.close()
     step, evaluation = lines_of(tmp_path)
     assert str(float(step["lm_loss"])) == str(loss) and step["grad_norm"] is None
@@ -104,7 +104,7 @@ def test_torn_last_line_is_moved_too(tmp_path: Path, torn: bytes) -> None:
 
 def test_start_over_keeps_no_line(tmp_path: Path) -> None:
     metrics, _ = make_metrics(tmp_path)
-    metrics.evaluation(0, "valid", 3.0)
+    metrics.evaluation(evaluated(0, "valid", 3.0))
     metrics.step(record(1))
     metrics.close()
     assert cut_metrics(tmp_path, 0) == 2

@@ -22,7 +22,7 @@ from megatron.metrics.log_line import (
 )
 from megatron.metrics.record import StepRecord, summarize
 
-from .helpers import NOON, record
+from .helpers import NOON, evaluated, record
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +71,20 @@ def test_loss_is_the_mean_of_applied_steps() -> None:
     records = [record(1, lm_loss=2.0), record(2, lm_loss=math.nan, skipped=True)]
     records.append(record(3, lm_loss=4.0))
     interval = summarize(records)
-    assert interval.lm_loss == 3.0
+    assert interval.means == {"lm loss": 3.0}
     assert (interval.skipped, interval.nan, interval.steps) == (1, 1, 3)
 
 
 def test_loss_of_an_interval_without_applied_step_is_shown() -> None:
     records = [record(1, lm_loss=2.0, skipped=True), record(2, lm_loss=3.0, skipped=True)]
-    assert summarize(records).lm_loss == 2.5
+    assert summarize(records).means == {"lm loss": 2.5}
 
 
 def test_rates_weigh_steps_by_their_time() -> None:
     # 4000 tokens and 4e12 FLOPs in 1 s + 3 s on 2 ranks, peak 2 TFLOP/s.
     records = [
-        record(1, step_seconds=1.0, tokens=2000, flops=2e12),
-        record(2, step_seconds=3.0, tokens=2000, flops=2e12),
+        record(1, step_seconds=1.0, counted=2000, flops=2e12),
+        record(2, step_seconds=3.0, counted=2000, flops=2e12),
     ]
     line = _line(records, peak_tflops=2.0)
     assert "elapsed time per iteration (ms): 2000.0 |" in line
@@ -116,12 +116,12 @@ def test_timers_are_summed_over_the_interval_and_shown_per_step() -> None:
 
 
 def test_evaluation_line() -> None:
-    line = format_evaluation(iteration=5, kind="valid", loss=2.0)
+    line = format_evaluation(evaluated(5, "valid", 2.0))
     assert line == (
         "validation loss at iteration 5 on validation set | lm loss value: 2.000000E+00 | "
         "lm loss PPL: 7.389056E+00 |"
     )
-    assert "PPL: NAN" in format_evaluation(iteration=5, kind="test", loss=math.nan)
+    assert "PPL: NAN" in format_evaluation(evaluated(5, "test", math.nan))
     assert perplexity(1e9) == math.exp(20)
 
 

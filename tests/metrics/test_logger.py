@@ -15,10 +15,10 @@ import pytest
 
 from megatron.config import LoggingConfig
 from megatron.errors import ConfigError
-from megatron.metrics import Metrics, NullMetrics, check_trackers
+from megatron.metrics import Evaluation, Metrics, NullMetrics, check_trackers
 from megatron.metrics.trackers import TimedRecord, evaluation_scalars, step_scalars
 
-from .helpers import Clock, lines_of, make_metrics, record
+from .helpers import Clock, evaluated, lines_of, make_metrics, record
 
 
 def _iterations(text: str) -> list[int]:
@@ -123,7 +123,7 @@ def test_a_terminal_gets_short_lines_and_the_log_all(tmp_path: Path) -> None:
         metrics.log("every setting\n" * 100, brief="a few settings")
         for i in range(1, 5):
             metrics.step(record(i, skipped=i == 3))
-        metrics.evaluation(4, "valid", 5.0)
+        metrics.evaluation(evaluated(4, "valid", 5.0))
         metrics.close()
         return stream.getvalue()
 
@@ -150,7 +150,7 @@ def test_null_metrics_has_all_methods_and_does_nothing(tmp_path: Path) -> None:
     assert set(public) <= set(vars(NullMetrics))
     null.log("x")
     null.step(record(1))
-    null.evaluation(1, "valid", 1.0)
+    null.evaluation(evaluated(1, "valid", 1.0))
     null.flush()
     null.close()
     assert sorted(os.listdir(tmp_path)) == before
@@ -186,11 +186,11 @@ def test_curves_have_megatrons_names() -> None:
     loud = step_scalars(record(3, timers={"forward": (0.1, 0.2)}), flags)
     assert loud["forward-time"] == 0.2 and loud["iteration-time"] == 0.5
     assert loud["mem-max-allocated-bytes"] == 2**30 and loud["throughput"] == 1.0
-    assert evaluation_scalars("valid", 2.0, flags) == {
+    assert evaluation_scalars(evaluated(1, "valid", 2.0), flags) == {
         "lm loss validation": 2.0,
         "lm loss validation ppl": math.exp(2.0),
     }
-    assert evaluation_scalars("test", 2.0, LoggingConfig()) == {"lm loss test": 2.0}
+    assert evaluation_scalars(evaluated(1, "test", 2.0), LoggingConfig()) == {"lm loss test": 2.0}
 
 
 class _Broken:
@@ -203,7 +203,7 @@ class _Broken:
         self.calls += 1
         raise RuntimeError("tracker is down")
 
-    def evaluation(self, **_: object) -> None:
+    def evaluation(self, evaluation: Evaluation, **_: object) -> None:
         self.calls += 1
         raise KeyError("x")
 
@@ -218,7 +218,7 @@ class _Recorder(_Broken):
     def steps(self, records: list[TimedRecord]) -> None:
         self.calls += len(records)
 
-    def evaluation(self, **_: object) -> None:
+    def evaluation(self, evaluation: Evaluation, **_: object) -> None:
         self.calls += 100
 
 
@@ -228,7 +228,7 @@ def test_tracker_that_fails_is_dropped_with_one_notice(tmp_path: Path) -> None:
     metrics._trackers += [broken, recorder]
     metrics.step(record(1))
     metrics.step(record(2))
-    metrics.evaluation(2, "valid", 1.0)
+    metrics.evaluation(evaluated(2, "valid", 1.0))
     metrics.close()
     assert (broken.calls, recorder.calls) == (1, 103)
     assert stream.getvalue().count("Broken failed (RuntimeError: tracker is down)") == 1
@@ -270,7 +270,7 @@ def test_wandb_gets_project_name_folder_and_curves(
         log_interval=1,
     )
     metrics.step(record(1))
-    metrics.evaluation(1, "valid", 2.0)
+    metrics.evaluation(evaluated(1, "valid", 2.0))
     metrics.close()
     options = {"project": "p", "entity": "team", "name": "gpt_tiny", "dir": str(tmp_path)}
     options |= {"config": {"lr": 0.1}}
@@ -302,7 +302,7 @@ def test_tensorboard_writes_its_curves(tmp_path: Path) -> None:
     )
     for i in range(1, 5):
         metrics.step(record(i, lm_loss=10.0 - i))
-    metrics.evaluation(4, "valid", 3.0)
+    metrics.evaluation(evaluated(4, "valid", 3.0))
     metrics.close()
     events = EventAccumulator(str(folder))
     events.Reload()

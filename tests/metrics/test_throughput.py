@@ -16,7 +16,7 @@ from megatron.status import Status, read_status, write_status
 
 from .helpers import make_metrics, record
 
-WORKLOAD = Workload(seq_length=512, flops_per_token=6e11, recomputed=True)
+WORKLOAD = Workload(flops_per_sample=512 * 6e11, seq_length=512, recomputed=True)
 
 
 def measured(*seconds: float, peak: float | None = None, **fields: Any) -> Throughput | None:
@@ -80,7 +80,7 @@ def test_the_papers_metrics_are_those_of_large_models(tmp_path: Path) -> None:
         watch = Stopwatch()
         for number in (1, 2, 3):
             watch.add(record(number))
-        workload = dataclasses.replace(WORKLOAD, flops_per_token=flops)
+        workload = dataclasses.replace(WORKLOAD, flops_per_sample=512 * flops)
         found = watch.read(workload, peak_tflops=peak)
         assert found is not None and found.training_days > 0
         assert ("300 billion tokens" in str(found)) == told

@@ -68,12 +68,12 @@ def train_by_hand(
     trainer.engine.detach()
     trainer.pipeline.transport.close()
     return {
-        "losses": [record.lm_loss for record in records],
+        "losses": [record.loss for record in records],
         "norms": [record.grad_norm for record in records],
         "params_norms": [record.params_norm for record in records],
         "zeros": [record.num_zeros for record in records],
         "skipped": [record.skipped for record in records],
-        "tokens": [record.tokens for record in records],
+        "tokens": [record.counted for record in records],
         "sent": [dict(record.axis_bytes) for record in records],
         "timers": set(records[-1].timers),
         "params": masters(trainer),

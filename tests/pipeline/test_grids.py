@@ -112,7 +112,7 @@ def skipped(groups: ProcessGroups, faults: str, flags: str, run_dir: Path) -> di
         found.append((record.skipped, all(torch.equal(after[n], before[n]) for n in after)))
     trainer.metrics.close()
     trainer.engine.detach()
-    return {"steps": found, "loss": record.lm_loss}
+    return {"steps": found, "loss": record.loss}
 
 
 @pytest.mark.parametrize("fault", ["nan:0:1:backward", "inf:1:1:backward", "nan:1:1:forward"])

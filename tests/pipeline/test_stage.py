@@ -61,7 +61,7 @@ def microbatches(count: int) -> list[DeviceMicrobatch]:
             position_ids=None,
             document_ids=documents,
             index=7 + index,
-            counted_tokens=2 * MODEL.seq_length,
+            counted=2 * MODEL.seq_length,
         )
         for index in range(count)
     ]
@@ -125,7 +125,7 @@ def test_an_output_goes_once_it_is_sent_and_a_graph_once_it_was_used() -> None:
     received = output.clone()
     del output
     assert memory.expired(), "backward does not need it"
-    assert last.forward(1, batch, received).dim() == 0
+    assert last.forward(1, batch, received).shape == (1,)
     gradient = last.backward(batch.index, SCALE)
     assert gradient is not None and gradient.shape == received.shape
     assert first.backward(batch.index, gradient) is None

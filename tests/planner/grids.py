@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.memory_estimate import RankGrid
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.parallel.dims import ParallelDims
@@ -41,7 +41,7 @@ def planned(flags: str, world: int, *, vocabulary: int = 101) -> RankGrid:
     return grid_of(config, world, vocabulary)
 
 
-def grid_of(config: Config, world: int, vocabulary: int) -> RankGrid:
+def grid_of(config: GPTConfig, world: int, vocabulary: int) -> RankGrid:
     parallel = config.parallel
     dims = ParallelDims.from_world(
         world,

@@ -94,7 +94,7 @@ def saved_on_rank(groups: ProcessGroups, flags: str, vocabulary: int) -> list[tu
         position_ids=None,
         loss_mask=None,
         document_ids=ids.clone() if config.data.reset_attention_mask else None,
-        counted_tokens=ids.numel(),
+        counted=ids.numel(),
     )
     found: list[tuple[int, int]] = []
     for number, chunk in enumerate(chunks):

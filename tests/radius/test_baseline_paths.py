@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import Config, parse
+from megatron.config import GPTConfig, parse
 from megatron.data_parallel.exchange import Exchange
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
@@ -29,7 +29,7 @@ SMALL = (
 )
 
 
-def read(flags: str) -> Config:
+def read(flags: str) -> GPTConfig:
     return parse(f"{SMALL} {flags}".split(), paths=GRADIENT_PATHS)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, parse, resolve, to_yaml
+from megatron.config import GPTConfig, parse, resolve, to_yaml
 from megatron.errors import ConfigError
 from megatron.sparse.shard import FlatShard
 from pretrain_gpt import GRADIENT_PATHS
@@ -23,7 +23,7 @@ BASE = (
 )
 
 
-def read(flags: str = "", base: str = BASE) -> Config:
+def read(flags: str = "", base: str = BASE) -> GPTConfig:
     return parse([*base.split(), *flags.split()], paths=GRADIENT_PATHS)
 
 

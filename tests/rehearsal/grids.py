@@ -39,7 +39,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
         connected = {call.communicator for call in calls}
         losses, found = [], []
         for _ in range(steps):
-            losses.append(trainer.train_step()[0].lm_loss)
+            losses.append(trainer.train_step()[0].loss)
             found.append(here.findings.take())
         calls += played.take()
     del trainer
@@ -47,7 +47,7 @@ def compare(groups: ProcessGroups, flags: str, tp: int, pp: int, steps: int) -> 
     here.memory.settle()
     found.append(here.findings.take())
     with trainer_on(groups, flags, CPU) as trainer:
-        wanted = [trainer.train_step()[0].lm_loss for _ in range(steps)]
+        wanted = [trainer.train_step()[0].loss for _ in range(steps)]
     return {
         "losses": losses,
         "wanted": wanted,

@@ -25,14 +25,14 @@ def compare(flags: str) -> dict[str, Any]:
         device.findings.take()  # building a model may wait
         losses, steps = [], []
         for _ in range(STEPS):
-            losses.append(trainer.train_step()[0].lm_loss)
+            losses.append(trainer.train_step()[0].loss)
             steps.append(device.findings.take())
         del trainer
         gc.collect()
         device.memory.settle()
         found = [*sum(steps, []), *device.findings.take()]
         there = make_trainer(torch.device("cpu"), Path(folder, "cpu"), f"{SMALL} {flags}")
-        wanted = [there.train_step()[0].lm_loss for _ in range(STEPS)]
+        wanted = [there.train_step()[0].loss for _ in range(STEPS)]
     return {
         "losses": losses,
         "wanted": wanted,

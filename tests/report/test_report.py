@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.report import read_run, write_report
 from megatron.report.charts import comparison_charts
 from megatron.status import Status, write_status
-from tests.metrics.helpers import make_metrics, record
+from tests.metrics.helpers import evaluated, make_metrics, record
 
 CANARY = "<script>alert('canary')</script>\"'&<img src=x onerror=alert(1)>"
 
@@ -23,7 +23,7 @@ CANARY = "<script>alert('canary')</script>\"'&<img src=x onerror=alert(1)>"
 def make_run(folder: Path, losses: list[float], *, skipped: tuple[int, ...] = ()) -> Path:
     """A run folder with one step for each loss and some evaluations."""
     metrics, _ = make_metrics(folder, log_interval=10, train_iters=len(losses))
-    metrics.evaluation(0, "valid", 11.0)
+    metrics.evaluation(evaluated(0, "valid", 11.0))
     for i, loss in enumerate(losses, start=1):
         metrics.step(
             record(
@@ -35,8 +35,8 @@ def make_run(folder: Path, losses: list[float], *, skipped: tuple[int, ...] = ()
                 wait_seconds=0.1,
             )
         )
-    metrics.evaluation(len(losses), "valid", 2.0)
-    metrics.evaluation(len(losses), "test", 3.0)
+    metrics.evaluation(evaluated(len(losses), "valid", 2.0))
+    metrics.evaluation(evaluated(len(losses), "test", 3.0))
     metrics.close()
     return folder
 
@@ -124,7 +124,7 @@ def test_torn_and_foreign_files_are_told_of(tmp_path: Path) -> None:
     for name in ("config.yaml", "environment.json", "status.json", "sample.txt"):
         (run / name).write_bytes(b"\xff\x00 [{ : -\n\t- x")
     read = read_run(run)
-    assert read.iterations == [1, 2] and read.steps["lm_loss"] == [3.0, 1.5]
+    assert read.iterations == [1, 2] and read.steps["loss"] == [3.0, 1.5]
     assert math.isnan(read.steps["lr"][1])
     assert read.unreadable_lines == 3
     assert "unreadable metrics lines" in write_report(run).read_text()

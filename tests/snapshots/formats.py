@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from megatron.config import parse, resolve, to_yaml
 from megatron.config.fields import FieldSpec, specs_of
+from megatron.config.gpt import SECTIONS
 from megatron.config.megatron_flags import MEGATRON_NAMES
-from megatron.config.sections import SECTIONS
 from pretrain_gpt import GRADIENT_PATHS
 from tests.data.pairs import write_pair
 from tests.snapshots.errors import errors

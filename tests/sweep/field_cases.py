@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.fields import FieldSpec, specs_of
-from megatron.config.sections import SECTIONS, SPECS
+from megatron.config.gpt import SECTIONS, SPECS
 from pretrain_gpt import GRADIENT_PATHS
 from tests.sweep.asking import SweepCase
 

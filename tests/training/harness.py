@@ -14,6 +14,7 @@ from megatron.launch import Launch, Runtime
 from megatron.metrics import cut_metrics
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import build_trainer, open_metrics
+from megatron.tasks.task import Task
 from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
@@ -27,10 +28,16 @@ CPU = torch.device("cpu")
 
 
 def make_trainer(
-    groups: ProcessGroups, flags: str, run_dir: Path, device: torch.device = CPU
+    groups: ProcessGroups,
+    flags: str,
+    run_dir: Path,
+    device: torch.device = CPU,
+    *,
+    task: Task = GPT_TASK,
 ) -> Trainer:
-    """The trainer that `pretrain_gpt.py {flags}` would build on these ranks."""
-    config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
+    """The trainer that `pretrain_gpt.py {flags}`, or another task's script, would build here."""
+    config = parse(flags.split(), paths=GRADIENT_PATHS, task=task.config)
+    config = resolve(config, groups.world.size)
     rank, size = groups.world.rank, groups.world.size
     launch = Launch(
         launcher="test", rank=rank, world_size=size, local_rank=rank, local_world_size=size
@@ -44,18 +51,18 @@ def make_trainer(
 
     found = json.loads(groups.world.all_gather_str(groups.world.raise_on_all_ranks(locate))[0])
     origin = CheckpointSource(Path(found[0]), own=found[1]) if found else None
-    metrics = open_metrics(GPT_TASK, config, runtime, run_dir, origin)
-    trainer = build_trainer(
-        GPT_TASK, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, origin
-    )
+    metrics = open_metrics(task, config, runtime, run_dir, origin)
+    trainer = build_trainer(task, GRADIENT_PATHS, config, runtime, groups, run_dir, metrics, origin)
     if runtime.is_writer:
         cut_metrics(run_dir, trainer.progress.iteration)
     return trainer
 
 
-def train(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
+def train(
+    groups: ProcessGroups, flags: str, run_dir: Path, task: Task = GPT_TASK
+) -> dict[str, Any]:
     """Run to the end; the state it ends in, and what `train` returned."""
-    trainer = make_trainer(groups, flags, run_dir)
+    trainer = make_trainer(groups, flags, run_dir, task=task)
     outcome = trainer.train()
     trainer.metrics.close()
     trainer.engine.detach()
@@ -71,6 +78,7 @@ def train(groups: ProcessGroups, flags: str, run_dir: Path) -> dict[str, Any]:
         "params": {
             info.name: info.param.detach().clone() for info, _, _ in trainer.engine.slices()
         },
+        "buffers": {name: tensor.clone() for name, tensor in trainer.buffers.tensors()},
     }
 
 

@@ -176,10 +176,10 @@ def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
     trainer = make_trainer(groups, TINY, run_dir)
     trainer.device = torch.device("meta")
     (batch, *_) = trainer.readers.train.read(0, 16)  # pyright: ignore[reportOptionalMemberAccess]
-    masked = replace(batch, loss_mask=torch.ones(2, 32), counted_tokens=3 + groups.dp.rank)
+    masked = replace(batch, loss_mask=torch.ones(2, 32), counted=3 + groups.dp.rank)
     trainer.engine.detach()
     trainer.metrics.close()
-    return trainer._count_tokens([masked, masked])
+    return trainer._count([masked, masked])
 
 
 def test_masked_tokens_are_counted_on_the_host(ranks: Ranks, tmp_path: Path) -> None:

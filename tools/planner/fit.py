@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config import Config, check, resolve
-from megatron.config.sections import SPECS
+from megatron.config import GPTConfig, check, resolve
+from megatron.config.gpt import SPECS
 from megatron.config.validate import check_pairs
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
@@ -17,7 +17,7 @@ from tools.planner.plan import Plan
 
 Changes = Mapping[str, Any]
 """Values by the name of the field."""
-Planner = Callable[[Config], Plan]
+Planner = Callable[[GPTConfig], Plan]
 """A function that returns the plan of a checked configuration, on the same ranks."""
 MOST = 8
 _OF_A_PIPELINE: Changes = {
@@ -142,7 +142,7 @@ class Search:
             return None
 
 
-def changed(config: Config, changes: Changes, paths: Mapping[str, GradientPath]) -> Config:
+def changed(config: GPTConfig, changes: Changes, paths: Mapping[str, GradientPath]) -> GPTConfig:
     """The configuration with other values of some fields, checked as a parsed one is.
 
     Raises `ConfigError`.

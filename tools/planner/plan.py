@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.config import Config
+from megatron.config import GPTConfig
 from megatron.config.compilation import choose_compilation
-from megatron.config.validate import check_vocabulary
+from megatron.config.gpt import check_vocabulary
 from megatron.data_parallel.bucket_plan import BYTES, RankShapes
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.memory_estimate import (
@@ -89,7 +89,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        config: Config,
+        config: GPTConfig,
         *,
         world: int,
         path: GradientPath,

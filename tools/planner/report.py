@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.config.gpt import describe_recomputation
 from megatron.config.sections import describe_split
-from megatron.config.validate import describe_recomputation
 from megatron.metrics.log_line import byte_size, duration, memory_size, scaled
 from tools.planner.fit import Way
 from tools.planner.plan import RESERVE, Plan, group_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.config import Config
+from megatron.config import GPTConfig
 from megatron.data_parallel.bucket_plan import BYTES, RankShapes, StepTraffic, ring_all_reduce_bytes
 from megatron.low_memory.checkpoint_interval import recompute_spans
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
@@ -60,7 +60,7 @@ def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
     )
 
 
-def state_width(config: Config) -> int:
+def state_width(config: GPTConfig) -> int:
     """Bytes of an entry's master weight and moments."""
     return 4 * (1 + config.optimizer.num_moments)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.config import Config
+from megatron.config import GPTConfig
 from megatron.data_parallel.bucket_plan import BYTES, PlannedCollective, RankShapes
 from megatron.memory_estimate import RankGrid
 from tools.planner.site import Link, Site
@@ -62,7 +62,7 @@ class Ran(NamedTuple):
     stop: float
 
 
-def streams(config: Config) -> bool:
+def streams(config: GPTConfig) -> bool:
     """Return whether updates follow sums one by one (`GradientEngine.streams`)."""
     return config.offload.optimizer_cpu_offload and not config.optimizer.clip_grad
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.data.data_loader import BatchReader
 from megatron.launch import Launch
 from megatron.model.gpt import GPT
@@ -88,7 +88,7 @@ def train(
     return LossCurve(losses=losses, valid_loss=sum(parts) / len(parts))
 
 
-def plain_gpt(config: Config, vocabulary: int) -> PlainGPT:
+def plain_gpt(config: GPTConfig, vocabulary: int) -> PlainGPT:
     """The plain model with the first weights of a run of ours."""
     model = config.model
     ours = GPT(
@@ -128,7 +128,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return next(theirs for theirs, ours in names.items() if ours == name)
 
 
-def _check(config: Config) -> None:
+def _check(config: GPTConfig) -> None:
     """The loop below knows no more than this."""
     options = config.optimizer
     assert config.precision.param_dtype == "float32" and options.optimizer == "adam"
@@ -137,18 +137,19 @@ def _check(config: Config) -> None:
     assert not config.training.skip_train and options.clip_grad > 0
 
 
-def _open_data(config: Config, micro_batch: int) -> tuple[BatchReader, BatchReader, int]:
+def _open_data(config: GPTConfig, micro_batch: int) -> tuple[BatchReader, BatchReader, int]:
     """Return the training data, the validation data, and the size of the vocabulary."""
     config = replace(config, training=replace(config.training, micro_batch_size=micro_batch))
     groups = build_groups(config, _ALONE)
     opened = GPT_TASK.open(config)
     readers = opened.readers(groups, torch.device("cpu"), log=lambda line: None)
-    assert readers.train is not None and readers.valid is not None
-    return readers.train, readers.valid, opened.vocabulary.size
+    train, valid = readers.train, readers.valid
+    assert isinstance(train, BatchReader) and isinstance(valid, BatchReader)
+    return train, valid, opened.vocabulary.size
 
 
 def _optimizer(
-    model: PlainGPT, config: Config
+    model: PlainGPT, config: GPTConfig
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """Torch's AdamW, by which matrices decay and vectors do not.
 

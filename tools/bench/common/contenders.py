@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.config import parse, resolve
+from megatron.data.data_loader import BatchReader
 from megatron.errors import missing_extra
 from megatron.launch import Launch, Runtime
 from megatron.metrics import Metrics, NullMetrics
@@ -101,7 +102,7 @@ class Ours:
     def step(self) -> float:
         record, _ = self.trainer.train_step()
         self.metrics.step(record)
-        return record.lm_loss
+        return record.loss
 
 
 class Silent:
@@ -113,7 +114,7 @@ class Silent:
 
     def step(self) -> float:
         record, _ = self._trainer.train_step()
-        return record.lm_loss
+        return record.loss
 
 
 class HuggingFaceLoop:
@@ -238,7 +239,7 @@ class Batches:
 
     def __init__(self, trainer: Trainer) -> None:
         reader, size = trainer.readers.train, trainer.config.training.global_batch_size
-        assert reader is not None and size is not None
+        assert isinstance(reader, BatchReader) and size is not None
         self._reader = reader
         self._size, self._position = size, 0
 

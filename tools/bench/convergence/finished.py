@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.errors import ConfigError
 from megatron.run_dir import CONFIG
 from megatron.status import read_status
@@ -33,7 +33,7 @@ def is_finished(folder: Path, flags: Sequence[str], ranks: int) -> bool:
     return status.iteration == asked.total_iterations()
 
 
-def _differences(asked: Config, found: Config) -> list[str]:
+def _differences(asked: GPTConfig, found: GPTConfig) -> list[str]:
     theirs = found.sections
     return [
         name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.find import locate_checkpoint
-from megatron.config import Config, parse, resolve
+from megatron.config import GPTConfig, parse, resolve
 from megatron.data_parallel.reducer import Step
 from megatron.errors import ConfigError
 from megatron.launch import detect_launch, start, stop
@@ -160,7 +160,7 @@ def watch(
         stop()
 
 
-def _first_step(trainer: Trainer, config: Config, steps: int) -> int:
+def _first_step(trainer: Trainer, config: GPTConfig, steps: int) -> int:
     left = trainer.total_iterations - trainer.progress.iteration
     if left < steps:
         raise ConfigError(
