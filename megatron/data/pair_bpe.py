@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.data.dictionary import SPECIAL_SYMBOLS, UNK
-from megatron.data.local_file import one_line, read_text
+from megatron.data.dictionary import SPECIAL_SYMBOLS, UNK, Dictionary
+from megatron.data.local_file import one_line
 from megatron.data.sidecar import write_atomically
 from megatron.errors import ConfigError, DataError, missing_extra
 
@@ -45,25 +45,16 @@ class PairBPE:
             raise DataError(f"{where}: not a tokenizer.json: {one_line(error)}") from None
         if json.loads(text).get("model", {}).get("type") != "BPE":
             raise DataError(f"{where}: not a BPE; write the data again")
-        self._text = text
-
-    @classmethod
-    def load(cls, path: Path) -> PairBPE:
-        """Read a BPE from its file."""
-        return cls(read_text(path), where=path)
+        self.text = text
 
     def save(self, path: Path) -> None:
         """Write the file. Raises `DataError` where it cannot be written."""
-        write_atomically(path, self._text.encode())
+        write_atomically(path, self.text.encode())
 
     @property
     def merges(self) -> int:
         """The number of merges."""
-        return len(json.loads(self._text)["model"]["merges"])
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of the file's content, in hex."""
-        return hashlib.sha256(self._text.encode()).hexdigest()
+        return len(json.loads(self.text)["model"]["merges"])
 
     def split(self, sentences: Sequence[str]) -> list[list[str]]:
         """Return the symbols of each sentence; the unknown symbol for unseen characters."""
@@ -77,6 +68,11 @@ class PairBPE:
     def join(symbols: Iterable[str]) -> str:
         """Return the sentence that symbols make."""
         return "".join(symbols).replace(BLANK, " ").strip()
+
+
+def pair_fingerprint(bpe: str, dictionary: Dictionary) -> str:
+    """Return what the tokens of a language depend on: hashes of a BPE's text and a dictionary."""
+    return f"{hashlib.sha256(bpe.encode()).hexdigest()}:{dictionary.fingerprint()}"
 
 
 def train_pair_bpe(sentences: Sequence[str], *, merges: int) -> PairBPE:

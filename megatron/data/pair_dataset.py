@@ -12,14 +12,16 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.dictionary import EOS, PAD, Dictionary
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.pair_bpe import PairBPE
-from megatron.data.preprocess_pairs import PairPaths, pair_fingerprint
+from megatron.data.local_file import read_text
+from megatron.data.pair_bpe import PairBPE, pair_fingerprint
+from megatron.data.preprocess_pairs import PairPaths
 from megatron.data.sidecar import check_sizes, read_sidecar, sidecar_path
 from megatron.errors import ConfigError, DataError
 
@@ -47,17 +49,27 @@ class PairTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PairVocabulary:
-    """What turns text into token ids and back."""
+    """What turned text into token ids: the text of the BPE's file `path`, and the dictionaries."""
 
-    bpe: PairBPE
+    path: Path
+    text: str
     source: Dictionary
     target: Dictionary
 
     @classmethod
     def load(cls, paths: PairPaths) -> PairVocabulary:
-        """Read the BPE and both dictionaries. Raises `DataError` naming a bad file."""
+        """Read the files. Raises `DataError` naming a bad one."""
         source, target = (Dictionary.load(paths.dictionary(lang)) for lang in paths.languages)
-        return cls(bpe=PairBPE.load(paths.bpe), source=source, target=target)
+        return cls(path=paths.bpe, text=read_text(paths.bpe), source=source, target=target)
+
+    def bpe(self) -> PairBPE:
+        """Return the BPE, for text; training needs none, nor the package that reads it."""
+        return PairBPE(self.text, where=self.path)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Return the fingerprints of the source's data and of the target's."""
+        source, target = (pair_fingerprint(self.text, side) for side in (self.source, self.target))
+        return source, target
 
 
 class PairDataset:
@@ -76,8 +88,8 @@ class PairDataset:
     def __init__(self, paths: PairPaths, split: str, vocabulary: PairVocabulary) -> None:
         self.prefixes = [paths.tokens(split, language) for language in paths.languages]
         self._dictionaries = (vocabulary.source, vocabulary.target)
-        for prefix, dictionary in zip(self.prefixes, self._dictionaries, strict=True):
-            _check_sidecar(prefix, pair_fingerprint(vocabulary.bpe, dictionary))
+        for prefix, fingerprint in zip(self.prefixes, vocabulary.fingerprints(), strict=True):
+            _check_sidecar(prefix, fingerprint)
         self._source, self._target = (IndexedDataset(prefix) for prefix in self.prefixes)
         if len(self._source) != len(self._target):
             raise DataError(
@@ -139,13 +151,13 @@ class Packs:
     Args:
         dataset: The pairs.
         max_tokens: Padded tokens of a pack.
-        seed: Seed of the order; None keeps the pairs sorted, the same in every epoch.
+        seed: Seed of the order.
 
     Raises:
         ConfigError: A pair is longer than a pack.
     """
 
-    def __init__(self, dataset: PairDataset, *, max_tokens: int, seed: int | None) -> None:
+    def __init__(self, dataset: PairDataset, *, max_tokens: int, seed: int) -> None:
         self.dataset, self.max_tokens, self._seed = dataset, max_tokens, seed
         check_longest(dataset, max_tokens, "max_tokens")
         # Ties may be broken in any order: the sorted lengths, and so the cuts, stay the same.
@@ -161,7 +173,7 @@ class Packs:
     def pairs(self, sample: int) -> NDArray[np.int64]:
         """Return the numbers of the pairs of a pack, of any epoch: sample n of the run."""
         epoch, number = divmod(sample, self.per_epoch)
-        places, packs = self._order(epoch if self._seed is not None else 0)
+        places, packs = self._order(epoch)
         pack = packs[number]
         return places[self._starts[pack] : self._starts[pack + 1]]
 
@@ -188,11 +200,9 @@ class Packs:
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the pairs of an epoch in sorted order, and the order of the packs."""
         if epoch not in self._orders:
-            shuffled, packs = np.arange(len(self.dataset)), np.arange(self.per_epoch)
-            if self._seed is not None:
-                draw = np.random.RandomState([self._seed, epoch])
-                shuffled, packs = draw.permutation(shuffled), draw.permutation(packs)
-            self._orders[epoch] = self._sorted(shuffled), packs
+            draw = np.random.RandomState([self._seed, epoch])
+            shuffled = draw.permutation(len(self.dataset))
+            self._orders[epoch] = self._sorted(shuffled), draw.permutation(self.per_epoch)
             if len(self._orders) > _EPOCHS_HELD:
                 self._orders.popitem(last=False)
         return self._orders[epoch]

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.data.dictionary import EOS, Dictionary
 from megatron.data.indexed_dataset import IndexedDatasetWriter, optimal_dtype
 from megatron.data.local_file import stat_of
-from megatron.data.pair_bpe import PairBPE, train_pair_bpe
+from megatron.data.pair_bpe import PairBPE, pair_fingerprint, train_pair_bpe
 from megatron.data.raw_pairs import SPLITS, RawPair, split_pairs
 from megatron.data.sidecar import write_atomically
 from megatron.errors import ConfigError, DataError
@@ -149,11 +149,6 @@ def preprocess_pairs(
     )
 
 
-def pair_fingerprint(bpe: PairBPE, dictionary: Dictionary) -> str:
-    """Return what the tokens of a language depend on, for the sidecar of its data."""
-    return f"{bpe.fingerprint()}:{dictionary.fingerprint()}"
-
-
 def _write_tokens(
     prefix: str, side: Sequence[Sequence[str]], dictionary: Dictionary, bpe: PairBPE
 ) -> None:
@@ -167,7 +162,7 @@ def _write_tokens(
                 "type": "pair BPE",
                 "vocab_size": len(dictionary),
                 "eod": EOS,
-                "fingerprint": pair_fingerprint(bpe, dictionary),
+                "fingerprint": pair_fingerprint(bpe.text, dictionary),
             }
         )
 

@@ -83,13 +83,6 @@ def test_the_order_depends_on_seed_and_epoch_alone(dataset: PairDataset, paths: 
     assert sorted(map(sorted, order(3, 0))) != sorted(map(sorted, order(3, 1)))
 
 
-def test_evaluation_packs_are_sorted(dataset: PairDataset) -> None:
-    packs = Packs(dataset, max_tokens=60, seed=None)
-    longest = [dataset.source_lengths[packs.pairs(n)].max() for n in range(packs.per_epoch)]
-    assert longest == sorted(longest)
-    assert packs.pairs(1).tolist() == packs.pairs(1 + packs.per_epoch).tolist()
-
-
 def test_tokens_are_padded_and_inputs_are_shifted(dataset: PairDataset) -> None:
     places = np.array([int(dataset.target_lengths.argmin()), int(dataset.target_lengths.argmax())])
     tokens = dataset.tokens(places)
@@ -135,7 +128,7 @@ def test_microbatches_cut_packs_of_the_same_pairs(dataset: PairDataset) -> None:
 
 
 def test_samples_past_the_end_do_not_count(dataset: PairDataset) -> None:
-    packs = Packs(dataset, max_tokens=60, seed=None)
+    packs = Packs(dataset, max_tokens=60, seed=3)
     source = reader(packs, samples=packs.per_epoch)
     batches = list(source.read(packs.per_epoch - 1, 3))
     assert [batch.counted > 0 for batch in batches] == [True, False, False]
