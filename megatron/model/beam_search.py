@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,6 +109,37 @@ def beam_search(model: DCTransformer, source: torch.Tensor, beam: Beam) -> list[
     return [
         sorted(sentence.finished, key=lambda hypothesis: -hypothesis.score) for sentence in found
     ]
+
+
+def translate(
+    model: DCTransformer,
+    sources: Sequence[Sequence[int]],
+    beam: Beam,
+    *,
+    batch_size: int = 32,
+    watch: Callable[[int], None] = lambda done: None,
+) -> list[Hypothesis]:
+    """Return the best translation of each source sentence, in the order given.
+
+    Args:
+        model: In evaluation mode.
+        sources: Token ids that end in `EOS`.
+        beam: Parameters of the search.
+        batch_size: Sentences that are searched together, those of similar lengths.
+        watch: Called after each batch with the number of sentences done.
+    """
+    found: dict[int, Hypothesis] = {}
+    order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
+    for start in range(0, len(order), batch_size):
+        places = order[start : start + batch_size]
+        longest = len(sources[places[-1]])
+        rows = [[*sources[place], *[PAD] * (longest - len(sources[place]))] for place in places]
+        for place, hypotheses in zip(
+            places, beam_search(model, torch.tensor(rows, device=model.device), beam), strict=True
+        ):
+            found[place] = hypotheses[0]
+        watch(len(found))
+    return [found[place] for place in range(len(sources))]
 
 
 def _allowed(steps: torch.Tensor, sentences: Sequence[_Sentence], position: int) -> torch.Tensor:
