@@ -35,6 +35,7 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
 if TYPE_CHECKING:
     from megatron.config import RecomputeConfig
     from megatron.data.pair_reader import PairBatch
+    from megatron.data_parallel.buffers import BufferInfo
     from megatron.tasks.translation_config import DCTransformerConfig
 
 DECODER_EMBEDDING_STREAM = EMBEDDING_STREAM - 1
@@ -371,7 +372,7 @@ class DCTransformer(nn.Module):
         """Return each parameter once, in forward order."""
         return list(self._infos)
 
-    def buffer_infos(self) -> list[Any]:
+    def buffer_infos(self) -> list[BufferInfo]:
         """Return no buffer: the model has none that training updates."""
         return []
 
