@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron.config.fields import show
 
 
-class Settings(Protocol):
+class SettingValues(Protocol):
     """A configuration, as far as a message needs it."""
 
     def values(self) -> Mapping[str, object]:
@@ -29,7 +29,7 @@ class RefusedPair:
     reason: str
     instead: str
 
-    def message(self, config: Settings) -> str:
+    def message(self, config: SettingValues) -> str:
         """The error's line, with the values of the fields that the name mentions."""
         known = config.values()
         words = [word.strip(",") for word in self.name.split()]

@@ -53,6 +53,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, **placed))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the layer: [..., columns] -> [..., rows]."""
         return multiply(hidden, self.weight, self.bias)
 
 

@@ -77,7 +77,7 @@ class EmulatedModel(torch.nn.Module):
         x = torch.ones(1)
         seconds = self.pace * self.emulation.backward / self.emulation.layers
         for weight, bias, made in zip(self.weights, self.biases, self._gradients, strict=True):
-            x = _Layer.apply(x, weight, bias, made, seconds)
+            x = _EmulatedLayer.apply(x, weight, bias, made, seconds)
         assert isinstance(x, torch.Tensor)
         return x.sum()
 
@@ -99,7 +99,7 @@ class EmulatedModel(torch.nn.Module):
         ]
 
 
-class _Layer(torch.autograd.Function):
+class _EmulatedLayer(torch.autograd.Function):
     """Identity on `x` whose backward takes `seconds` and returns the given gradients."""
 
     @staticmethod
