@@ -6,7 +6,6 @@ Started by `parity.py`, once for each rank, with its settings as JSON.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from megatron.launch import (  # noqa: E402
 )
 from megatron.metrics import NullMetrics  # noqa: E402
 from megatron.parallel.groups import ProcessGroups  # noqa: E402
-from megatron.pretrain import build_groups, build_trainer  # noqa: E402
+from megatron.pretrain import build_groups, build_trainer, leave  # noqa: E402
 from megatron.training import Trainer  # noqa: E402
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
 from tools.parity_cases import CASES, ParityCase, ParityGrid, flags_of  # noqa: E402
@@ -130,7 +129,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
         print("parity_rank.py: tools/parity.py starts this; run that", file=sys.stderr)
         sys.exit(2)
-    code = main(sys.argv[1:])
-    # torch's threads sometimes abort the interpreter while it shuts down.
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import ALIGNMENT, GradBucket, ParamInfo, Slice
+from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import ReducedGrad, StepContext
+from megatron.parallel.groups import Group
 from radius.baselines.feedback import FeedbackReducer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -76,3 +79,23 @@ def random(
     """Gradients as a function of the numbers given, representable in `dtype`."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return {n: torch.randn(s, generator=generator).to(dtype).float() for n, s in shapes.items()}
+
+
+def equals_dense(
+    group: Group,
+    reducer: FeedbackReducer,
+    infos: list[ParamInfo],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[bool]:
+    """Return, for updates 1 to 4, whether the dense path has the same means, bytes and no state."""
+    dense, bucket, other = AllReduceReducer(Exchange(group)), bucket_of(infos), bucket_of(infos)
+    reducer.attach([bucket])
+    same = []
+    for t in range(1, 5):
+        mean_of(reducer, bucket, random(shapes, t, group.rank), t=t)
+        fill(other, random(shapes, t, group.rank))
+        dense.reduce(other, StepContext(t=t)).wait()
+        equal_cost = reducer.stats().bytes_sent == dense.stats().bytes_sent
+        stateless = not list(reducer.state_tensors()) and not list(reducer.shared_tensors())
+        same.append(torch.equal(bucket.grad, other.grad) and equal_cost and stateless)
+    return same

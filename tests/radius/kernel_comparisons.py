@@ -16,6 +16,7 @@ from megatron.sparse.reference import BLOCK, GROUP, Bits
 from megatron.sparse.selection import draw_seeded, select_largest
 from radius import kernels, reference
 from radius.bitmap_index import BitmapIndex
+from tests.triton_process import compare_all
 
 LENGTH = 13 * BLOCK + 1000
 """Not a whole number of blocks; the last bucket of a model need not be one either."""
@@ -113,13 +114,5 @@ def compare_adamw(device: torch.device) -> None:
 COMPARISONS = (compare_moving, compare_taking, compare_adamw)
 
 
-def main() -> int:
-    torch.manual_seed(0)
-    for comparison in COMPARISONS:
-        comparison(torch.device("cpu"))
-    print("all equal")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(COMPARISONS))

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
-from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.reducer import StepContext
 from megatron.parallel.groups import Group, ProcessGroups
 from radius.baselines.powersgd import WARM_START, PowerSGDReducer, first_q
 from tests.contract.harness import copies
-from tests.radius.functional_ranks import bucket_of, fill, infos_of, mean_of, random
+from tests.radius.functional_ranks import bucket_of, equals_dense, fill, infos_of, mean_of, random
 from tests.ranks import Ranks
 
 SHAPES = {"wide": (6, 50), "small": (3, 4), "tall": (40, 9)}
@@ -284,17 +283,7 @@ def test_a_dropped_step_sends_no_second_round_and_changes_nothing() -> None:
 def on_rank_limit(groups: ProcessGroups, rank: int, start_iter: int) -> list[bool]:
     infos = infos_of(SHAPES)
     reducer = reducer_of(infos, groups.dp, rank=rank, start_iter=start_iter)
-    dense, bucket, other = AllReduceReducer(Exchange(groups.dp)), bucket_of(infos), bucket_of(infos)
-    reducer.attach([bucket])
-    same = []
-    for t in range(1, 5):
-        mean_of(reducer, bucket, random(SHAPES, t, groups.dp.rank), t=t)
-        fill(other, random(SHAPES, t, groups.dp.rank))
-        dense.reduce(other, StepContext(t=t)).wait()
-        equal_cost = reducer.stats().bytes_sent == dense.stats().bytes_sent
-        stateless = not list(reducer.state_tensors()) and not list(reducer.shared_tensors())
-        same.append(torch.equal(bucket.grad, other.grad) and equal_cost and stateless)
-    return same
+    return equals_dense(groups.dp, reducer, infos, SHAPES)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -10,16 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reducer import StepContext
 from megatron.errors import ConfigError
 from megatron.parallel.groups import Group, ProcessGroups
 from megatron.sparse.selection import SAMPLED, largest
 from radius.baselines.topk import TopKReducer
 from tests.contract.harness import copies
-from tests.radius.functional_ranks import bucket_of, fill, infos_of, mean_of, random
+from tests.radius.functional_ranks import bucket_of, equals_dense, infos_of, mean_of, random
 from tests.ranks import Ranks
 
 SHAPES = {"first": (13, 7), "second": (5, 40), "third": (3, 1)}
@@ -155,17 +153,7 @@ def test_vocabulary_padding_is_neither_selected_nor_saved() -> None:
 def on_rank_limit(groups: ProcessGroups, density: float, start_iter: int) -> list[bool]:
     infos = infos_of(SHAPES)
     reducer = TopKReducer(infos, Exchange(groups.dp), density=density, start_iter=start_iter)
-    dense, bucket, other = AllReduceReducer(Exchange(groups.dp)), bucket_of(infos), bucket_of(infos)
-    reducer.attach([bucket])
-    same = []
-    for t in range(1, 5):
-        mean_of(reducer, bucket, random(SHAPES, t, groups.dp.rank), t=t)
-        fill(other, random(SHAPES, t, groups.dp.rank))
-        dense.reduce(other, StepContext(t=t)).wait()
-        equal_cost = reducer.stats().bytes_sent == dense.stats().bytes_sent
-        stateless = not list(reducer.state_tensors())
-        same.append(torch.equal(bucket.grad, other.grad) and equal_cost and stateless)
-    return same
+    return equals_dense(groups.dp, reducer, infos, SHAPES)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -13,6 +13,7 @@ import torch
 from megatron.sparse.reference import BLOCK, Bits
 from samo import kernels, reference
 from samo.layout import BitmapStore
+from tests.triton_process import compare_all
 
 LENGTH = 5 * BLOCK + 1000
 """Not a multiple of the block size, as for most parameters."""
@@ -62,13 +63,5 @@ def compare_expanding(device: torch.device) -> None:
 COMPARISONS = (compare_compressing, compare_expanding)
 
 
-def main() -> int:
-    torch.manual_seed(0)
-    for comparison in COMPARISONS:
-        comparison(torch.device("cpu"))
-    print("all equal")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(COMPARISONS))

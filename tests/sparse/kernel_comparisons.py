@@ -14,6 +14,7 @@ from megatron.sparse import kernels, reference, selection
 from megatron.sparse.reference import BINS, BLOCK, GROUP, TIE_BLOCK
 from megatron.sparse.selection import DTYPES, Candidates
 from megatron.sparse.shard import FlatShard
+from tests.triton_process import compare_all
 
 
 def compare_counting(device: torch.device) -> None:
@@ -116,14 +117,6 @@ def compare_selection(device: torch.device) -> None:
 COMPARISONS = (compare_counting, compare_bit_writing, compare_selection)
 
 
-def main() -> int:
-    assert TIE_BLOCK > BLOCK
-    torch.manual_seed(0)
-    for comparison in COMPARISONS:
-        comparison(torch.device("cpu"))
-    print("all equal")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    assert TIE_BLOCK > BLOCK
+    sys.exit(compare_all(COMPARISONS))

@@ -7,7 +7,6 @@ kind of step and phase to `cost.json` in the given folder.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import leave
 from tools.bench.common.contenders import Shape, quiet
 from tools.bench.common.methods import method
 from tools.bench.common.phases import PathPhases
@@ -103,7 +103,4 @@ def _slowest(seconds: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    code = serve(sys.argv[1:])
-    # torch's threads sometimes abort the interpreter while it shuts down.
-    sys.stdout.flush()
-    os._exit(code)
+    leave(serve(sys.argv[1:]))

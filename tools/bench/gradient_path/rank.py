@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from megatron.data_parallel.engine import GradientEngine
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import leave
 from tools.bench.common.contenders import quiet
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.methods import COMPUTE, method
@@ -206,7 +206,4 @@ def _plain(number: float) -> float | None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # torch's threads sometimes abort the interpreter while it shuts down.
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, SparsetronError
 from megatron.metrics.logger import JSONL
+from megatron.pretrain import leave
 from tools.bench.convergence.rows import records
 from tools.bench.locality.report import KeptShare, LocalityCurve, write_report
 
@@ -120,6 +120,4 @@ def _arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main())

@@ -7,7 +7,6 @@ slowest rank to `result.json`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from megatron.optimizer.cpu_offload import OffloadedOptimizer
 from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from megatron.pretrain import leave
 
 WARM_UP = 2
 APART = "apart"
@@ -110,7 +110,4 @@ class Updates:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # torch's threads sometimes abort the interpreter while it shuts down.
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))

@@ -7,7 +7,6 @@ slowest rank to `result.json`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.pipeline.runner import Pipeline
 from megatron.pipeline.schedule import StagePosition
 from megatron.pipeline.transport import open_transport
+from megatron.pretrain import leave
 from megatron.timers import Timers
 
 WARM_UP = 1
@@ -109,7 +109,4 @@ def _step(pipeline: Pipeline, groups: ProcessGroups, microbatches: int) -> float
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # torch's threads sometimes abort the interpreter while it shuts down.
-    sys.stdout.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))
