@@ -20,8 +20,10 @@ from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.layout import CompressedLayout, StoredCount
 from samo.pruning import magnitude, prunable
+from samo.schedule import CONSTANT, RewiringSchedule
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 SHAPES = {
@@ -139,9 +141,11 @@ class Normed(torch.nn.Module):
         return self.classes(hidden.mean(dim=(2, 3)))
 
 
-def train_normed(layout: BucketLayout | None, sparsity: Fraction) -> tuple[list[float], Normed]:
+def train_normed(
+    layout: BucketLayout | None, sparsity: Fraction, *, rewired: bool = False
+) -> tuple[list[float], Normed]:
     """Losses of 50 steps on images whose class is the quarter that is bright, and the network.
-    Without a layout, one of the magnitude masks of this sparsity."""
+    Without a layout, one of the magnitude masks of this sparsity, which DSR may rewire."""
     torch.manual_seed(3)
     net = Normed()
     infos = [
@@ -152,7 +156,19 @@ def train_normed(layout: BucketLayout | None, sparsity: Fraction) -> tuple[list[
         weights = {info.name: info.param.detach() for info in prunable(infos, keep_embeddings=True)}
         masks = magnitude(weights, sparsity)
         layout = CompressedLayout({name: mask.view(-1) for name, mask in masks.items()})
-    parts = PathParts(layout=layout, reducer=AllReduceReducer(Exchange(ALONE.dp)))
+    settings = RewiringSettings(
+        schedule=RewiringSchedule(interval=3, until=45),
+        target=20,
+        threshold=0.01,
+        reset_moments=True,
+        seed=3,
+    )
+    kernels = [info.name for info in infos if info.param.dim() == 4]
+    parts = PathParts(
+        layout=layout,
+        reducer=AllReduceReducer(Exchange(ALONE.dp)),
+        mask_updater=DsrMaskUpdater(kernels, settings, CompressedLayout) if rewired else None,
+    )
     engine = GradientEngine(infos, parts, ALONE, cap=2000, grad_dtype=torch.float32)
     optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
     losses: list[float] = []
@@ -169,6 +185,7 @@ def train_normed(layout: BucketLayout | None, sparsity: Fraction) -> tuple[list[
         step = engine.finish(tag=t)
         optimizer.step(step, lr=1e-2, weight_decay=0.01)
         engine.commit(step)
+        optimizer.rewire()
         losses.append(loss.item())
     return losses, net
 
@@ -180,9 +197,71 @@ def test_batch_norm_trains_dense_and_pruned() -> None:
     for name, tensor in dense_net.state_dict().items():
         assert torch.equal(whole_net.state_dict()[name], tensor), name
     pruned, pruned_net = train_normed(None, Fraction(9, 10))
-    assert pruned != dense
-    for losses in (dense, pruned):
+    moving, moving_net = train_normed(None, Fraction(9, 10), rewired=True)
+    assert pruned != dense and moving != pruned
+    for losses in (dense, pruned, moving):
         assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    kept = {
+        name: param.numel() - param.numel() * 9 // 10 if param.dim() > 1 else param.numel()
+        for name, param in pruned_net.named_parameters()
+    }
     for name, param in pruned_net.named_parameters():
-        kept = param.numel() - param.numel() * 9 // 10 if param.dim() > 1 else param.numel()
-        assert int(param.count_nonzero()) <= kept, name
+        assert int(param.count_nonzero()) <= kept[name], name
+    left = sum(int(param.count_nonzero()) for param in moving_net.parameters())
+    assert left <= sum(kept.values())
+
+
+class RewiredConvNet(ConvNet):
+    """The convolutional network with DSR over its kernels; the classifier keeps its mask."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        super().__init__(torch.float32)
+        self.engine.detach()
+        settings = RewiringSettings(
+            schedule=RewiringSchedule(interval=2, until=20, periods=CONSTANT),
+            target=60,
+            threshold=0.05,
+            reset_moments=True,
+            seed=5,
+        )
+        self.kernels = ["first.weight", "second.weight"]
+        dsr = DsrMaskUpdater(self.kernels, settings, CompressedLayout)
+        reducer = AllReduceReducer(Exchange(ALONE.dp))
+        infos = list(self.engine.infos.values())
+        parts = PathParts(layout=self.layout, reducer=reducer, mask_updater=dsr)
+        self.engine = GradientEngine(infos, parts, ALONE, cap=900, grad_dtype=torch.float32)
+        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """The masks of kernels and classifier."""
+        found = {name: self.engine.layout.mask(name) for name in PRUNED}
+        return {name: mask.clone() for name, mask in found.items() if mask is not None}
+
+
+def test_kernels_are_rewired() -> None:
+    net = RewiredConvNet()
+    begin = net.now()
+    nonzeros = sum(int(mask.sum()) for mask in begin.values())
+    moved = 0
+    for t in range(1, 25):
+        before = net.now()
+        net.step(t)
+        if t % 2:
+            assert all(torch.equal(mask, net.now()[name]) for name, mask in before.items())
+        weights = {name: net.params[name].detach().clone().view(-1) for name in net.kernels}
+        net.optimizer.rewire()
+        after = net.now()
+        assert after.keys() == before.keys()
+        assert torch.equal(after["classes.weight"], begin["classes.weight"])
+        assert sum(int(mask.sum()) for mask in after.values()) == nonzeros
+        for name in net.kernels:
+            gone, grown = before[name] & ~after[name], after[name] & ~before[name]
+            param = net.params[name].detach().view(-1)
+            assert not param[grown].any() and not param[~after[name]].any()
+            kept = before[name] & after[name]
+            assert torch.equal(param[kept], weights[name][kept])
+            if gone.any() and kept.any():
+                assert weights[name][gone].abs().max() < weights[name][kept].abs().min()
+            moved += int(grown.sum())
+    assert moved > 100
