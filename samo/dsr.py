@@ -1,12 +1,24 @@
-"""Dynamic sparse reparameterization (DSR): prune by a global threshold, then regrow."""
+"""Dynamic sparse reparameterization (DSR): prune by a global threshold, then grow elsewhere.
+
+One rewiring (Mostafa & Wang 2019, Algorithm 1; Sohoni et al. 2019, section 3.1), over all sparse
+tensors i of the model:
+
+    prune   every weight with |w| < H: K_i entries, which leaves R_i survivors; K, R: the sums
+    grow    G_i = K R_i / R entries of weight 0, at places that were zero before the rewiring
+    adapt   H doubles where K is below 0.9 times the target, and halves above 1.1 times
+    reset   all moments to 0, as Sohoni et al. do; Adam's step count goes on
+
+The total number of stored entries is constant, and each tensor keeps at least one entry. A rewiring
+that would prune nothing changes nothing and resets nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +32,8 @@ from samo.model_parts import ModelParts
 from samo.pruning import WHOLE
 from samo.schedule import RewiringSchedule, why_none
 
-RUNG_SHIFT, RUNGS = 16, 1 << 15
-"""Positive fp32 numbers whose low 16 bits are zero: the bins of a histogram of magnitudes."""
 Bools = npt.NDArray[np.bool_]
+Growth = Literal["survivors", "zeros"]
 
 
 @dataclass(frozen=True)
@@ -40,29 +51,22 @@ class TensorCounts:
 
     @property
     def pruned(self) -> int:
+        """Return K_i."""
         return self.below - self.keeps_one
 
     @property
-    def zeros(self) -> int:
-        """Return the number of entries that are zero after pruning, where the tensor can grow."""
-        return self.entries - self.stored + self.pruned
-
-
-@dataclass(frozen=True)
-class RegrowthPlan:
-    """The counts by which a whole tensor is pruned, and the number of entries to grow."""
-
-    counts: TensorCounts
-    share: int
+    def survivors(self) -> int:
+        """Return R_i."""
+        return self.stored - self.pruned
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether every entry is stored after the growth."""
-        return self.share == self.counts.zeros
+    def free(self) -> int:
+        """Return the number of places to grow at: entries that were not stored before."""
+        return self.entries - self.stored
 
 
 @dataclass(frozen=True)
-class RegrowthTensor:
+class SparseTensor:
     """This rank's part of a parameter before a rewiring: the fp32 weights of its stored entries."""
 
     info: ParamInfo
@@ -70,7 +74,7 @@ class RegrowthTensor:
     layout: BucketLayout
 
     @classmethod
-    def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> RegrowthTensor:
+    def of(cls, info: ParamInfo, weight: torch.Tensor, layout: BucketLayout) -> SparseTensor:
         """Create the tensor without padding, which a parameter without a mask stores too."""
         return cls(info, weight[: info.local_entries], layout)
 
@@ -78,76 +82,84 @@ class RegrowthTensor:
         """Return the number of weights of magnitude below `threshold`; NaN does not count."""
         return int((self.weight.abs() < threshold).sum())
 
-    def count_rungs(self, threshold: float) -> torch.Tensor:
-        """Return a histogram of the magnitudes below `threshold`: int64 `[RUNGS]` on the CPU."""
-        magnitude = self.weight.abs()
-        bits = magnitude[magnitude < threshold].view(torch.int32) >> RUNG_SHIFT
-        return torch.bincount(bits, minlength=RUNGS).cpu()
-
-    def pruned(self, threshold: float, plan: RegrowthPlan, parts: ModelParts) -> RewiredTensor:
-        """Prune weights below `threshold`, but for the largest where all are.
+    def rewired(
+        self,
+        threshold: float,
+        counts: TensorCounts,
+        growth: int,
+        generator: np.random.Generator,
+        parts: ModelParts,
+    ) -> Bools:
+        """Return the mask after pruning below `threshold` and growing: bool `[param.numel()]`.
 
         Collective over the stage.
+
+        Args:
+            counts: the counts of the whole tensor.
+            growth: the number of entries that the whole tensor grows, at most `counts.free`.
+            generator: draws the places, with equal numbers on all ranks of the stage.
         """
-        info, magnitude = self.info, self.weight.abs()
-        mask = self.layout.mask(info.name)
+        before = self._stored()
+        mask = before.copy()
+        mask[before] = self._kept(threshold, counts, before, parts)
+        if growth:
+            mine = slice(self.info.local_entries)
+            free = ~parts.whole(self.info.name, torch.from_numpy(before[mine])).numpy()
+            grown = np.zeros_like(free)
+            grown[free] = choose(counts.free, growth, generator)
+            mask[mine] |= parts.part(self.info.name, torch.from_numpy(grown)).numpy()
+        return mask
+
+    def _stored(self) -> Bools:
+        mask = self.layout.mask(self.info.name)
         if mask is None:
-            before = np.arange(info.param.numel()) < info.local_entries
-        else:
-            before = mask.cpu().numpy()
+            return np.arange(self.info.param.numel()) < self.info.local_entries
+        return mask.cpu().numpy()
+
+    def _kept(
+        self, threshold: float, counts: TensorCounts, before: Bools, parts: ModelParts
+    ) -> Bools:
+        """Return which stored entries survive."""
+        magnitude = self.weight.abs()
         keep = (~(magnitude < threshold)).cpu().numpy()
-        if plan.counts.keeps_one:
-            found = magnitude.cpu().numpy()
+        if counts.keeps_one:
             # The first largest weight on this rank, if the rank has any.
-            first = int(found.argmax()) if found.size else -1
-            value, place = -1.0, 0
+            found = magnitude.cpu().numpy()
+            first, value, place = -1, -1.0, 0
             if found.size:
+                first = int(found.argmax())
                 value, place = float(found[first]), int(np.flatnonzero(before)[first])
-            if parts.first_of_largest(info.name, value, place) and found.size:
+            if parts.first_of_largest(self.info.name, value, place) and found.size:
                 keep[first] = True
-        left = before.copy()
-        left[before] = keep
-        return RewiredTensor(info, left, np.flatnonzero(before & ~left))
+        return keep
 
 
-@dataclass(frozen=True)
-class RewiredTensor:
-    """This rank's part of a parameter after pruning: the mask, and the pruned positions."""
+def share_out(count: int, weights: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Divide `count` in proportion to `weights`, rounded by largest remainders.
 
-    info: ParamInfo
-    mask: Bools
-    gone: npt.NDArray[np.int64]
+    What a share has no room for is divided again, in proportion to the weights of the shares that
+    have room. Of equal remainders the first is rounded up.
 
-    def grow(self, count: int, generator: np.random.Generator, parts: ModelParts) -> None:
-        """Add `count` entries, drawn from the zeros of the whole tensor, to `mask` in place.
+    Args:
+        weights: one positive number for each share that has room.
+        room: the most that each share may get; `count` in all, or more.
 
-        Collective over the stage.
-        """
-        if count == 0:
-            return
-        name, mine = self.info.name, self.mask[: self.info.local_entries]
-        whole = parts.whole(name, torch.from_numpy(mine))
-        entries = whole.numpy()
-        zero = ~entries
-        entries[zero] = choose(int(np.count_nonzero(zero)), count, generator)
-        mine[:] = parts.part(name, whole).numpy()
-
-    def regrown(self) -> npt.NDArray[np.int64]:
-        """Return the positions that were pruned and drawn again."""
-        return self.gone[self.mask[self.gone]]
-
-
-def share_out(count: int, sizes: Sequence[int], generator: np.random.Generator) -> list[int]:
-    """Distribute `count` entries, drawn uniformly without replacement, over tensors of `sizes`."""
-    total = sum(sizes)
-    assert 0 <= count <= total
-    # The result is multivariate hypergeometric; numpy draws that from at most 10^9 entries. So
-    # binomial numbers first thin the tensors to slightly too many entries.
-    wanted = count + 4 * math.sqrt(count) + 8
-    taken = np.zeros(len(sizes), dtype=np.int64)
-    while taken.sum() < count:
-        taken = generator.binomial(sizes, min(1.0, wanted / total))
-    return generator.multivariate_hypergeometric(taken, count).tolist()
+    Returns:
+        The shares, which sum to `count` exactly.
+    """
+    assert 0 <= count <= sum(room)
+    shares = [0] * len(weights)
+    while count:
+        able = [i for i, most in enumerate(room) if shares[i] < most]
+        total = sum(weights[i] for i in able)
+        quotas = {i: divmod(count * weights[i], total) for i in able}
+        left = count - sum(quota for quota, _ in quotas.values())
+        up = set(sorted(able, key=lambda i: -quotas[i][1])[:left])
+        for i in able:
+            more = min(quotas[i][0] + (i in up), room[i] - shares[i])
+            shares[i] += more
+            count -= more
+    return shares
 
 
 def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
@@ -166,8 +178,6 @@ def choose(n: int, count: int, generator: np.random.Generator) -> Bools:
 
 TOLERANCE = 0.1
 GAIN = 2.0
-LIMIT = 2
-"""The most weights that a rewiring prunes, as a multiple of the target."""
 LEAST_NORMAL, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -176,12 +186,15 @@ class RewiringSettings:
     """Settings of the rewirings.
 
     `target`: weights to prune per rewiring (`schedule.target_of`); `threshold`: the first H;
-    `reset_moments`: whether a rewiring resets all moments or only the moments of new weights.
+    `growth`: whether a tensor grows in proportion to its survivors or to its zeros, which Mostafa
+    and Wang's program calls `paper` and `anti_paper`; `reset_moments`: whether a rewiring resets
+    all moments or only the moments of new weights.
     """
 
     schedule: RewiringSchedule
     target: int
     threshold: float
+    growth: Growth = "survivors"
     reset_moments: bool
     seed: int
 
@@ -209,7 +222,6 @@ class DsrMaskUpdater(MaskUpdater):
         self._seen = self._rewirings = 0
         self._stats: dict[str, float] = {}
         self._notes: list[str] = []
-        self._told_limit = False
 
     @property
     def layout_is_final(self) -> bool:
@@ -224,39 +236,41 @@ class DsrMaskUpdater(MaskUpdater):
         if not self._settings.schedule.due(t):
             return None
         others: list[tuple[str, torch.Tensor]] = []
-        tensors: list[RegrowthTensor] = []
+        tensors: list[SparseTensor] = []
         for info, weight in weights:
             if info.name in self._names:
-                tensors.append(RegrowthTensor.of(info, weight, layout))
+                tensors.append(SparseTensor.of(info, weight, layout))
             elif (mask := layout.mask(info.name)) is not None:
                 others.append((info.name, mask))
         tensors.sort(key=lambda tensor: tensor.info.name)
-        threshold, plans = self._plan(t, tensors)
+        threshold, counts = self._prunable(tensors)
+        pruned = sum(one.pruned for one in counts.values())
+        self._stats = {"dsr_pruned": pruned, "dsr_threshold": threshold}
+        self._adapt(threshold, pruned)
+        self._rewirings += pruned > 0
         if t == self._settings.schedule.last:
             self._notes.append(
                 f"DSR: update {t} was the last after which to rewire; there were "
                 f"{self._rewirings} rewirings"
             )
-        if not plans:
+        if not pruned:
             return None
-        anew: dict[str, torch.Tensor] = {}
+        growth = self._growth(counts)
 
         def rewired() -> Iterator[tuple[str, torch.Tensor]]:
             """Yield one mask at a time, while the other masks are packed."""
             for tensor in tensors:
-                plan, name = plans[tensor.info.name], tensor.info.name
-                one = tensor.pruned(threshold, plan, self._parts)
-                one.grow(plan.share, self._generator(t, name), self._parts)
-                if (positions := torch.from_numpy(one.regrown())).numel():
-                    anew[name] = positions
-                if not plan.is_whole:
-                    yield name, torch.from_numpy(one.mask)
+                name = tensor.info.name
+                one, grown = counts[name], growth[name]
+                generator = self._generator(t, name)
+                mask = tensor.rewired(threshold, one, grown, generator, self._parts)
+                # A tensor that is stored whole has no mask.
+                if one.survivors + grown < one.entries:
+                    yield name, torch.from_numpy(mask)
 
         masks = PackedMasks.of(chain(others, rewired()))
         return LayoutChange(
-            layout=self._make_layout(masks),
-            reset_moments=self._settings.reset_moments,
-            anew=anew,
+            layout=self._make_layout(masks), reset_moments=self._settings.reset_moments
         )
 
     def inactive_reason(self, first: int, last: int) -> str:
@@ -285,34 +299,29 @@ class DsrMaskUpdater(MaskUpdater):
 
     # ---- a rewiring ----------------------------------------------------------------------------
 
-    def _plan(
-        self, t: int, tensors: Sequence[RegrowthTensor]
-    ) -> tuple[float, dict[str, RegrowthPlan]]:
-        """Return the threshold, adapted afterwards, and plans for the tensors of the model."""
+    def _prunable(self, tensors: Sequence[SparseTensor]) -> tuple[float, dict[str, TensorCounts]]:
+        """Return the threshold, and the counts of all tensors of the model by it."""
         threshold = self._threshold
         counts = self._count(tensors, threshold)
-        stored = sum(one.stored for one in counts.values())
-        assert LIMIT * self._settings.target <= stored, "why_too_many refuses that"
-        below = sum(one.below for one in counts.values())
-        if below > LIMIT * self._settings.target:
-            threshold = self._lowered(t, tensors, below)
+        # No paper says what to do where more weights are below the threshold than could grow
+        # elsewhere, which takes a network that is less than half zeros.
+        while sum(one.pruned - one.free for one in counts.values()) > 0:
+            threshold = threshold / GAIN if threshold > LEAST_NORMAL else 0.0
             counts = self._count(tensors, threshold)
-        pruned = sum(one.pruned for one in counts.values())
-        self._stats = {"dsr_pruned": pruned, "dsr_threshold": threshold}
-        self._adapt(threshold, pruned)
-        if pruned == 0:
-            return threshold, {}
-        zeros = [one.zeros for one in counts.values()]
-        shares = share_out(pruned, zeros, self._generator(t))
-        self._rewirings += 1
-        return threshold, {
-            name: RegrowthPlan(one, share)
-            for (name, one), share in zip(counts.items(), shares, strict=True)
-        }
+        return threshold, counts
 
-    def _count(
-        self, tensors: Sequence[RegrowthTensor], threshold: float
-    ) -> dict[str, TensorCounts]:
+    def _growth(self, counts: Mapping[str, TensorCounts]) -> dict[str, int]:
+        """Return the number of entries that each tensor of the model grows."""
+        by_survivors = self._settings.growth == "survivors"
+        tensors = counts.values()
+        shares = share_out(
+            sum(one.pruned for one in tensors),
+            [one.survivors if by_survivors else one.entries - one.survivors for one in tensors],
+            [one.free for one in tensors],
+        )
+        return dict(zip(counts, shares, strict=True))
+
+    def _count(self, tensors: Sequence[SparseTensor], threshold: float) -> dict[str, TensorCounts]:
         """Return the counts of all tensors of the model, ordered by name."""
         rows = {
             one.info.name: (one.info.local_entries, one.weight.numel(), one.count_below(threshold))
@@ -330,30 +339,7 @@ class DsrMaskUpdater(MaskUpdater):
         # A threshold of zero or infinity could not adapt any more.
         self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
 
-    def _lowered(self, t: int, tensors: Sequence[RegrowthTensor], below: int) -> float:
-        """Return the greatest rung that has at most `LIMIT` times the target below it."""
-        counts = torch.zeros(RUNGS, dtype=torch.int64)
-        for tensor in tensors:
-            if self._parts.counted(tensor.info.name):
-                counts += tensor.count_rungs(self._threshold)
-        self._parts.sum_over_model(counts)
-        # The weights on the rungs before a rung are below the rung's number. The least threshold is
-        # the least normal number: weights that are practically zero are pruned whatever their
-        # count.
-        most = LIMIT * self._settings.target
-        rung = int(torch.searchsorted(counts.cumsum(0), most, right=True))
-        number = torch.tensor(rung << RUNG_SHIFT, dtype=torch.int32).view(torch.float32)
-        lowered = max(float(number), LEAST_NORMAL)
-        if not self._told_limit:
-            self._told_limit = True
-            self._notes.append(
-                f"DSR: the threshold {self._threshold:.3g} would have pruned {below:,} weights "
-                f"after update {t}; {lowered:.3g} instead, for at most {LIMIT} times the target "
-                f"of {self._settings.target:,}"
-            )
-        return lowered
-
-    def _generator(self, t: int, name: str = "") -> np.random.Generator:
+    def _generator(self, t: int, name: str) -> np.random.Generator:
         """Return a generator that draws the same numbers on every rank."""
         text = f"dsr/{self._settings.seed}/{t}/{name}"
         digest = hashlib.sha256(text.encode()).digest()

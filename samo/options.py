@@ -39,6 +39,11 @@ class SamoConfig:
     samo_keep_embeddings: bool = option(
         default=False, help="Do not prune embeddings; biases and norms are never pruned."
     )
+    samo_dense: tuple[str, ...] | None = option(
+        default=None,
+        help="Shell patterns of logical names of tensors that are not pruned, as *.attention.* "
+        "(none = all weight matrices and embeddings are pruned).",
+    )
     samo_early_bird_interval: int = option(
         default=20,
         help="Applied steps of dense training between draws of the early-bird ticket.",
@@ -52,8 +57,19 @@ class SamoConfig:
     dsr_interval: int | None = option(
         default=None,
         help="Applied steps between rewirings at first; the interval doubles three times in "
-        "a run (none = masks stay; Sohoni et al. used 200 at sparsity 0.9).",
+        "a run (none = masks stay; Sohoni et al. used 100).",
         within=at_least(1),
+    )
+    dsr_frequency: float = option(
+        default=1.0,
+        help="Number that divides all intervals between rewirings (Sohoni et al. used 0.5 at "
+        "sparsity 0.9).",
+        within=above(0),
+    )
+    dsr_growth: Literal["survivors", "zeros"] = option(
+        default="survivors",
+        help="Share of each tensor in the new entries of a rewiring: in proportion to the entries "
+        "that survive in it, or to its zeros (Mostafa and Wang's anti_paper).",
     )
     dsr_fraction: float = option(
         default=FRACTION,
@@ -75,6 +91,11 @@ class SamoConfig:
         help="Moments that are set to zero at a rewiring: all (Sohoni et al.), or those of "
         "new entries.",
     )
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Return `samo_dense`, empty for none."""
+        return self.samo_dense or ()
 
     @property
     def sparsity(self) -> Fraction:
@@ -111,6 +132,12 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
         lambda o, _: o.samo_pruning == "file" and o.samo_keep_embeddings,
         "the file says what is pruned",
         "draw the masks with --keep-embeddings, or drop --samo-keep-embeddings",
+    ),
+    _pair(
+        "samo_dense with samo_pruning file",
+        lambda o, _: o.samo_pruning == "file" and o.samo_dense is not None,
+        "the file says what is pruned",
+        "draw the masks with --dense, or drop --samo-dense",
     ),
     _pair(
         "samo_scope global with samo_pruning file",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,9 @@ class SamoPath(GradientPath):
         make_layout = partial(CompressedLayout, device=infos[0].param.device, cut=parts.cut_names)
 
         def draw() -> CompressedLayout:
+            if options.samo_dense is not None:
+                shapes = parts.everywhere({info.name: info.logical_shape for info in infos})
+                _check_dense(options, shapes)
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
         layout, reducer = parts.raise_on_all_ranks(draw), mean_reducer(config, Exchange(groups.dp))
@@ -106,7 +110,9 @@ class SamoPath(GradientPath):
         return {
             name: stored_count(math.prod(shape), options.sparsity)
             for name, shape in shapes.items()
-            if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
+            if is_prunable(
+                name, shape, keep_embeddings=options.samo_keep_embeddings, dense=options.dense
+            )
         }
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
@@ -129,8 +135,32 @@ def _options(config: Config) -> SamoConfig:
 def _schedule(options: SamoConfig, total: int) -> RewiringSchedule:
     assert options.dsr_interval is not None
     return RewiringSchedule(
-        interval=options.dsr_interval, until=options.dsr_until or until_of(total)
+        interval=options.dsr_interval,
+        until=options.dsr_until or until_of(total),
+        frequency=options.dsr_frequency,
     )
+
+
+def _check_dense(options: SamoConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse patterns that leave nothing whole, or nothing to prune."""
+    pruned = [
+        name
+        for name, shape in shapes.items()
+        if is_prunable(name, shape, keep_embeddings=options.samo_keep_embeddings)
+    ]
+    for pattern in options.dense:
+        if not fnmatch.filter(pruned, pattern):
+            raise ConfigError(
+                f"samo_dense {pattern!r}: matches none of the {len(pruned)} tensors that would be "
+                f"pruned, such as {pruned[0]}; name one of them, or drop the pattern"
+            )
+    if not any(
+        is_prunable(name, shapes[name], keep_embeddings=False, dense=options.dense)
+        for name in pruned
+    ):
+        raise ConfigError(
+            f"samo_dense {' '.join(options.dense)}: leaves no tensor to prune; give fewer patterns"
+        )
 
 
 def _check_length(config: Config, total: int) -> None:
@@ -172,7 +202,7 @@ def _rewirer(
     from samo.pruning import prunable
 
     options = _options(config)
-    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
+    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings, dense=options.dense)
     if options.samo_pruning == "early-bird" and options.sparsity > 0:
         return EarlyBird(
             pruned,
@@ -210,6 +240,7 @@ def _dsr(
         schedule=_schedule(options, config.total_iterations()),
         target=target_of(fraction, entries),
         threshold=options.dsr_threshold,
+        growth=options.dsr_growth,
         reset_moments=options.dsr_reset_moments == "all",
         seed=config.training.seed,
     )

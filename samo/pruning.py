@@ -51,12 +51,14 @@ class NamedWeights(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def prunable(infos: Sequence[ParamInfo], *, keep_embeddings: bool) -> list[ParamInfo]:
-    """Return the parameters to prune, in the given order."""
+def prunable(
+    infos: Sequence[ParamInfo], *, keep_embeddings: bool, dense: Sequence[str] = ()
+) -> list[ParamInfo]:
+    """Return the parameters to prune, in the given order; see `is_prunable`."""
     return [
         info
         for info in infos
-        if is_prunable(info.name, info.logical_shape, keep_embeddings=keep_embeddings)
+        if is_prunable(info.name, info.logical_shape, keep_embeddings=keep_embeddings, dense=dense)
     ]
 
 

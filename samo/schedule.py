@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cached_property
 
@@ -18,21 +19,26 @@ THRESHOLD = 0.001
 """Magnitude below which the first rewiring prunes; it adapts afterwards."""
 UNTIL = Fraction(19, 20)
 """Share of the run with rewirings, 190 of 200 epochs; the rest trains the last grown weights."""
-EPOCHS, WIDENED_AFTER = 190, (25, 80, 140)
-"""Epochs with rewirings, and the epochs after which the interval doubles."""
+Periods = tuple[tuple[int, int], ...]
+PERIODS: Periods = ((25, 1), (80, 2), (140, 4), (190, 8))
+"""The last of 200 epochs of each period, and its interval over the first interval (Table 5)."""
+CONSTANT: Periods = ((1, 1),)
+"""One period: the interval does not change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewiringSchedule:
     """The updates that are followed by a rewiring: multiples of the interval up to `until`.
 
-    With `widening` the interval doubles as in the papers, after 1/8, 0.4 and 0.7 of the run if
-    `until` is 0.95 of the run.
+    `interval`: updates between rewirings in the first period. `frequency` divides the intervals of
+    all periods (the multiplier of Tables 8 and 9). `periods` are scaled so that the last one ends
+    with `until`.
     """
 
     interval: int
     until: int
-    widening: bool = True
+    frequency: float = 1.0
+    periods: Periods = PERIODS
 
     def due(self, t: int) -> bool:
         """Return whether a rewiring follows update `t`."""
@@ -48,8 +54,9 @@ class RewiringSchedule:
         return next(filter(self.due, range(self.until, 0, -1)), 0)
 
     def _interval_at(self, t: int) -> int:
-        passed = sum(t * EPOCHS > epochs * self.until for epochs in WIDENED_AFTER)
-        return self.interval << passed if self.widening else self.interval
+        last, _ = self.periods[-1]
+        factor = next(factor for end, factor in self.periods if t * last <= end * self.until)
+        return max(1, round(self.interval * factor / self.frequency))
 
 
 def until_of(total: int) -> int:
@@ -65,15 +72,16 @@ def target_of(fraction: Fraction, entries: Sequence[int]) -> int:
 def why_too_many(fraction: Fraction, entries: Sequence[int], stored: int) -> str:
     """Return why a rewiring cannot prune this fraction, and a fraction that works; "" if it can.
 
-    A rewiring may prune twice the target, and an unreachable target would double the threshold
-    forever. `stored` of all `entries` exist.
+    `stored` of all `entries` exist. A rewiring leaves one entry in each tensor, and prunes no more
+    than can grow elsewhere. A target out of reach would double the threshold forever.
     """
     target, total = target_of(fraction, entries), sum(entries)
-    if 2 * target <= stored:
+    most = min(stored - len(entries), total - stored)
+    if target <= most:
         return ""
     return (
-        f"dsr_fraction {float(fraction):g}: {target} of {total} entries are more than half of "
-        f"the {stored} that are not pruned; --dsr-fraction {stored / total / 4:.2g} would do"
+        f"dsr_fraction {float(fraction):g}: a rewiring cannot move {target} of {total} entries, as "
+        f"{stored} are stored; --dsr-fraction {most / total / 2:.2g} would do"
     )
 
 
@@ -115,13 +123,18 @@ DRAWS = 5
 """Consecutive early-bird masks that must be similar: the length of the paper's queue."""
 
 
-def is_prunable(name: str, shape: Sequence[int], *, keep_embeddings: bool) -> bool:
-    """Return whether a tensor is a weight matrix, or an embedding unless `keep_embeddings`.
+def is_prunable(
+    name: str, shape: Sequence[int], *, keep_embeddings: bool, dense: Sequence[str] = ()
+) -> bool:
+    """Return whether a tensor is a weight matrix or kernel that no setting leaves whole.
 
     Biases and norms, which have one axis, are never pruned. Embeddings have "embedding" in their
-    name.
+    name and stay whole with `keep_embeddings`. `dense`: shell patterns of logical names that stay
+    whole.
     """
-    return len(shape) > 1 and not (keep_embeddings and "embedding" in name)
+    if len(shape) < 2 or (keep_embeddings and "embedding" in name):
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in dense)
 
 
 def stored_count(entries: int, sparsity: Fraction) -> int:

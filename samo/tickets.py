@@ -44,7 +44,7 @@ def first_masks(
         return _of_file(options, infos, parts)
     if options.samo_pruning == "early-bird" or options.sparsity == 0:
         return {}
-    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings)
+    pruned = prunable(infos, keep_embeddings=options.samo_keep_embeddings, dense=options.dense)
     if options.samo_pruning == "random":
         shapes = {info.name: info.logical_shape for info in pruned}
 

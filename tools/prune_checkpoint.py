@@ -1,7 +1,7 @@
 """Draw the masks of a pruned network from the weights of a checkpoint.
 
     python tools/prune_checkpoint.py RUN [--step N] --sparsity 0.9 [--scope tensor|global]
-        [--keep-embeddings] --output masks.npz
+        [--keep-embeddings] [--dense PATTERN ...] --output masks.npz
 
 RUN may also be a folder of checkpoints or one step, of any grid. Verifies the step, keeps the
 largest of its master weights, writes the masks to a file and says how to train with them: from the
@@ -77,7 +77,9 @@ def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
         names = [
             name
             for name, shape in shapes.items()
-            if is_prunable(name, shape, keep_embeddings=options.keep_embeddings)
+            if is_prunable(
+                name, shape, keep_embeddings=options.keep_embeddings, dense=options.dense
+            )
         ]
         if not names:
             raise CheckpointError(f"{step}: has no weight matrix to prune")
@@ -187,6 +189,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="whether each tensor loses this share, or all of them together (default: tensor)",
     )
     add("--keep-embeddings", action="store_true", help="leave embeddings whole, as biases are")
+    add(
+        "--dense",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave tensors whole whose names match a shell pattern",
+    )
     add("--output", required=True, type=Path, metavar="FILE", help="the mask file to write")
     add("--overwrite", action="store_true", help="replace the file if it is there")
     return parser.parse_args(arguments)

@@ -248,7 +248,6 @@ class Checkpointer:
         return {
             "progress": dataclasses.asdict(progress),
             "applied_updates": self.optimizer.applied,
-            "moments_since": self.optimizer.moments_since,
             "loss_scaler": self.scaler.state(),
             "identity": self.identity,
             "data_files": self.data_files,
@@ -358,7 +357,6 @@ class Checkpointer:
         self._tensors.take(saved, moments=not fresh_moments)
         if not fresh_moments:
             self.optimizer.applied = int(saved.state["applied_updates"])
-            self.optimizer.moments_since = int(saved.state.get("moments_since", 0))
             self.scaler.load(saved.state["loss_scaler"])
 
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:

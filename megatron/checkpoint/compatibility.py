@@ -19,6 +19,15 @@ _LATER: dict[str, Any] = {
     "model.qk_layernorm": False,
 }
 """Settings that older checkpoints do not mention, with the values by which these were trained."""
+_ADDED = {
+    "samo.samo_dense": (None,),
+    "samo.dsr_frequency": (1.0,),
+    "samo.dsr_growth": ("survivors", "zeros"),
+}
+"""Settings of gradient paths that older checkpoints do not mention, with the values that fit them.
+
+Older runs grew by zeros with other rules besides, so they go on by either rule.
+"""
 _OF_THE_DATA = ("seed", "global_batch_size", "rampup_batch_size")
 _PATH = "gradient.grad_path"
 _SECTIONS = ("model", "data", "training")
@@ -163,6 +172,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], keys: set[str])
     return [
         f"{key}: {there!r} there, {now.get(key)!r} here"
         for key in sorted(keys)
+        if key in was or now.get(key) not in _ADDED.get(key, ())
         if (there := _today(key, was.get(key, _LATER.get(key)))) != now.get(key)
     ]
 

@@ -8,7 +8,7 @@ not import torch, so that flags can be checked before torch is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.data_parallel.bucket_plan import (
@@ -37,14 +37,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 class LayoutChange:
     """A change to another layout.
 
-    Entries stored in both layouts keep their values bit by bit; new entries start from zero, and so
-    do entries in `anew` (int64 positions in the flattened parameter, by name). `reset_moments`
-    restarts all moments from zero.
+    Entries stored in both layouts keep their values bit by bit; new entries start from zero.
+    `reset_moments` sets all moments to zero; the number of applied updates, by which Adam corrects
+    its moments, goes on.
     """
 
     layout: BucketLayout
     reset_moments: bool = False
-    anew: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
 
 
 class MaskUpdater:

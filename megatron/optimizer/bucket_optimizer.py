@@ -28,7 +28,6 @@ from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK
 from megatron.optimizer.distributed_optimizer import ShardUpdates, StateShard, bind, fill
 from megatron.optimizer.host import beside
 from megatron.optimizer.update_rules import Hyper, UpdateRule
-from megatron.transfer import to_device
 
 PARAM = "param"
 """The kind of state that the master weights are."""
@@ -52,7 +51,7 @@ class BucketOptimizer:
 
     def __init__(self, engine: GradientEngine, rule: UpdateRule, *, most: int = CUDA_CHUNK) -> None:
         self.engine, self.rule = engine, rule
-        self.applied = self.moments_since = 0
+        self.applied = 0
         self._device = engine.buckets[0].grad.device
         self._chunk = min(most, CPU_CHUNK if self._device.type == "cpu" else CUDA_CHUNK)
         assert self._chunk % ALIGNMENT == 0
@@ -75,7 +74,7 @@ class BucketOptimizer:
             reduced = step.reduced.begun(bucket.index)
             decays = bucket.weight_decay or self.rule.decays_all
             hyper = Hyper(
-                t=self.applied - self.moments_since,
+                t=self.applied,
                 lr=lr,
                 weight_decay=weight_decay if decays else 0.0,
             )
@@ -103,8 +102,6 @@ class BucketOptimizer:
         before, engine = self.engine.layout, self.engine
         old = {(kind, name): held for kind, name, held in self._held()}
         if change.reset_moments:
-            # Bias correction counts the updates since the moments began.
-            self.moments_since = self.applied
             old = {(kind, name): held for (kind, name), held in old.items() if kind == PARAM}
         self._states.clear()
         engine.rebucket(change.layout)
@@ -120,8 +117,6 @@ class BucketOptimizer:
                     param = engine.infos[name].param
                     whole = torch.zeros(param.shape, dtype=torch.float32, device=flat.device)
                     beside(before, flat, param).scatter(name, held.whole(), whole)
-                    if name in change.anew:
-                        whole.view(-1)[to_device(change.anew[name], whole.device)] = 0.0
                     fill(engine, name, flat, whole)
         self._size_scratch()
         self._bring_all_up()

@@ -489,7 +489,6 @@ def on_rank_resume(groups: ProcessGroups, case: PathCase, left_at: int) -> list[
     for kind, name, tensor in second.optimizer.tensors():
         tensor.copy_(saved[kind, name])
     second.optimizer.applied = first.optimizer.applied
-    second.optimizer.moments_since = first.optimizer.moments_since
     second.optimizer.loaded()
     second.engine.load_state_tensors(carried, shared)
     for number in range(left_at, 12):

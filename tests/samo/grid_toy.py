@@ -105,19 +105,17 @@ class ToyWeights:
         self.infos = infos
         self.masks = {name: mask.clone() for name, mask in masks.items()}
         self.values = {info.name: part(info, draw(info.name)) for info in infos}
-        self.set({})
+        self.set()
 
     def train(self, t: int, by: float) -> None:
         for info in self.infos:
             self.values[info.name] += part(info, draw(info.name, t)) * by
-        self.set({})
+        self.set()
 
-    def set(self, anew: Mapping[str, torch.Tensor]) -> None:
-        """Set pruned entries and the positions in `anew` to 0."""
+    def set(self) -> None:
+        """Set pruned entries to 0."""
         for name, mask in self.masks.items():
             self.values[name][~mask] = 0.0
-        for name, positions in anew.items():
-            self.values[name][positions] = 0.0
 
     def stored(self) -> Iterator[tuple[ParamInfo, torch.Tensor]]:
         for info in self.infos:

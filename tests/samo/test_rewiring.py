@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.gradient_path import LayoutChange
 from megatron.data_parallel.layout import DenseLayout, Masks
 from samo.dsr import DsrMaskUpdater, RewiringSettings, choose, share_out
-from samo.schedule import RewiringSchedule
+from samo.schedule import CONSTANT, RewiringSchedule
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 50), "thin": (8, 5), "embedding": (21, 32)}
 PADDING = {"embedding": 3}
 """Number of rows that exist in memory only."""
-EVERY = RewiringSchedule(interval=1, until=1_000_000, widening=False)
+EVERY = RewiringSchedule(interval=1, until=1_000_000, periods=CONSTANT)
 SETTINGS = RewiringSettings(
     schedule=EVERY, target=60, threshold=0.02, reset_moments=True, seed=1234
 )
@@ -72,8 +77,6 @@ class ToyNetwork:
         assert isinstance(change.layout, MaskLayout)
         for name, mask in change.layout.masks.items():
             self.weights[name][~mask] = 0.0
-            if name in change.anew:
-                self.weights[name][change.anew[name]] = 0.0
         self.layout = change.layout
 
     def masks(self) -> dict[str, torch.Tensor]:
@@ -140,10 +143,7 @@ def test_what_goes_is_below_the_threshold_and_what_stays_is_untouched() -> None:
         assert mask[large].all()
         assert torch.equal(network.weights[name][large], before[name][large])
         assert not network.weights[name][~large].any(), "new weights are 0"
-        assert change.anew.get(name, torch.empty(0)).tolist() == (
-            (small & mask).nonzero().view(-1).tolist()
-        ), "what was pruned and drawn again begins anew"
-    assert change.anew, "one of them was drawn again"
+        assert not mask[small].any(), "nothing grows where it was just pruned"
     assert torch.equal(network.weights["bias"], before["bias"])
     assert dsr.stats() == {"dsr_pruned": gone, "dsr_threshold": SETTINGS.threshold}
     assert dsr.stats() == {}
@@ -162,7 +162,7 @@ def test_ranks_agree_without_talking_and_whatever_the_order_of_parameters() -> N
 
 def test_resumed_run_goes_on_with_the_same_masks() -> None:
     settings = {
-        "schedule": RewiringSchedule(interval=3, until=60, widening=False),
+        "schedule": RewiringSchedule(interval=3, until=60, periods=CONSTANT),
         "threshold": 0.001,
     }
     whole = run(ToyNetwork(), mask_updater(**settings), range(1, 70))
@@ -179,7 +179,7 @@ def test_resumed_run_goes_on_with_the_same_masks() -> None:
 def test_settles_after_the_last_rewiring() -> None:
     network, dsr = (
         ToyNetwork(),
-        mask_updater(schedule=RewiringSchedule(interval=3, until=10, widening=False)),
+        mask_updater(schedule=RewiringSchedule(interval=3, until=10, periods=CONSTANT)),
     )
     settled = []
     for t in range(1, 12):
@@ -189,7 +189,7 @@ def test_settles_after_the_last_rewiring() -> None:
     (note,) = dsr.notes()
     assert "update 9 was the last after which to rewire; there were 3 rewirings" in note
     assert dsr.notes() == ()
-    again = mask_updater(schedule=RewiringSchedule(interval=3, until=10, widening=False))
+    again = mask_updater(schedule=RewiringSchedule(interval=3, until=10, periods=CONSTANT))
     again.load_state_tensors(dict(dsr.state_tensors()))
     assert again.layout_is_final
 
@@ -199,7 +199,7 @@ def test_weights_are_not_looked_at_between_rewirings() -> None:
         raise AssertionError("the weights were asked for")
         yield
 
-    dsr = mask_updater(schedule=RewiringSchedule(interval=10, until=20, widening=False))
+    dsr = mask_updater(schedule=RewiringSchedule(interval=10, until=20, periods=CONSTANT))
     for t in [*range(1, 10), *range(11, 20), *range(21, 50)]:
         assert dsr.after_update(t, MaskLayout({}), nobody()) is None
 
@@ -253,32 +253,42 @@ def test_threshold_doubles_and_halves_outside_a_tenth_of_the_target(
     assert state["dsr/counts"].tolist() == [1, int(pruned > 0)]
 
 
-def test_threshold_finds_the_target_from_far_away() -> None:
-    for threshold in (1e-7, 30.0):
-        network, dsr = ToyNetwork(density=0.5), mask_updater(threshold=threshold)
-        pruned = []
-        for t in range(1, 61):
-            network.train()
-            network.take(dsr.after_update(t, network.layout, network.stored()))
-            pruned.append(dsr.stats()["dsr_pruned"])
-        assert max(pruned) <= 2 * SETTINGS.target
-        assert 0.5 < sum(pruned[30:]) / 30 / SETTINGS.target < 1.7
-
-
-def test_a_pruned_network_is_not_wiped_out_by_the_doubling_that_reaches_it() -> None:
-    network = ToyNetwork(density=0.5)
-    for name in SHAPES:  # magnitudes as pruning leaves them: none up to 0.033, all within 0.066
-        weight = network.weights[name]
-        weight.copy_(torch.rand(weight.numel(), generator=network.random) * 0.03 + 0.033)
+@pytest.mark.parametrize("threshold", [1e-7, 30.0])
+def test_threshold_finds_the_target_from_far_away(threshold: float) -> None:
+    network, dsr = ToyNetwork(density=0.3), mask_updater(threshold=threshold)
     stored = sum(int(mask.sum()) for mask in network.masks().values())
-    dsr = mask_updater(threshold=0.001)
-    counts = []
-    for t in range(1, 9):
+    pruned = []
+    for t in range(1, 61):
+        network.train()
         network.take(dsr.after_update(t, network.layout, network.stored()))
-        counts.append(dsr.stats()["dsr_pruned"])
-    assert counts[:7] == [0] * 6 + [counts[6]] and 110 <= counts[6] <= 120 < stored / 4
-    (note,) = dsr.notes()
-    assert "the threshold 0.064 would have pruned" in note and "after update 7" in note
+        pruned.append(dsr.stats()["dsr_pruned"])
+    if threshold > 1:
+        assert pruned[0] == stored - len(SHAPES), "all but one of each: no limit of our own"
+    assert 0.5 < sum(pruned[30:]) / 30 / SETTINGS.target < 1.7
+
+
+def test_where_too_few_places_are_free_less_is_pruned() -> None:
+    """A network that is less than half zeros may have more below the threshold than zeros."""
+    network = ToyNetwork(density=0.9)
+    stored = sum(int(mask.sum()) for mask in network.masks().values())
+    free = sum(math.prod(shape) for shape in SHAPES.values()) - stored
+    dsr = mask_updater(threshold=64.0)
+    network.take(dsr.after_update(1, network.layout, network.stored()))
+    stats = dsr.stats()
+    assert 0 < stats["dsr_pruned"] <= free < stored
+    assert math.log2(64 / stats["dsr_threshold"]).is_integer() and stats["dsr_threshold"] < 1
+    assert sum(int(mask.sum()) for mask in network.masks().values()) == stored
+    assert dict(dsr.state_tensors())["dsr/threshold"].item() == stats["dsr_threshold"] / 2
+
+
+def test_as_many_zeros_as_no_place_is_left_for_stay() -> None:
+    network = ToyNetwork(density=0.9)
+    for weight in network.weights.values():
+        weight.zero_()
+    dsr = mask_updater()
+    assert dsr.after_update(1, network.layout, network.stored()) is None
+    assert dsr.stats() == {"dsr_pruned": 0, "dsr_threshold": 0.0}
+    assert dict(dsr.state_tensors())["dsr/threshold"].item() > 0
 
 
 def test_zeros_go_whatever_their_number() -> None:
@@ -324,9 +334,8 @@ def deviation(found: np.ndarray, expected: np.ndarray, degrees: int) -> float:
     return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
-def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
-    """All zeros of tensors of any size take part, just pruned or never stored, and no others."""
-    times = 4000
+def test_growth_is_uniform_over_the_places_of_a_tensor_that_were_zero() -> None:
+    times = 3000
     network = ToyNetwork()
     hits = {name: np.zeros(math.prod(shape)) for name, shape in SHAPES.items()}
     for t in range(1, times + 1):
@@ -335,56 +344,19 @@ def test_growth_is_uniform_over_every_place_that_is_zero() -> None:
         assert change is not None and isinstance(change.layout, MaskLayout)
         for name, mask in change.layout.masks.items():
             hits[name] += mask[: hits[name].size].numpy()
-    pruned = dsr.stats()["dsr_pruned"]
-    kept, gone, never = [], [], []
     for name, counts in hits.items():
         stored = network.layout.masks[name][: counts.size].numpy()
         small = stored & (network.weights[name][: counts.size].abs() < SETTINGS.threshold).numpy()
-        kept.append(counts[stored & ~small])
-        gone.append(counts[small])
-        never.append(counts[~stored])
-    assert (np.concatenate(kept) == times).all()
-    zeros = np.concatenate(gone + never)
-    expected = times * pruned / zeros.size
-    assert expected > 20 and zeros.sum() == times * pruned
-    # Draws without replacement scatter less than independent draws, by the part not drawn.
-    scatter = 1 - pruned / zeros.size
-    places = (zeros - expected) / math.sqrt(scatter) + expected
-    assert abs(deviation(places, np.full(zeros.size, expected), zeros.size - 1)) < 4
-    groups = [*gone, *never]
-    sums = np.array([group.sum() for group in groups])
-    sizes = np.array([group.size for group in groups])
-    scaled = (sums - expected * sizes) / math.sqrt(scatter) + expected * sizes
-    assert abs(deviation(scaled, expected * sizes, len(groups) - 1)) < 4
-
-
-def test_shares_are_hypergeometric() -> None:
-    sizes, count, times = [500, 3, 120, 60], 200, 20_000
-    generator = np.random.default_rng(7)
-    found = np.array([share_out(count, sizes, generator) for _ in range(times)])
-    assert (found.sum(1) == count).all() and (found <= sizes).all()
-    total, part = sum(sizes), np.array(sizes) / sum(sizes)
-    shrink = count * (total - count) / (total - 1)
-    covariance = shrink * (np.diag(part) - np.outer(part, part))
-    error = np.sqrt(np.diag(covariance) / times)
-    assert (np.abs(found.mean(0) - count * part) < 4 * error).all()
-    deviations = np.sqrt(np.diag(covariance))
-    limits = 5 * np.outer(deviations, deviations) / math.sqrt(times)
-    assert (np.abs(np.cov(found.T) - covariance) < limits).all()
-
-
-def test_shares_of_more_entries_than_numpy_draws_from() -> None:
-    sizes = [3_000_000_000, 1, 7_000_000_000]
-    shares = share_out(1_000_000, sizes, np.random.default_rng(7))
-    assert sum(shares) == 1_000_000
-    assert abs(shares[0] - 300_000) < 5 * math.sqrt(1_000_000 * 0.3 * 0.7)
-
-
-@pytest.mark.parametrize("count", [0, 1, 10, 11])
-def test_shares_of_everything_and_nothing(count: int) -> None:
-    shares = share_out(count, [4, 0, 7], np.random.default_rng(count))
-    assert sum(shares) == count and shares[1] == 0
-    assert count < 11 or shares == [4, 0, 7]
+        assert (counts[stored & ~small] == times).all() and not counts[small].any()
+        free = counts[~stored]
+        grown = int(free.sum()) // times
+        assert grown > 0 and free.sum() == times * grown, "the same number each time"
+        expected = times * grown / free.size
+        assert expected > 20
+        # Draws without replacement scatter less than independent draws, by the part not drawn.
+        scatter = 1 - grown / free.size
+        places = (free - expected) / math.sqrt(scatter) + expected
+        assert abs(deviation(places, np.full(free.size, expected), free.size - 1)) < 4
 
 
 @pytest.mark.parametrize(("n", "count"), [(5, 2), (5, 3), (4, 4), (3, 0)])
@@ -397,3 +369,168 @@ def test_every_set_is_as_likely_as_another(n: int, count: int) -> None:
     found = np.array(list(sets.values()), dtype=float)
     expected = np.full(len(sets), times / len(sets))
     assert len(sets) == 1 or abs(deviation(found, expected, len(sets) - 1)) < 4
+
+
+# ---- shares ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "room", "shares"),
+    [
+        (10, [3, 1, 1], [99, 99, 99], [6, 2, 2]),
+        (7, [3, 1, 1], [99, 99, 99], [4, 2, 1]),  # 4.2, 1.4, 1.4: the first of equal remainders
+        (1, [1, 2, 3], [99, 99, 99], [0, 0, 1]),
+        (10, [3, 1, 1], [4, 99, 99], [4, 3, 3]),  # 2 are divided again
+        (10, [3, 1, 1], [4, 2, 99], [4, 2, 4]),
+        (9, [5, 3, 1], [4, 3, 2], [4, 3, 2]),
+        (5, [7, 1, 2], [0, 99, 99], [0, 2, 3]),  # 1.67, 3.33
+        (0, [1, 1], [0, 0], [0, 0]),
+        (3, [0, 1], [0, 5], [0, 3]),
+    ],
+)
+def test_shares_by_hand(count: int, weights: list[int], room: list[int], shares: list[int]) -> None:
+    assert share_out(count, weights, room) == shares
+
+
+def test_shares_of_more_entries_than_a_float_counts() -> None:
+    weights = [3 * 10**18, 1, 7 * 10**18]
+    shares = share_out(10**18 + 1, weights, weights)
+    assert sum(shares) == 10**18 + 1 and shares == [3 * 10**17, 0, 7 * 10**17 + 1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 60)), min_size=1, max_size=7),
+    st.data(),
+)
+def test_shares_sum_exactly_and_are_the_nearest_to_proportional(
+    tensors: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    weights, room = [w for w, _ in tensors], [r for _, r in tensors]
+    count = data.draw(st.integers(0, sum(room)))
+    shares = share_out(count, weights, room)
+    assert sum(shares) == count
+    assert all(0 <= share <= most for share, most in zip(shares, room, strict=True))
+    for share, weight, most in zip(shares, weights, room, strict=True):
+        quota = Fraction(count * weight, sum(weights))
+        assert share == most or share >= math.floor(quota), "what others lack room for only adds"
+    if all(Fraction(count * w, sum(weights)) + 1 <= r for w, r in tensors):
+        assert all(
+            abs(share - Fraction(count * weight, sum(weights))) < 1
+            for share, weight in zip(shares, weights, strict=True)
+        )
+
+
+# ---- three tensors by hand, and a transcription in loops ----------------------------------------
+
+
+def three_tensors(growth: str) -> tuple[dict[str, list[int]], dict[str, float]]:
+    """Rewire three tensors of 20, 10 and 10 entries, of which 8, 4 and 4 are stored.
+
+    Returns:
+        The positions of each that are stored afterwards, and the numbers of the rewiring.
+    """
+    infos = [ParamInfo(name=n, leaves=(torch.nn.Parameter(torch.zeros(s)),), logical_shape=s)
+             for n, s in (("a", (4, 5)), ("b", (2, 5)), ("c", (2, 5)))]  # fmt: skip
+    kept = {
+        "a": [1.0, -2.0, 3.0, -4.0, 5.0, 0.05, -0.05, 0.01],  # three go
+        "b": [0.01, 0.5, -0.02, 0.03],  # three go
+        "c": [0.2, 0.3, 0.4, -0.5],  # none goes
+    }
+    masks = {info.name: torch.arange(info.entries) < len(kept[info.name]) for info in infos}
+    dsr = DsrMaskUpdater(
+        list(kept),
+        dataclasses.replace(SETTINGS, target=6, threshold=0.1, growth=growth),  # pyright: ignore[reportArgumentType]
+        MaskLayout,
+    )
+    weights = ((info, torch.tensor(kept[info.name])) for info in infos)
+    change = dsr.after_update(1, MaskLayout(masks), weights)
+    assert change is not None and isinstance(change.layout, MaskLayout)
+    found = {n: mask.nonzero().view(-1).tolist() for n, mask in change.layout.masks.items()}
+    return found, dict(dsr.stats())
+
+
+def test_three_tensors_grow_by_their_survivors() -> None:
+    """K = 6 of R = 5 + 1 + 4 = 10: shares 3, 0.6 and 2.4 are 3, 1 and 2."""
+    found, stats = three_tensors("survivors")
+    assert stats == {"dsr_pruned": 6.0, "dsr_threshold": 0.1}
+    assert {name: len(places) for name, places in found.items()} == {"a": 8, "b": 2, "c": 6}
+    assert found["a"][:5] == [0, 1, 2, 3, 4] and min(found["a"][5:]) >= 8
+    assert found["b"][0] == 1 and found["b"][1] >= 4
+    assert found["c"][:4] == [0, 1, 2, 3] and min(found["c"][4:]) >= 4
+
+
+def test_three_tensors_grow_by_their_zeros() -> None:
+    """Zeros after pruning are 15, 9 and 6 of 30: shares 3, 1.8 and 1.2 are 3, 2 and 1."""
+    found, _ = three_tensors("zeros")
+    assert {name: len(places) for name, places in found.items()} == {"a": 8, "b": 3, "c": 5}
+
+
+def rewire_in_loops(
+    weights: dict[str, list[float]],
+    stored: dict[str, list[bool]],
+    threshold: float,
+    target: int,
+    draw: Callable[[str, int, int], list[int]],
+) -> tuple[dict[str, list[float]], dict[str, list[bool]], float]:
+    """Transcribe one rewiring of Sohoni et al. (2019): one weight, one tensor, one place a time.
+
+    `draw(name, n, count)`: which of n free places of a tensor grow.
+    """
+    weights, after = copy.deepcopy(weights), copy.deepcopy(stored)
+    pruned, survivors = dict.fromkeys(weights, 0), dict.fromkeys(weights, 0)
+    for name in weights:
+        small = [i for i, w in enumerate(weights[name]) if stored[name][i] and abs(w) < threshold]
+        if len(small) == sum(stored[name]):
+            small.remove(max(small, key=lambda i, n=name: (abs(weights[n][i]), -i)))
+        for i in small:
+            weights[name][i], after[name][i] = 0.0, False
+        pruned[name], survivors[name] = len(small), sum(after[name])
+    total, left = sum(pruned.values()), sum(pruned.values())
+    growth = dict.fromkeys(weights, 0)
+    while left:
+        able = [n for n in sorted(weights) if growth[n] < stored[n].count(False)]
+        exact = {n: Fraction(left * survivors[n], sum(survivors[m] for m in able)) for n in able}
+        share = {n: math.floor(exact[n]) for n in able}
+        for n in sorted(able, key=lambda n: share[n] - exact[n])[: left - sum(share.values())]:
+            share[n] += 1
+        for n in able:
+            growth[n] = min(growth[n] + share[n], stored[n].count(False))
+        left = total - sum(growth.values())
+    for name in weights:
+        free = [i for i, exists in enumerate(stored[name]) if not exists]
+        for place in draw(name, len(free), growth[name]):
+            after[name][free[place]] = True
+    factor = 2.0 if total < 0.9 * target else 0.5 if total > 1.1 * target else 1.0
+    return weights, after, threshold * factor
+
+
+@pytest.mark.parametrize("density", [0.1, 0.45])
+def test_a_run_is_that_of_the_loops(density: float) -> None:
+    network = ToyNetwork(density=density)
+    dsr = mask_updater(threshold=0.001)
+    threshold, counts = 0.001, []
+    for t in range(1, 41):
+        network.train()
+        if t == 20:
+            network.weights["thin"] *= 1e-6  # all of it is below the threshold: one stays
+
+        def draw(name: str, n: int, count: int, t: int = t) -> list[int]:
+            digest = hashlib.sha256(f"dsr/{SETTINGS.seed}/{t}/{name}".encode()).digest()
+            generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+            return np.flatnonzero(choose(n, count, generator)).tolist() if count else []
+
+        sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
+        weights, stored, threshold = rewire_in_loops(
+            {name: network.weights[name][:n].tolist() for name, n in sizes.items()},
+            {name: network.layout.masks[name][:n].tolist() for name, n in sizes.items()},
+            threshold,
+            SETTINGS.target,
+            draw,
+        )
+        network.take(dsr.after_update(t, network.layout, network.stored()))
+        counts.append(dsr.stats()["dsr_pruned"])
+        for name, n in sizes.items():
+            assert network.layout.masks[name][:n].tolist() == stored[name], (t, name)
+            assert network.weights[name][:n].tolist() == weights[name], (t, name)
+        assert dict(dsr.state_tensors())["dsr/threshold"].item() == threshold, t
+    assert len(set(counts)) > 10 and min(counts[:3]) < SETTINGS.target < max(counts)

@@ -20,13 +20,13 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.layout import CompressedLayout
-from samo.schedule import RewiringSchedule
+from samo.schedule import CONSTANT, RewiringSchedule
 from tests.ranks import Ranks
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 SHAPES = {"embedding": (24, 16), "first": (32, 16), "bias": (32,), "second": (16, 32)}
 PRUNED = [name for name, shape in SHAPES.items() if len(shape) > 1]
-SCHEDULE = RewiringSchedule(interval=2, until=12, widening=False)
+SCHEDULE = RewiringSchedule(interval=2, until=12, periods=CONSTANT)
 
 
 class SavedView(NamedTuple):

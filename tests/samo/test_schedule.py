@@ -6,7 +6,16 @@ from fractions import Fraction
 
 import pytest
 
-from samo.schedule import FRACTION, RewiringSchedule, target_of, until_of, why_none, why_too_many
+from samo.schedule import (
+    CONSTANT,
+    FRACTION,
+    RewiringSchedule,
+    is_prunable,
+    target_of,
+    until_of,
+    why_none,
+    why_too_many,
+)
 
 WIDE_RESNET = [(16, 32), *[(32, 32)] * 7, (32, 64), *[(64, 64)] * 7, (64, 128), *[(128, 128)] * 7]
 """Channels in and out of the 3 x 3 convolutions of a WRN-28-2 after the first."""
@@ -29,8 +38,36 @@ def test_widening_is_the_schedule_of_the_papers(updates: int, periods: dict[int,
     assert schedule.last == expected[-1]
 
 
-def test_without_widening_each_multiple_counts() -> None:
-    schedule = RewiringSchedule(interval=7, until=30, widening=False)
+@pytest.mark.parametrize(
+    ("frequency", "intervals"),
+    [
+        (0.125, (800, 1600, 3200, 6400)),
+        (0.25, (400, 800, 1600, 3200)),
+        (0.5, (200, 400, 800, 1600)),
+        (2, (50, 100, 200, 400)),
+        (3, (33, 67, 133, 267)),
+        (1000, (1, 1, 1, 1)),
+    ],
+)
+def test_frequency_divides_every_interval(
+    frequency: float, intervals: tuple[int, int, int, int]
+) -> None:
+    """Tables 8 and 9 name frequencies; an interval is rounded, and at least 1."""
+    schedule = RewiringSchedule(interval=100, until=95_000, frequency=frequency)
+    expected, begin = [], 0
+    for end, interval in zip((12_500, 40_000, 70_000, 95_000), intervals, strict=True):
+        expected += [t for t in range(begin + 1, end + 1) if t % interval == 0]
+        begin = end
+    assert [t for t in range(100_001) if schedule.due(t)] == expected
+
+
+def test_periods_are_data() -> None:
+    schedule = RewiringSchedule(interval=2, until=40, periods=((1, 1), (2, 5)))
+    assert [t for t in range(60) if schedule.due(t)] == [*range(2, 21, 2), 30, 40]
+
+
+def test_a_constant_interval_counts_each_multiple() -> None:
+    schedule = RewiringSchedule(interval=7, until=30, periods=CONSTANT)
     assert [t for t in range(100) if schedule.due(t)] == [7, 14, 21, 28]
     assert schedule.last == 28
     assert schedule.any_due(8, 14) and not schedule.any_due(8, 13) and not schedule.any_due(29, 99)
@@ -44,11 +81,30 @@ def test_target_is_the_number_that_the_fraction_comes_from() -> None:
 
 def test_a_target_that_cannot_be_reached_is_refused() -> None:
     default = Fraction(str(FRACTION))
-    assert why_too_many(default, [400_000, 600_000], 50_000) == ""
-    refusal = why_too_many(default, [400_000, 600_000], 10_000)
-    assert "13779 of 1000000 entries are more than half of the 10000" in refusal
-    assert refusal.endswith("--dsr-fraction 0.0025 would do")
-    assert why_too_many(Fraction("0.0025"), [400_000, 600_000], 10_000) == ""
+    assert why_too_many(default, [400_000, 600_000], 13_781) == ""
+    refusal = why_too_many(default, [400_000, 600_000], 10_002)
+    assert "dsr_fraction 0.0137787: a rewiring cannot move 13779 of 1000000 entries" in refusal
+    assert "10002 are stored" in refusal and refusal.endswith("--dsr-fraction 0.005 would do")
+    assert why_too_many(Fraction("0.005"), [400_000, 600_000], 10_002) == ""
+    crowded = why_too_many(default, [400_000, 600_000], 990_000)
+    assert crowded.endswith("--dsr-fraction 0.005 would do")
+    assert why_too_many(default, [400_000, 600_000], 986_000) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "dense", "pruned"),
+    [
+        ("layers.0.attention.query_key_value.weight", (), True),
+        ("layers.0.attention.query_key_value.weight", ("*.attention.*",), False),
+        ("layers.0.mlp.dense_h_to_4h.weight", ("*.attention.*",), True),
+        ("layers.0.mlp.dense_h_to_4h.weight", ("layers.[1-9].*", "layers.0.mlp.*"), False),
+        ("layers.0.mlp.dense_h_to_4h.weight", ("LAYERS.*", "mlp"), True),
+        ("conv1.weight", ("conv?.weight",), False),
+    ],
+)
+def test_patterns_leave_tensors_whole(name: str, dense: tuple[str, ...], pruned: bool) -> None:
+    assert is_prunable(name, (4, 3, 2, 2), keep_embeddings=False, dense=dense) is pruned
+    assert not is_prunable(name, (4,), keep_embeddings=False, dense=dense)
 
 
 def test_a_run_without_a_rewiring_is_told_what_would_help() -> None:

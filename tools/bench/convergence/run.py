@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
 
 from megatron.errors import ConfigError, NumericsError, SparsetronError
@@ -32,7 +33,14 @@ from tools.bench.convergence.model import VOCABULARY
 from tools.bench.convergence.radius_page import RADIUS
 from tools.bench.convergence.report import Study, write_report
 from tools.bench.convergence.rows import append_row, read_rows, row_of
-from tools.bench.convergence.study import StudyPlan, StudyRun, dense_of, flags_of, stages
+from tools.bench.convergence.study import (
+    StudyPlan,
+    StudyRun,
+    dense_of,
+    flags_of,
+    stages,
+    trunk_stages,
+)
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -239,7 +247,8 @@ def run_one(run: StudyRun, plan: StudyPlan, *, data: Path, work: Path, runner: R
     if is_finished(folder / run.name, flags, run.ranks):
         _log(f"{run.name}: was finished before")
         return 0
-    for flags in stages(run, plan, data=data, runs_dir=folder):
+    lacking = trunk_stages(run, plan, data=data, runs_dir=folder)
+    for flags in chain(lacking, stages(run, plan, data=data, runs_dir=folder)):
         code = runner(flags, run.ranks, work / "console" / f"{run.name}.txt")
         if code:
             # torchrun turns every code into 1; the run folder tells the true one.

@@ -209,9 +209,28 @@ def stages(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> Ite
 
     Taken lazily: what is there already is looked at when the start's turn comes.
     """
-    flags = flags_of(run, plan, data=data, runs_dir=runs_dir)
     if run.is_dense:
-        for step in fork_steps(plan):
-            if not (runs_dir / run.name / "checkpoints" / f"step_{step:08d}").is_dir():
-                yield [*flags, "--exit-interval", str(step)]
-    yield flags
+        yield from _to_forks(run, plan, fork_steps(plan), data=data, runs_dir=runs_dir)
+    yield flags_of(run, plan, data=data, runs_dir=runs_dir)
+
+
+def trunk_stages(
+    run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path
+) -> Iterator[list[str]]:
+    """The starts of the dense run that a fork still lacks.
+
+    A dense run may have its row from another machine, whose folder is not here.
+    """
+    if run.start is not None:
+        steps = [step for step in fork_steps(plan) if step < plan.start_step(run.start)]
+        yield from _to_forks(dense_of(run), plan, steps, data=data, runs_dir=runs_dir)
+
+
+def _to_forks(
+    dense: StudyRun, plan: StudyPlan, steps: Sequence[int], *, data: Path, runs_dir: Path
+) -> Iterator[list[str]]:
+    """Yield the starts of a dense run that save a checkpoint at each of `steps`."""
+    flags = flags_of(dense, plan, data=data, runs_dir=runs_dir)
+    for step in steps:
+        if not (runs_dir / dense.name / "checkpoints" / f"step_{step:08d}").is_dir():
+            yield [*flags, "--exit-interval", str(step)]

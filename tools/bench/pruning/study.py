@@ -6,6 +6,7 @@ No torch. No torch.
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Literal
 
 from tools.bench.convergence.model import shape_of, stored
 from tools.bench.convergence.radius import INTERVAL
@@ -21,7 +22,7 @@ from tools.bench.convergence.study import (
     checked,
 )
 
-MOST_RUNS = 24
+MOST_RUNS = 28
 SPARSITY = Fraction(9, 10)
 REWIRED = (Fraction(9, 10), Fraction(8, 10), Fraction(7, 10))
 EARLY_BIRD_INTERVAL = 10
@@ -47,6 +48,8 @@ def study() -> tuple[StudyRun, ...]:
     for sparsity in REWIRED:
         runs += [from_scratch(sparsity, rewired=True), from_scratch(sparsity, rewired=False)]
     runs += [from_scratch(SPARSITY, rewired=True, keep_moments=True)]
+    for seed in SEEDS[1:]:
+        runs += [from_scratch(SPARSITY, rewired=rewired, seed=seed) for rewired in (True, False)]
     return checked(runs, most=MOST_RUNS)
 
 
@@ -96,18 +99,27 @@ def with_radius(density: str = "0.4") -> StudyRun:
     )
 
 
-def from_scratch(sparsity: Fraction, *, rewired: bool, keep_moments: bool = False) -> StudyRun:
+def from_scratch(
+    sparsity: Fraction,
+    *,
+    rewired: bool,
+    seed: int = SEEDS[0],
+    keep_moments: bool = False,
+    growth: Literal["survivors", "zeros"] = "survivors",
+) -> StudyRun:
     """Sparse from the beginning, by a random mask that stays or by one that DSR changes.
 
-    `keep_moments`: of what a rewiring leaves in place.
+    `keep_moments`: of what a rewiring leaves in place. `growth`: `--dsr-growth`.
     """
-    kept = "-kept_moments" * keep_moments
+    differs = "-kept_moments" * keep_moments + "-growth_by_zeros" * (growth == "zeros")
+    flags = (("dsr-reset-moments", "new"),) * keep_moments
+    flags += (("dsr-growth", growth),) * (growth == "zeros")
     return StudyRun(
-        variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{kept}-from_scratch",
-        seed=SEEDS[0],
+        variant=f"{'dsr' if rewired else 'random'}_{float(sparsity):g}{differs}-from_scratch",
+        seed=seed,
         path="samo",
         every=(("dsr-interval", DSR_INTERVAL),) if rewired else (),
         sparsity=sparsity,
         ticket="random",
-        flags=(("dsr-reset-moments", "new"),) if keep_moments else (),
+        flags=flags,
     )
