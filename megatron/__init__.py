@@ -15,6 +15,6 @@
     `training`, `run_dir`, `metrics`, `report`, `profiling`; `preflight`: checks before a start;
     `memory_estimate`: bytes that a rank will hold
 6   `tasks`: a model with its data; `pretrain`: builds a run, starts it, ends it
-7   `pretrain_gpt.py` and `tools/`, the only places that name concrete gradient paths
+7   `pretrain_gpt.py`, which names the concrete gradient paths, `pretrain_vision.py` and `tools/`
 ==  ==========================================================================================
 """

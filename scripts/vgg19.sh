@@ -4,7 +4,7 @@
 # Other variables: see launch.sh.
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PROGRAM=${PROGRAM:-$repo/pretrain_vision.py}
+export ENTRY=${ENTRY:-pretrain_vision.py}
 export CONFIG=${CONFIG:-$repo/configs/vgg19.yaml}
 export GRAD_PATH=${GRAD_PATH:-dense} NODES=${NODES:-1} TIME=${TIME:-24:00:00}
 exec "$repo/scripts/launch.sh" "$@"

@@ -138,30 +138,6 @@ class VisionDataConfig:
 
 VISION_PAIRS: tuple[RefusedPair, ...] = (
     refused_pair(
-        "tensor_model_parallel_size above 1",
-        lambda c: c.parallel.tensor_model_parallel_size > 1,
-        "image classifiers train with data parallelism alone",
-        "leave --tensor-model-parallel-size out",
-    ),
-    refused_pair(
-        "pipeline_model_parallel_size above 1",
-        lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        "image classifiers train with data parallelism alone",
-        "leave --pipeline-model-parallel-size out",
-    ),
-    refused_pair(
-        "recompute_granularity",
-        lambda c: c.recompute.recompute_granularity is not None,
-        "recomputation of image classifiers is not built",
-        "leave --recompute-granularity out",
-    ),
-    refused_pair(
-        "compile true",
-        lambda c: c.training.compile,
-        "compilation of image classifiers is not built",
-        "leave --compile out",
-    ),
-    refused_pair(
         "num_layers with a vision_backbone_type other than wide-resnet",
         lambda c: c.model.num_layers is not None and c.model.vision_backbone_type != "wide-resnet",
         "the depth of that network is fixed",

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron.config import GPTConfig, above, option, parse, section
+from megatron.config import Config, GPTConfig, above, option, parse, section
 from megatron.errors import ConfigError
+from tools.configuration import TASKS
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -20,6 +21,13 @@ MODEL: dict[str, Any] = {
 }
 REQUIRED = {**MODEL, "micro_batch_size": 2}
 SMALL = {**REQUIRED, "train_iters": 10, "lr": 0.001}
+
+
+def task_of(file: Path) -> type[Config]:
+    """The configuration that a file in configs/ is of: its first line may name an entry script."""
+    first, _, _ = file.read_text(encoding="utf-8").partition("\n")
+    named = [task for task in TASKS if f"pretrain_{task.task}.py" in first]
+    return named[0] if named else GPTConfig
 
 
 @section

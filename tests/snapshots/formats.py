@@ -21,6 +21,7 @@ from megatron.config.fields import FieldSpec, specs_of
 from megatron.config.gpt import SECTIONS
 from megatron.config.megatron_flags import MEGATRON_NAMES
 from pretrain_gpt import GRADIENT_PATHS
+from tests.config.helpers import task_of
 from tests.data.pairs import write_pair
 from tests.snapshots.errors import errors
 from tests.sweep.asking import LAUNCHERS
@@ -82,7 +83,7 @@ def configs(folder: Path) -> str:
     """Each file of configs/, resolved for as many ranks as its model needs at least."""
     texts: list[str] = []
     for path in sorted((REPO / "configs").glob("*.yaml")):
-        config = parse(["--config", str(path)], paths=GRADIENT_PATHS)
+        config = parse(["--config", str(path)], paths=GRADIENT_PATHS, task=task_of(path))
         ranks = config.parallel.model_parallel_size
         texts.append(f"# {path.name}, {ranks} ranks\n{to_yaml(resolve(config, ranks))}")
     return "\n".join(texts)

@@ -97,10 +97,16 @@ def test_a_resolved_configuration_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size above 1"),
-        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size above 1"),
-        ("--recompute-granularity full", "recomputation of image classifiers is not built"),
-        ("--compile true", "compilation of image classifiers is not built"),
+        (
+            "--tensor-model-parallel-size 2",
+            "tensor_model_parallel_size 2: each rank holds",
+        ),
+        (
+            "--pipeline-model-parallel-size 2",
+            "pipeline_model_parallel_size 2: each rank holds",
+        ),
+        ("--recompute-granularity full", "models of the task vision keep their activations"),
+        ("--compile true", "models of the task vision are not compiled"),
         ("--num-layers 27", "num_layers 27 is not 6 n + 4; nearest: 22, 28"),
         ("--num-layers 28 --vision-backbone-type vgg19", "the depth of that network is fixed"),
         ("--num-layers 4", "--num-layers: 4 is out of range; must be in [10, 10000]"),
