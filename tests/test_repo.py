@@ -105,8 +105,7 @@ def test_configuration_is_accepted(file: Path) -> None:
     from pretrain_gpt import GRADIENT_PATHS
     from tests.config.helpers import task_of
 
-    line = ["--config", str(file), "--mock-data"]
-    config = parse(line, paths=GRADIENT_PATHS, task=task_of(file))
+    config = parse(["--config", str(file)], paths=GRADIENT_PATHS, task=task_of(file))
     assert config.name == file.stem
     if isinstance(config, GPTConfig) and (wanted := SHAPES.get(file.stem)) is not None:
         model = config.model
@@ -115,7 +114,7 @@ def test_configuration_is_accepted(file: Path) -> None:
 
 def test_each_size_has_a_configuration_and_a_script() -> None:
     sizes = {file.stem for file in CONFIGS} - {"gpt_tiny"}  # quickstart.sh is its script
-    assert sizes == {file.stem for file in SCRIPTS if "export CONFIG=" in file.read_text()}
+    assert sizes == {file.stem for file in SCRIPTS if "export CONFIG=" in file.read_text("utf-8")}
     assert sizes >= SHAPES.keys()
 
 

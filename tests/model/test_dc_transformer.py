@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,6 +31,7 @@ from tests.model.translations import (
     small_translator,
 )
 
+REPO = Path(__file__).resolve().parents[2]
 LENGTHS = [(5, 7), (9, 3), (2, 4), (9, 8)]
 
 
@@ -46,6 +49,26 @@ def test_the_published_model_has_its_parameters() -> None:
         if len(shape) == 2 and "weight_linear" not in name
     )
     assert dense == 38_060_032  # the tensors that Sohoni et al. 2019 make sparse
+
+
+def test_the_reports_tables_are_those_of_the_configuration() -> None:
+    folder = REPO / "configs"
+    table = yaml.safe_load((folder / "tables" / "dc_transformer_de_en.yaml").read_text())
+    config = yaml.safe_load((folder / "dc_transformer_de_en.yaml").read_text())
+    shape = {k: v for k, v in config["model"].items() if not k.endswith("kernel_size_list")}
+    assert DCTransformerConfig(**shape).encoder_kernels == tuple(
+        config["model"]["encoder_kernel_size_list"]
+    )
+    for network in table["networks"]:
+        sizes = {name: network[name] for name in ("decoder_layers", "embed_dim")}
+        found = DCTransformerConfig(**{**shape, **sizes})
+        counted = parameter_count(found, source_size=8848, target_size=6632)
+        assert counted == network["parameters"]
+    assert list(table["sparse"]) == [100, 50, 40, 30, 20, 10, 5]
+    optimizer = config["optimizer"]
+    assert table["learning_rate"] == optimizer["lr"]
+    assert table["warmup_updates"] == optimizer["lr_warmup_iters"]
+    assert table["updates"] == config["training"]["train_iters"]
 
 
 def test_shapes_are_those_of_the_model() -> None:
