@@ -17,6 +17,7 @@ images need Pillow (extra `data`).
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import zipfile
@@ -24,7 +25,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,10 @@ CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
 ARCHIVE_TRAIN, ARCHIVE_TEST = "train.npz", "test.npz"
 END_OF_IMAGE = b"\xff\xd9"
+_NAMES: dict[Literal["binary", "archive"], tuple[str, ...]] = {
+    "binary": (*CIFAR10_TRAIN, CIFAR10_TEST),
+    "archive": (ARCHIVE_TRAIN, ARCHIVE_TEST),
+}
 _PLANE = CIFAR10_SIDE**2
 _RECORD = 1 + 3 * _PLANE
 
@@ -72,8 +77,62 @@ class ImageSplits:
     train: ImageSource
     valid: ImageSource
     test: ImageSource
-    files: tuple[Path, ...]
-    """The files that were read whole, or the folders of classes."""
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """What a folder of images holds, before anything is read.
+
+    `paths` are the files in the order in which they are read; for folders of classes the folders of
+    training, validation and, where there is one, test.
+    """
+
+    kind: Literal["binary", "archive", "folder"]
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, folder: str) -> ImageFiles:
+        """Find out what a folder holds; see the table at the top of this module.
+
+        Raises:
+            DataError: The folder or a file of its kind is missing.
+        """
+        path = Path(folder)
+        if not is_folder(path):
+            raise DataError(f"{folder}: no such folder of images (looked from {Path.cwd()})")
+        for kind, names in _NAMES.items():
+            if is_file(path / names[0]):
+                for name in names:
+                    require_regular(path / name)
+                return cls(kind, tuple(path / name for name in names))
+        if not is_folder(path / "train"):
+            raise DataError(
+                f"{folder}: holds neither {CIFAR10_TRAIN[0]} nor {ARCHIVE_TRAIN} nor a folder "
+                "train/; docs/vision.md describes what is read"
+            )
+        names = ["train", "val", *(["test"] if is_folder(path / "test") else [])]
+        for name in names:
+            if not is_folder(path / name):
+                raise DataError(f"{path / name}: no such folder; wanted one folder for each class")
+        return cls("folder", tuple(path / name for name in names))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return facts by which a resumed run finds that its images changed, by path.
+
+        A file has `bytes` and `modified` (ns since 1970); a folder of classes the number of its
+        images as `bytes`, and a digest of their names as `sha256`.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for path in self.paths:
+            if self.kind == "folder":
+                images = ImageFolder.open(path)
+                names = "\n".join(str(image.relative_to(path)) for image in images.paths)
+                digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+                found[str(path)] = {"bytes": len(images), "modified": 0, "sha256": digest}
+            else:
+                stat = require_regular(path)
+                found[str(path)] = {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
+        return found
 
 
 def open_images(folder: str, *, classes: int, held_out: int = 0) -> ImageSplits:
@@ -89,40 +148,27 @@ def open_images(folder: str, *, classes: int, held_out: int = 0) -> ImageSplits:
     Raises:
         DataError: Files are missing, damaged, or of another number of classes.
     """
-    path = Path(folder)
-    if not is_folder(path):
-        raise DataError(f"{folder}: no such folder of images (looked from {Path.cwd()})")
-    valid = None
-    if is_file(path / CIFAR10_TRAIN[0]):
-        files = [path / name for name in (*CIFAR10_TRAIN, CIFAR10_TEST)]
-        train, test = read_cifar10(files[:-1]), read_cifar10(files[-1:])
-    elif is_file(path / ARCHIVE_TRAIN):
-        files = [path / ARCHIVE_TRAIN, path / ARCHIVE_TEST]
-        train, test = (read_archive(file) for file in files)
-    elif is_folder(path / "train"):
-        train, valid = ImageFolder.open(path / "train"), ImageFolder.open(path / "val")
-        files = [train.folder, valid.folder]
-        test = valid
-        if is_folder(path / "test"):
-            test = ImageFolder.open(path / "test")
-            files.append(test.folder)
+    files = ImageFiles.find(folder)
+    found, valid = CIFAR10_CLASSES, None
+    if files.kind == "binary":
+        train, test = read_cifar10(files.paths[:-1]), read_cifar10(files.paths[-1:])
+    elif files.kind == "archive":
+        train, test = (read_archive(path) for path in files.paths)
+    else:
+        train, valid, *tests = (ImageFolder.open(path) for path in files.paths)
+        test = tests[0] if tests else valid
+        found = len(train.names)
         for other in (valid, test):
             if other.names != train.names:
                 raise DataError(
                     f"{other.folder}: its classes are not those of {train.folder}; give both the "
                     "same folders"
                 )
-    else:
-        raise DataError(
-            f"{folder}: holds neither {CIFAR10_TRAIN[0]} nor {ARCHIVE_TRAIN} nor a folder train/; "
-            "docs/data-and-models.md describes what is read"
-        )
-    found = len(train.names) if isinstance(train, ImageFolder) else CIFAR10_CLASSES
     if found != classes:
         raise DataError(
             f"{folder}: has {found} classes, num_classes is {classes}; give --num-classes {found}"
         )
-    return split_images(train, valid=valid, test=test, held_out=held_out, files=files)
+    return split_images(train, valid=valid, test=test, held_out=held_out)
 
 
 def split_images(
@@ -131,7 +177,6 @@ def split_images(
     valid: ImageSource | None,
     test: ImageSource,
     held_out: int,
-    files: Sequence[Path] = (),
 ) -> ImageSplits:
     """Hold out training images, as `open_images` describes. Raises `DataError` for too many."""
     count = len(train)
@@ -143,7 +188,7 @@ def split_images(
             Subset(train, np.sort(part)) for part in (order[held_out:], order[:held_out])
         )
     valid = test if valid is None else valid
-    return ImageSplits(train=train, valid=valid, test=test, files=tuple(files))
+    return ImageSplits(train=train, valid=valid, test=test)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class BatchNorm2d(nn.Module):
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
+    _shadow_mean: torch.Tensor
+    _shadow_var: torch.Tensor
 
     def __init__(
         self,
@@ -43,8 +45,8 @@ class BatchNorm2d(nn.Module):
         self.bias = nn.Parameter(torch.empty_like(self.weight))
         self.register_buffer("running_mean", torch.zeros_like(self.weight, requires_grad=False))
         self.register_buffer("running_var", torch.ones_like(self.weight, requires_grad=False))
-        self._shadow_mean = self.running_mean.detach().clone()
-        self._shadow_var = self.running_var.detach().clone()
+        self.register_buffer("_shadow_mean", self.running_mean.clone(), persistent=False)
+        self.register_buffer("_shadow_var", self.running_var.clone(), persistent=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise images [n, c, h, w], in fp32; the result has their dtype.
@@ -56,9 +58,9 @@ class BatchNorm2d(nn.Module):
         mean, var = self.running_mean, self.running_var
         if self.training:
             mean, var = self._shadow_mean, self._shadow_var
-        normalised = F.batch_norm(
-            # Kernels for CUDA take 16-bit images with fp32 statistics and compute in fp32.
-            images if images.is_cuda else images.float(),
+        # Kernels for CPU and CUDA take 16-bit images with fp32 statistics and compute in fp32.
+        return F.batch_norm(
+            images,
             mean,
             var,
             self.weight,
@@ -67,7 +69,6 @@ class BatchNorm2d(nn.Module):
             self.momentum,
             self.epsilon,
         )
-        return normalised.to(images.dtype)
 
     def buffer_infos(self, prefix: str) -> list[BufferInfo]:
         """Return the running statistics with logical names that begin with `prefix`."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn import BatchNorm2d
 
+from megatron.model.batch_norm import BatchNorm2d
 from megatron.model.convolution import convolution, fill, linear
 from megatron.model.image_shapes import RESNET101_BLOCKS, RESNET_EXPANSION, RESNET_PLANES, scaled
 
@@ -27,16 +27,16 @@ class Bottleneck(nn.Module):
         super().__init__()
         inner, outputs = 2 * planes, RESNET_EXPANSION * planes
         self.conv1 = convolution(inputs, inner, 1, **placed)
-        self.bn1 = BatchNorm2d(inner, **placed)
+        self.bn1 = BatchNorm2d(inner, device=placed["device"])
         self.conv2 = convolution(inner, inner, 3, stride=stride, **placed)
-        self.bn2 = BatchNorm2d(inner, **placed)
+        self.bn2 = BatchNorm2d(inner, device=placed["device"])
         self.conv3 = convolution(inner, outputs, 1, **placed)
-        self.bn3 = BatchNorm2d(outputs, **placed)
+        self.bn3 = BatchNorm2d(outputs, device=placed["device"])
         self.downsample: nn.Module = nn.Identity()
         if projects:
             self.downsample = nn.Sequential(
                 convolution(inputs, outputs, 1, stride=stride, **placed),
-                BatchNorm2d(outputs, **placed),
+                BatchNorm2d(outputs, device=placed["device"]),
             )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,8 @@ class WideResNet101(nn.Module):
         classes: Number of classes.
         seed: Seed of the initial values, which are torchvision's.
         width: A factor of all hidden channels, 1 for the published network.
-        placed: `dtype` and `device` of the parameters.
+        dtype: The dtype of the parameters; those of batch normalizations are fp32.
+        device: The device of the parameters.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class WideResNet101(nn.Module):
         classes: int,
         seed: int,
         width: float = 1.0,
-        **placed: Any,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         planes_of_stages = scaled(RESNET_PLANES, width)
         channels = planes_of_stages[0]
         self.conv1 = convolution(3, channels, 7, stride=2, **placed)
-        self.bn1 = BatchNorm2d(channels, **placed)
+        self.bn1 = BatchNorm2d(channels, device=placed["device"])
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self._stages = [f"layer{number}" for number in range(1, len(RESNET101_BLOCKS) + 1)]
         for name, count, planes in zip(

@@ -41,7 +41,8 @@ class VGG19(nn.Module):
         streams: Streams of random numbers for dropout.
         seed: Seed of the initial values.
         width: A factor of all hidden channels, 1 for the published network.
-        placed: `dtype` and `device` of the parameters.
+        dtype: The dtype of the parameters.
+        device: The device of the parameters.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class VGG19(nn.Module):
         streams: DropoutStreams,
         seed: int,
         width: float = 1.0,
-        **placed: Any,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         inputs, features = 3, []
         for outputs in scaled(VGG19_CHANNELS, width):
             if outputs:

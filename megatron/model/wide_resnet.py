@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn import BatchNorm2d
 
+from megatron.model.batch_norm import BatchNorm2d
 from megatron.model.convolution import convolution, fill, linear
 from megatron.model.image_shapes import (
     WIDE_RESNET_GROUPS,
@@ -32,9 +32,9 @@ class PreActivationBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, **placed: Any) -> None:
         super().__init__()
-        self.bn1 = BatchNorm2d(inputs, **placed)
+        self.bn1 = BatchNorm2d(inputs, device=placed["device"])
         self.conv1 = convolution(inputs, outputs, 3, stride=stride, **placed)
-        self.bn2 = BatchNorm2d(outputs, **placed)
+        self.bn2 = BatchNorm2d(outputs, device=placed["device"])
         self.conv2 = convolution(outputs, outputs, 3, **placed)
         self.stride = stride
         self.added_channels = outputs - inputs
@@ -58,11 +58,22 @@ class WideResNet(nn.Module):
         width: The factor of the groups' channels 16, 32 and 64, which are rounded.
         classes: Number of classes.
         seed: Seed of the initial values: U(+-1/sqrt(fan_in)), as in Mostafa and Wang's program.
-        placed: `dtype` and `device` of the parameters.
+        dtype: The dtype of the parameters; those of batch normalizations are fp32.
+        device: The device of the parameters.
     """
 
-    def __init__(self, *, depth: int, width: float, classes: int, seed: int, **placed: Any) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int,
+        width: float,
+        classes: int,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
+        placed: dict[str, Any] = {"dtype": dtype, "device": device}
         channels, blocks = WIDE_RESNET_STEM, blocks_of_group(depth)
         self.conv0 = convolution(3, channels, 3, **placed)
         groups = []
@@ -74,7 +85,7 @@ class WideResNet(nn.Module):
                 channels = outputs
             groups.append(nn.Sequential(*made))
         self.groups = nn.Sequential(*groups)
-        self.bn = BatchNorm2d(channels, **placed)
+        self.bn = BatchNorm2d(channels, device=placed["device"])
         self.fc = linear(channels, classes, **placed)
         fill(self, seed=seed, convolutions="fan-in uniform", linears="fan-in uniform")
 

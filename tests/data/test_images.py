@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron.data.images import ImageFolder, ImageSource, MockImages, mock_splits, open_images
+from megatron.data.images import (
+    ImageFiles,
+    ImageFolder,
+    ImageSource,
+    MockImages,
+    mock_splits,
+    open_images,
+)
+from megatron.data.indexed_dataset import changes
 from megatron.errors import ConfigError, DataError
 from tests.data.image_files import (
     archive_arrays,
@@ -44,7 +52,6 @@ def test_cifar10_binary_files_are_read_to_the_byte(tmp_path: Path) -> None:
     for index, image in enumerate(images):
         assert np.array_equal(found.train.image(index), image)
     assert len(found.test) == 8 and found.valid is found.test
-    assert [file.name for file in found.files][-1] == "test_batch.bin" and len(found.files) == 6
 
 
 def test_damaged_cifar10_files_are_named(tmp_path: Path) -> None:
@@ -166,6 +173,24 @@ def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
         open_images(str(tmp_path), classes=10)
     write_cifar10(tmp_path)
     open_images(str(tmp_path), classes=10)
+
+
+def test_facts_tell_that_images_changed(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "cifar")
+    before = ImageFiles.find(str(tmp_path / "cifar")).facts()
+    assert len(before) == 6 and changes(before, before) == []
+    with open(tmp_path / "cifar" / "data_batch_2.bin", "ab") as file:
+        file.write(bytes(3073))
+    after = ImageFiles.find(str(tmp_path / "cifar")).facts()
+    (change,) = changes(before, after)
+    assert "data_batch_2.bin: 24584 bytes then, 27657 now" in change
+
+    for split in ("train", "val"):
+        write_folder(tmp_path / "folder" / split, {"a": 2}, seed=1)
+    before = ImageFiles.find(str(tmp_path / "folder")).facts()
+    shutil.move(tmp_path / "folder/train/a/001.png", tmp_path / "folder/train/a/002.png")
+    (change,) = changes(before, ImageFiles.find(str(tmp_path / "folder")).facts())
+    assert change == f"{tmp_path / 'folder' / 'train'}: other contents"
 
 
 def test_held_out_images_are_part_of_training_for_nobody(tmp_path: Path) -> None:

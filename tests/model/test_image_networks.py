@@ -164,7 +164,7 @@ PLAIN: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("side", [32, 47])
 @pytest.mark.parametrize("case", CASES)
 def test_scores_and_gradients_equal_the_transcription(case: str, side: int) -> None:
-    network = CASES[case][1](classes=7, dtype=torch.float64)
+    network = CASES[case][1](classes=7).double()
     for param in network.parameters():
         if param.dim() == 1:  # distinguish norm weights from one another
             param.data = param.data + 0.1 * torch.randn(param.shape, dtype=torch.float64)

@@ -1,0 +1,220 @@
+"""The configuration of an image classifier: its sections `model` and `data`, and their rules.
+
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from megatron.config import Config
+from megatron.config.fields import above, at_least, below_one, between, option, section
+from megatron.config.rules import Alternatives, Complaint, RefusedPair, refused_pair
+from megatron.model.image_shapes import (
+    SMALLEST_IMAGE,
+    Layer,
+    vgg19_layers,
+    wide_resnet101_layers,
+    wide_resnet_layers,
+)
+
+WIDE_RESNET_DEPTH, WIDE_RESNET_WIDTH = 28, 2.0
+"""WRN-28-2, the network of Sohoni et al. 2019."""
+LARGEST_IMAGE = 4096
+CIFAR10_MEAN, CIFAR10_STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+"""Grey levels of the training images by channel, as Mostafa and Wang's program has them."""
+
+
+@section
+class VisionModelConfig:
+    """Shape of the network."""
+
+    vision_backbone_type: Literal["wide-resnet", "vgg19", "wide-resnet101"] = option(
+        default="wide-resnet",
+        help="Network: wide-resnet (pre-activation, identity shortcuts, for small images), vgg19, "
+        "or wide-resnet101 (torchvision's wide_resnet101_2).",
+    )
+    num_layers: int | None = option(
+        default=None,
+        help=f"Layers of a wide-resnet, 6 n + 4 (none = {WIDE_RESNET_DEPTH}).",
+        within=between(10, 10_000),
+    )
+    width_factor: float | None = option(
+        default=None,
+        help="Factor of the channels of all layers behind the first (ours; none = "
+        f"{WIDE_RESNET_WIDTH:g} for wide-resnet, 1 for others).",
+        within=between(1 / 16, 64),
+    )
+    num_classes: int = option(
+        default=1000, help="Classes of the images.", within=between(1, 1_000_000)
+    )
+    img_h: int = option(
+        default=224,
+        help="Height of the images, in pixels.",
+        within=between(SMALLEST_IMAGE, LARGEST_IMAGE),
+    )
+    img_w: int = option(
+        default=224,
+        help="Width of the images, in pixels.",
+        within=between(SMALLEST_IMAGE, LARGEST_IMAGE),
+    )
+    hidden_dropout: float = option(
+        default=0.5,
+        help="Probability of dropping a hidden unit of vgg19's classifier (0 = off).",
+        within=below_one(),
+    )
+
+    @property
+    def depth(self) -> int:
+        """Layers of a wide-resnet."""
+        return self.num_layers or WIDE_RESNET_DEPTH
+
+    @property
+    def width(self) -> float:
+        """Factor of the channels."""
+        if self.width_factor is not None:
+            return self.width_factor
+        return WIDE_RESNET_WIDTH if self.vision_backbone_type == "wide-resnet" else 1.0
+
+    @property
+    def title(self) -> str:
+        """The name of the network, with its size where that is not the published one."""
+        if self.vision_backbone_type == "wide-resnet":
+            return f"WRN-{self.depth}-{self.width:g}"
+        name = {"vgg19": "VGG-19", "wide-resnet101": "WideResnet-101"}[self.vision_backbone_type]
+        return name if self.width == 1 else f"{name} of width {self.width:g}"
+
+    def layers(self) -> Sequence[Layer]:
+        """Return the layers with parameters, in forward order."""
+        size = {"classes": self.num_classes, "height": self.img_h, "image_width": self.img_w}
+        if self.vision_backbone_type == "vgg19":
+            return vgg19_layers(width=self.width, **size)
+        if self.vision_backbone_type == "wide-resnet101":
+            return wide_resnet101_layers(width=self.width, **size)
+        return wide_resnet_layers(depth=self.depth, width=self.width, **size)
+
+
+@section
+class VisionDataConfig:
+    """Images."""
+
+    data_path: str | None = option(
+        default=None,
+        help="Folder of the images: CIFAR-10's binary files, its JPEG archives train.npz and "
+        "test.npz, or train/ and val/ with one folder for each class (none = off).",
+    )
+    mock_data: bool = option(default=False, help="Train on generated images; no file is read.")
+    mock_images: int = option(
+        default=10_000,
+        help="Generated training images, beside a fifth as many for the test (ours).",
+        within=between(1, 1_000_000_000),
+    )
+    held_out_images: int = option(
+        default=0,
+        help="Training images to validate on instead of training on them, the same ones for every "
+        "seed (ours; 0 = validate on val/ or on the test images).",
+        within=at_least(0),
+    )
+    augmentation: Literal["flip-crop", "none"] = option(
+        default="flip-crop",
+        help="Change of training images (ours). flip-crop: flip every second one, and crop at a "
+        "random place of the image, reflected by 4 pixels or resized to 8/7.",
+    )
+    image_mean: tuple[float, float, float] = option(
+        default=CIFAR10_MEAN,
+        help="Mean of red, green and blue, in grey levels, which is subtracted (ours; CIFAR-10's).",
+        within=between(0, 255),
+    )
+    image_std: tuple[float, float, float] = option(
+        default=CIFAR10_STD,
+        help="Standard deviation of red, green and blue, in grey levels, by which the rest is "
+        "divided (ours; CIFAR-10's).",
+        within=above(0),
+    )
+
+
+VISION_PAIRS: tuple[RefusedPair, ...] = (
+    refused_pair(
+        "tensor_model_parallel_size above 1",
+        lambda c: c.parallel.tensor_model_parallel_size > 1,
+        "image classifiers train with data parallelism alone",
+        "leave --tensor-model-parallel-size out",
+    ),
+    refused_pair(
+        "pipeline_model_parallel_size above 1",
+        lambda c: c.parallel.pipeline_model_parallel_size > 1,
+        "image classifiers train with data parallelism alone",
+        "leave --pipeline-model-parallel-size out",
+    ),
+    refused_pair(
+        "recompute_granularity",
+        lambda c: c.recompute.recompute_granularity is not None,
+        "recomputation of image classifiers is not built",
+        "leave --recompute-granularity out",
+    ),
+    refused_pair(
+        "compile true",
+        lambda c: c.training.compile,
+        "compilation of image classifiers is not built",
+        "leave --compile out",
+    ),
+    refused_pair(
+        "num_layers with a vision_backbone_type other than wide-resnet",
+        lambda c: c.model.num_layers is not None and c.model.vision_backbone_type != "wide-resnet",
+        "the depth of that network is fixed",
+        "leave --num-layers out",
+    ),
+    refused_pair(
+        "full_validation with eval_iters 0",
+        lambda c: c.evaluation.full_validation and c.evaluation.eval_iters == 0,
+        "nothing is evaluated",
+        "drop one of them",
+    ),
+)
+
+VISION_ALTERNATIVES: tuple[Alternatives, ...] = ((("data_path",), ("mock_data",)),)
+
+
+def _depth_is_whole_blocks(c: VisionConfig) -> Complaint:
+    depth = c.model.depth
+    if c.model.vision_backbone_type != "wide-resnet" or depth % 6 == 4:
+        return None
+    below = depth - (depth - 4) % 6
+    return f"num_layers {depth} is not 6 n + 4; nearest: {below}, {below + 6}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Config):
+    """Every setting of a run that trains an image classifier."""
+
+    model: VisionModelConfig
+    data: VisionDataConfig = field(default_factory=VisionDataConfig)
+    name: str = field(default="vision", compare=False)
+
+    task: ClassVar[str] = "vision"
+    example: ClassVar[str] = "configs/wrn28_2_cifar10.yaml"
+    refused_pairs: ClassVar[tuple[RefusedPair, ...]] = VISION_PAIRS
+    alternatives: ClassVar[tuple[Alternatives, ...]] = VISION_ALTERNATIVES
+    rules: ClassVar = (_depth_is_whole_blocks,)
+
+    def own_notices(self) -> Iterator[str]:
+        """Yield lines about settings that are not read."""
+        if self.data.mock_data and self.data.data_path is not None:
+            yield "mock_data is on: data_path is not read"
+
+    def resolved(self) -> VisionConfig:
+        """Return the configuration with the depth and the width filled in."""
+        wide = self.model.vision_backbone_type == "wide-resnet"
+        model = dataclasses.replace(
+            self.model,
+            num_layers=self.model.depth if wide else None,
+            width_factor=self.model.width,
+        )
+        return dataclasses.replace(self, model=model)
+
+    def data_paths(self) -> list[str]:
+        """Return a place in the folder of the images, into which no run may write."""
+        return [] if self.data.data_path is None else [f"{self.data.data_path}/train"]

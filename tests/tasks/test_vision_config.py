@@ -1,0 +1,127 @@
+"""Settings of image classifiers: shipped files, refusals by name, what a dry run looks at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.config import parse, resolve, to_yaml
+from megatron.errors import ConfigError
+from megatron.model.image_shapes import parameter_count
+from megatron.optimizer.build import learning_rate
+from megatron.tasks.vision_config import VisionConfig
+from pretrain_gpt import GRADIENT_PATHS
+
+REPO = Path(__file__).resolve().parents[2]
+WRN = REPO / "configs" / "wrn28_2_cifar10.yaml"
+TABLES: dict[str, Any] = yaml.safe_load(
+    (REPO / "configs" / "tables" / "wrn28_2_cifar10.yaml").read_text(encoding="utf-8")
+)
+BASE = "--mock-data --micro-batch-size 4 --train-iters 10 --lr 0.1"
+
+
+def read(flags: str = "", base: str = BASE) -> VisionConfig:
+    config = parse([*base.split(), *flags.split()], paths=GRADIENT_PATHS, task=VisionConfig)
+    assert isinstance(config, VisionConfig)
+    return config
+
+
+def refused(flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(flags)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "batch"),
+    [
+        ("wrn28_2_cifar10", 1_456_858, 100),
+        ("vgg19", 143_667_240, 128),
+        ("wide_resnet101", 126_886_696, 128),
+    ],
+)
+def test_shipped_files_have_the_published_networks(name: str, parameters: int, batch: int) -> None:
+    config = read(base=f"--config {REPO / 'configs' / name}.yaml --mock-data")
+    assert parameter_count(config.model.layers()) == parameters
+    assert config.training.global_batch_size == batch
+    optimizer = config.optimizer
+    assert (optimizer.optimizer, optimizer.sgd_weight_decay) == ("sgd", "coupled")
+    assert optimizer.sgd_momentum == 0.9 and optimizer.clip_grad == 0
+
+
+def test_the_reports_networks_have_their_sizes() -> None:
+    for network in TABLES["networks"]:
+        layers, width = network["num_layers"], network["width_factor"]
+        config = read(
+            f"--num-layers {layers} --width-factor {width}", f"--config {WRN} --mock-data"
+        )
+        assert parameter_count(config.model.layers()) == network["parameters"]
+
+
+def test_the_reports_schedule_is_that_of_its_table() -> None:
+    config = resolve(read(base=f"--config {WRN} --mock-data"), 1)
+    rate, updates = learning_rate(config), TABLES["images"] // TABLES["batch"]
+    assert config.training.train_iters == updates * TABLES["epochs"] == 100_000
+    assert config.training.global_batch_size == TABLES["batch"]
+    factor = TABLES["sparse"][100]["learning_rate"]
+    expected = 0.0
+    for epoch in range(1, TABLES["epochs"] + 1):
+        expected = TABLES["learning_rates"].get(epoch, expected)
+        for update in (updates * (epoch - 1), updates * epoch - 1):
+            assert rate.at(update * TABLES["batch"]) == pytest.approx(factor * expected)
+
+
+def test_defaults_are_wrn_28_2s_and_megatrons() -> None:
+    model = resolve(read(), 1).model
+    assert (model.num_layers, model.width_factor) == (28, 2.0)
+    assert (model.num_classes, model.img_h, model.img_w) == (1000, 224, 224)
+    vgg = resolve(read("--vision-backbone-type vgg19"), 1).model
+    assert (vgg.num_layers, vgg.width_factor) == (None, 1.0)
+
+
+def test_a_resolved_configuration_reads_back(tmp_path: Path) -> None:
+    config = resolve(read("--num-layers 16 --img-h 48 --image-std 1 2 3.5 --held-out-images 7"), 2)
+    (tmp_path / "a.yaml").write_text(to_yaml(config), encoding="utf-8")
+    again = read(base=f"--config {tmp_path / 'a.yaml'}")
+    assert (again.model, again.data, again.training) == (
+        config.model,
+        config.data,
+        config.training,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size above 1"),
+        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size above 1"),
+        ("--recompute-granularity full", "recomputation of image classifiers is not built"),
+        ("--compile true", "compilation of image classifiers is not built"),
+        ("--num-layers 27", "num_layers 27 is not 6 n + 4; nearest: 22, 28"),
+        ("--num-layers 28 --vision-backbone-type vgg19", "the depth of that network is fixed"),
+        ("--num-layers 4", "--num-layers: 4 is out of range; must be in [10, 10000]"),
+        ("--img-w 31", "--img-w: 31 is out of range; must be in [32, 4096]"),
+        ("--width-factor 0", "--width-factor: 0.0 is out of range"),
+        ("--num-classes 0", "--num-classes: 0 is out of range"),
+        ("--hidden-dropout 1", "--hidden-dropout: 1.0 is out of range; must be in [0, 1)"),
+        ("--image-std 1 0 1", "--image-std: 0.0 is out of range; must be more than 0"),
+        ("--image-mean 1 2", "--image-mean: 2 values given; must be 3"),
+        ("--augmentation flips", "flips is not known; must be one of flip-crop, none"),
+        ("--vision-backbone-type vit", "must be one of wide-resnet, vgg19, wide-resnet101"),
+        ("--seq-length 8", "--seq-length: no such flag"),
+        ("--num-clases 8", "--num-clases: no such flag; did you mean --num-classes?"),
+        ("--grad-path radius --optimizer sgd --sgd-weight-decay coupled", "an L2 term"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(flags: str, told: str) -> None:
+    assert told in refused(flags)
+
+
+def test_a_run_may_not_write_among_its_images(tmp_path: Path) -> None:
+    message = refused(f"--mock-data false --data-path {tmp_path} --run-dir {tmp_path}")
+    assert "is a data folder" in message
+    read(f"--mock-data false --data-path {tmp_path} --run-dir {tmp_path / 'run'}")
