@@ -72,7 +72,7 @@ USAGE = """\
 usage: pretrain_{task}.py --config {example} [--FLAG VALUE ...]
        a YAML file, flags under Megatron-LM's names, or both; a flag wins over the file
        --dry-run checks everything and prints the configuration; --help lists all flags
-       several ranks: {entry}RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
+       several ranks: {variables}RANKS_PER_NODE=4 CONFIG=FILE scripts/launch.sh
 """
 
 LEAST_BUCKET_ELEMENTS = 40_000_000
@@ -143,8 +143,8 @@ def _pretrain(
 
 def usage(config: type[Config]) -> str:
     """Return what a start without any argument is told."""
-    entry = "" if config.task == "gpt" else f"ENTRY=pretrain_{config.task}.py "
-    return USAGE.format(task=config.task, example=config.example, entry=entry)
+    variables = "" if config.task == "gpt" else f"ENTRY=pretrain_{config.task}.py "
+    return USAGE.format(task=config.task, example=config.example, variables=variables)
 
 
 def check_files(task: Task, paths: Paths, config: Config) -> None:

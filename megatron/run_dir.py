@@ -123,7 +123,8 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
         for warning in (check_cuda_variables(config), *config.cuda_notices()):
             if warning:
                 metrics.log(f"note: {warning}")
-    metrics.log(f"compile: {choose_compilation(config, runtime.device.type)}")
+    if config.compiles:
+        metrics.log(f"compile: {choose_compilation(config, runtime.device.type)}")
     for notice in config.notices:
         metrics.log(f"note: {notice}")
 

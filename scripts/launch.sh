@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one launcher: starts pretrain_gpt.py on as many ranks as asked for, here or in an allocation,
+# The one launcher: starts pretrain_gpt.py, or the script ENTRY, on as many ranks as asked for, here or in an allocation,
 # or submits a Slurm job that does and goes back to the queue until the run is done.
 #   scripts/launch.sh [--dry-run] [FLAGS OF sbatch] [-- FLAGS OF pretrain_gpt.py]
 # Flags and the files they name are checked before anything is started or submitted; where only the
@@ -12,6 +12,8 @@
 #   NODES           machines                                                                    (1)
 #   RANKS_PER_NODE  processes on each                                              (GPUs seen, or 1)
 #   CONFIG          YAML file; may be left out where flags say it all
+#   ENTRY           script of this repository that trains: pretrain_gpt.py, pretrain_vision.py, ...
+#                                 (that in the first line of CONFIG: # pretrain_...; or pretrain_gpt.py)
 #   GRAD_PATH       how gradients travel                                     (as the YAML file says)
 #   RUN_DIR         run folder                                          (runs/<name of CONFIG>)
 #   TIME            limit of a Slurm job, in Slurm's notation; in an allocation its own counts   (60)
@@ -100,8 +102,16 @@ threads='[1-9][0-9]{0,5}'
 [[ ${MAX_RESTARTS:-0} =~ ^[0-9]{1,6}$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number"
 world=$((NODES * RANKS_PER_NODE))
 
+entry=${ENTRY:-}
+if [[ -z $entry ]]; then
+  entry=pretrain_gpt.py first_line=
+  [[ -z ${CONFIG:-} || ! -f $CONFIG ]] || IFS= read -r first_line <"$CONFIG" || true
+  [[ ! $first_line =~ ^#.*(pretrain_[a-z0-9_]+\.py) ]] || entry=${BASH_REMATCH[1]}
+fi
+[[ -f $repo/$entry ]] || refuse "ENTRY=$entry: no such script in $repo"
+
 if [[ -z ${RUN_DIR:-} ]]; then
-  name=gpt
+  name=$(basename "${entry#pretrain_}" .py)
   [[ -z ${CONFIG:-} ]] || name=$(basename "$CONFIG" .yaml)
   RUN_DIR=runs/$name
 fi
@@ -120,7 +130,7 @@ default=local
 ((world == 1)) || default=torchrun
 LAUNCHER=${LAUNCHER:-$default}
 ((${#asked_of_sbatch[@]} == 0)) || [[ $LAUNCHER == sbatch ]] ||
-  refuse "${asked_of_sbatch[0]}: only LAUNCHER=sbatch takes flags here; those of pretrain_gpt.py come after --"
+  refuse "${asked_of_sbatch[0]}: only LAUNCHER=sbatch takes flags here; those of $entry come after --"
 limit=
 if [[ $LAUNCHER == sbatch ]]; then TIME=${TIME:-60}; fi
 if [[ -n ${TIME:-} ]]; then
@@ -128,7 +138,7 @@ if [[ -n ${TIME:-} ]]; then
   [[ -n $limit && $limit != 0 ]] || refuse "TIME=$TIME: must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00"
 fi
 
-program=("${PROGRAM:-$repo/pretrain_gpt.py}")
+program=("${PROGRAM:-$repo/$entry}")
 [[ -z ${CONFIG:-} ]] || program+=(--config "$CONFIG")
 [[ -z ${GRAD_PATH:-} ]] || program+=(--grad-path "$GRAD_PATH")
 program+=(--run-dir "$RUN_DIR" "${flags[@]}")

@@ -139,7 +139,7 @@ print_job_script() {
   printf 'cd %q\n' "$PWD"
   # launch.sh would otherwise take TIME for the limit of one step of the job.
   printf 'export LAUNCHER=%q TIME=\n' "$STEP_LAUNCHER"
-  for variable in SITE NODES RANKS_PER_NODE PYTHON CONFIG GRAD_PATH RUN_DIR LOG_DIR PROGRAM \
+  for variable in SITE NODES RANKS_PER_NODE PYTHON ENTRY CONFIG GRAD_PATH RUN_DIR LOG_DIR PROGRAM \
     LEAVE_SECONDS MAX_RESTARTS LOST_STARTS OMP_NUM_THREADS; do
     [[ -z ${!variable:-} ]] || printf 'export %s=%q\n' "$variable" "${!variable}"
   done

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-TOPS = ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")
+ENTRIES = tuple(path.name for path in sorted(REPO.glob("pretrain_*.py")))
+TOPS = (*ENTRIES, "megatron", "radius", "samo", "tools")
 
 
 def modules(root: Path) -> dict[str, Path]:

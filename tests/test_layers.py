@@ -20,7 +20,9 @@ LAYERS = (
     ("pretrain", "tasks"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
-OURS = ("megatron", "radius", "samo", "tools", "pretrain_gpt")
+ENTRIES = tuple(path.stem for path in sorted(REPO.glob("pretrain_*.py")))
+"""The scripts that train a task, which may name everything."""
+OURS = ("megatron", "radius", "samo", "tools", *ENTRIES)
 FOR_EXTENSIONS = (
     "megatron.config",
     "megatron.data_parallel",
@@ -67,13 +69,13 @@ WITHOUT_TORCH = (
     "samo.memory",
     "megatron.pretrain",
     "megatron.tasks",
-    "pretrain_gpt",
+    *ENTRIES,
 )
 WITHOUT_NUMPY = ("megatron.errors", "megatron.config", "megatron.parallel.dims")
 
 
 def _modules() -> dict[str, Path]:
-    files = [REPO / "pretrain_gpt.py"]
+    files = [REPO / f"{name}.py" for name in ENTRIES]
     files += [file for top in ("megatron", "radius", "samo") for file in (REPO / top).rglob("*.py")]
     names = {file: file.relative_to(REPO).with_suffix("").parts for file in files if file.is_file()}
     return {".".join(n[:-1] if n[-1] == "__init__" else n): file for file, n in names.items()}
@@ -130,7 +132,7 @@ def _upward(module: str) -> Iterator[str]:
     """Describe the imports of a module that do not go downward."""
     top = module.split(".")[0]
     for name in _imports(module):
-        if name.split(".")[0] not in OURS or top == "pretrain_gpt" or name == "megatron":
+        if name.split(".")[0] not in OURS or top in ENTRIES or name == "megatron":
             continue
         if top == "megatron":
             if not name.startswith("megatron."):

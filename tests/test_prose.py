@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-TOPS = ("pretrain_gpt.py", "megatron", "radius", "samo", "tools", "tests", "docs/examples")
+ENTRIES = tuple(path.name for path in sorted(REPO.glob("pretrain_*.py")))
+TOPS = (*ENTRIES, "megatron", "radius", "samo", "tools", "tests", "docs/examples")
 OPENERS = re.compile(r"(Of|By|That|Those|Both|The same|As|See)\b")
 """First words after which the subject of a sentence is missing or elsewhere."""
 

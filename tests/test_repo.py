@@ -24,9 +24,10 @@ SCRIPTS = [
     REPO / ".ci" / "run",
     *SITES,
 ]
+ENTRIES = tuple(path.name for path in sorted(REPO.glob("pretrain_*.py")))
 CODE = [
     file
-    for top in ("pretrain_gpt.py", "megatron", "radius", "samo", "tools")
+    for top in (*ENTRIES, "megatron", "radius", "samo", "tools")
     for file in ([REPO / top] if top.endswith(".py") else sorted((REPO / top).rglob("*.py")))
     if file.is_file()
 ]

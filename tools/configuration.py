@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
-from megatron.config import GPTConfig, RefusedPair, fields_by_section, pairs_of  # noqa: E402
+from megatron.config import Config, GPTConfig, RefusedPair, fields_by_section, pairs_of  # noqa: E402
 from megatron.config.fields import FieldSpec, flag_name  # noqa: E402
 from megatron.config.gpt import SECTIONS  # noqa: E402
 from megatron.config.megatron_flags import ELSEWHERE, IGNORED, OLD_NAMES, REFUSED, SYNONYMS  # noqa: E402
@@ -28,6 +28,8 @@ from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 
 PAGE = REPO / "docs" / "configuration.md"
 MARK = "<!-- Everything below this line is written by tools/configuration.py. -->\n"
+TASKS: tuple[type[Config], ...] = (GPTConfig,)
+"""Configurations of the tasks. The page has all sections of the first, and own ones of others."""
 FIELDS = fields_by_section(GRADIENT_PATHS)
 _CODE = re.compile(r"(?<![\w/-])(--[a-z][\w-]*\w|\w+/\w+\.(?:py|yaml)|\w+_\w*|_\w+)(?![\w/-])")
 """Flags, files and names with an underscore, within a sentence."""
@@ -66,21 +68,30 @@ def page(old: str) -> str:
 
 
 def flags() -> str:
-    """Return one table of flags for each section."""
+    """Return one table of flags for each section, and for the own sections of each further task."""
     parts = ["## Flags\n"]
     for section, specs in FIELDS.items():
         parts.append(f"### {section}\n")
         paths = [name for name, path in GRADIENT_PATHS.items() if section in path.sections]
         if section not in SECTIONS:
             parts.append(f"Accepted with `--grad-path` {_either(map(code, paths))} alone.\n")
-        rows = [
-            (code(spec.flag), code(spec.name), values(spec), default(spec), text(spec.help))
-            for spec in specs
-        ]
-        parts.append(table(("flag", "YAML key", "values", "default", "meaning"), rows))
-        if unsaved := [code(spec.flag) for spec in specs if not spec.saved]:
-            parts.append(f"Not written to `config.yaml`: {', '.join(unsaved)}.\n")
+        parts += _flags_of(specs)
+    for task in TASKS[1:]:
+        for section in ("model", "data"):
+            parts.append(f"### {section} of pretrain_{task.task}.py\n")
+            parts += _flags_of([spec for spec in task.specs().values() if spec.section == section])
     return "\n".join(parts)
+
+
+def _flags_of(specs: Sequence[FieldSpec]) -> list[str]:
+    rows = [
+        (code(spec.flag), code(spec.name), values(spec), default(spec), text(spec.help))
+        for spec in specs
+    ]
+    parts = [table(("flag", "YAML key", "values", "default", "meaning"), rows)]
+    if unsaved := [code(spec.flag) for spec in specs if not spec.saved]:
+        parts.append(f"Not written to `config.yaml`: {', '.join(unsaved)}.\n")
+    return parts
 
 
 def pairs() -> str:
@@ -91,10 +102,16 @@ def pairs() -> str:
         for pair in path.refused_pairs:
             by_pair.setdefault(pair, []).append(name)
     own = [(*_pair(pair), ", ".join(map(code, names))) for pair, names in by_pair.items()]
+    tasks: list[str] = []
+    for task in TASKS[1:]:
+        if task.refused_pairs:
+            tasks.append(f"`pretrain_{task.task}.py` refuses, instead of what is GPT's own:\n")
+            tasks.append(table(header, map(_pair, task.refused_pairs)))
     return "\n".join(
         [
             "## Settings that exclude each other\n",
-            table(header, map(_pair, pairs_of(GPTConfig))),
+            table(header, map(_pair, pairs_of(TASKS[0]))),
+            *tasks,
             "Some gradient paths refuse more:\n",
             table((*header, "`--grad-path`"), own),
         ]

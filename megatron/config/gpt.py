@@ -352,6 +352,7 @@ class GPTConfig(Config):
 
     task: ClassVar[str] = "gpt"
     example: ClassVar[str] = "configs/gpt_tiny.yaml"
+    divides = recomputes = compiles = True
     refused_pairs = GPT_PAIRS
     alternatives = GPT_ALTERNATIVES
     rules = (

@@ -826,7 +826,7 @@ def _written(given: GivenValue) -> str:
     return " ".join(show_plain(scalar.text) for scalar in scalars)
 
 
-_HEADER = "# All settings of a run; --config with this file and the same flags repeats it.\n"
+_HEADER = "# All settings of a run{of}; --config with this file and the same flags repeats it.\n"
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS_OF_OLD_YAML = frozenset("y n yes no on off true false null".split())
@@ -839,9 +839,12 @@ def to_yaml(config: Config) -> str:
     """Every saved setting, by section.
 
     Left out are where it runs and writes (`RunConfig`, `CheckpointConfig.save`), which are no part
-    of what is computed.
+    of what is computed. For a task other than GPT the first line names the script that trains it,
+    which `scripts/launch.sh` then starts.
     """
-    return _HEADER + "".join(_section(name, section) for name, section in config.sections.items())
+    of = "" if config.task == GPTConfig.task else f" of pretrain_{config.task}.py"
+    sections = (_section(name, section) for name, section in config.sections.items())
+    return _HEADER.format(of=of) + "".join(sections)
 
 
 def brief_settings(config: Config) -> str:

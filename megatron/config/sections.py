@@ -936,6 +936,12 @@ class Config:
     """The name of the task: "gpt". `pretrain_<name>.py` trains it."""
     example: ClassVar[str] = "FILE"
     """A configuration file to begin with, for the usage line."""
+    divides: ClassVar[bool] = False
+    """Whether ranks may share a copy of the model: tensor and pipeline parallelism."""
+    recomputes: ClassVar[bool] = False
+    """Whether the model takes `--recompute-granularity`."""
+    compiles: ClassVar[bool] = False
+    """Whether the model takes `--compile`."""
     refused_pairs: ClassVar[tuple[RefusedPair, ...]] = ()
     """Settings that exclude each other, beside those of `validate.SHARED_PAIRS`."""
     alternatives: ClassVar[tuple[Alternatives, ...]] = ()

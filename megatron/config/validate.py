@@ -422,6 +422,33 @@ def check(config: Config, givens: Mapping[str, GivenValue] | None = None) -> Non
 # -------------------------------------------------------------------------- length and batch
 
 
+def _rank_holds_the_model(c: Config) -> Complaint:
+    if c.divides:
+        return None
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(c.parallel, name)) > 1:
+            return (
+                f"{name} {size}: each rank holds a whole model of the task {c.task}; must be 1; "
+                "further ranks are data-parallel"
+            )
+    return None
+
+
+def _task_recomputes(c: Config) -> Complaint:
+    if c.recomputes or c.recompute.recompute_granularity is None:
+        return None
+    return (
+        f"recompute_granularity {c.recompute.recompute_granularity}: models of the task {c.task} "
+        "keep their activations; leave it out, or lower micro_batch_size to save memory"
+    )
+
+
+def _task_compiles(c: Config) -> Complaint:
+    if c.compiles or not c.training.compile:
+        return None
+    return f"compile true: models of the task {c.task} are not compiled; leave it out"
+
+
 def _run_has_length(c: Config) -> Complaint:
     t = c.training
     if t.skip_train or t.train_iters is not None or t.train_samples is not None:
@@ -555,6 +582,9 @@ def _profile_ends_after_start(c: Config) -> Complaint:
 
 
 SHARED_RULES: tuple[Callable[[Config], Complaint], ...] = (
+    _rank_holds_the_model,
+    _task_recomputes,
+    _task_compiles,
     _run_has_length,
     _training_has_lr,
     _retained_steps_are_saved,

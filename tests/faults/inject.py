@@ -157,7 +157,7 @@ def _spike(trainer: Trainer) -> None:
 
     def spiked(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
         made = forward(*args, **kwargs)
-        if made.dim():  # an activation: of a chunk before the last
+        if made.dim() > 1:  # an activation: of a chunk before the last
             return made
         trainer.stage.forward = forward  # type: ignore[method-assign]
         return made * 100

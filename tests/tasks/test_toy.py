@@ -69,7 +69,11 @@ def test_a_task_has_its_own_sections_flags_and_rules(tmp_path: Path) -> None:
         ("--widht 8", "--widht: no such flag; did you mean --width?; see --help"),
         ("--learning-rate 8", "--learning-rate: no such flag; did you mean --lr?; see --help"),
         ("--ignored-every 2 --poisoned-image 3", "one awkward thing at a time"),
-        ("--tensor-model-parallel-size 2", "2 ranks share a copy of the net; must be 1"),
+        ("--poisoned-image 128", "poisoned_image 128 is never seen; must be less than 128"),
+        ("--tensor-model-parallel-size 2", "tensor_model_parallel_size 2: each rank holds a whole"),
+        ("--pipeline-model-parallel-size 2", "must be 1; further ranks are data-parallel"),
+        ("--recompute-granularity full", "recompute_granularity full: models of the task toy keep"),
+        ("--compile", "compile true: models of the task toy are not compiled; leave it out"),
         ("--valid-images 0", "--valid-images: 0 is out of range; must be at least 1"),
     ],
 )

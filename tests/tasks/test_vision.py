@@ -45,13 +45,14 @@ COMMON = (
     "--hidden-dropout 0"
 )
 WRN = f"{COMMON} --num-layers 10 --width-factor 0.5 --lr 0.1"
-VGG = f"{COMMON} --vision-backbone-type vgg19 --width-factor 0.0625 --lr 0.01"
+VGG = f"{COMMON} --vision-backbone-type vgg19 --width-factor 0.125 --lr 0.2"
 RESNET = f"{COMMON} --vision-backbone-type wide-resnet101 --width-factor 0.0625 --lr 0.01"
 NETWORKS = {"wrn": WRN, "vgg": VGG}
 FORWARD: dict[str, Callable[..., torch.Tensor]] = {
     "wrn": partial(plain_networks.wide_resnet, depth=10),
     "vgg": plain_networks.vgg19,
 }
+RATES = {"wrn": 0.1, "vgg": 0.2}
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 
 
@@ -135,16 +136,17 @@ def test_losses_equal_plain_torch(ranks: Ranks, tmp_path: Path, name: str, world
     def loss_of(weights: Mapping[str, torch.Tensor], batch: ImageBatch) -> torch.Tensor:
         return F.cross_entropy(FORWARD[name](weights, batch.images), batch.labels, reduction="sum")
 
-    lr = 0.1 if name == "wrn" else 0.01
     expected, weights = trained_by_torch(
-        first_weights(flags), loss_of, batches_of(flags, 20), lr=lr
+        first_weights(flags), loss_of, batches_of(flags, 20), lr=RATES[name]
     )
     found = run(ranks, world, flags, tmp_path)
     assert metrics_of(tmp_path, "loss") == pytest.approx(expected, rel=1e-3)
     assert len(expected) == 20
+    first = first_weights(flags)
     for parameter, weight in weights.items():
-        difference = (found[0]["params"][parameter] - weight).norm()
-        assert difference <= 2e-3 * weight.norm() + 1e-5, parameter
+        moved, difference = weight - first[parameter], found[0]["params"][parameter] - weight
+        assert moved.norm() > 1e-3 * first[parameter].norm(), parameter
+        assert difference.norm() <= 1e-2 * moved.norm(), parameter
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -176,8 +178,9 @@ def test_a_pruned_run_is_masked_sgd(
         scores = functional_call(chunk.network, dict(parameters), images)
         return F.cross_entropy(scores.float(), batch.labels, reduction="sum")
 
-    lr = 0.1 if name == "wrn" else 0.01
-    expected, wanted = trained_by_torch(weights, loss_of, batches_of(flags, 20), lr=lr, masks=masks)
+    expected, wanted = trained_by_torch(
+        weights, loss_of, batches_of(flags, 20), lr=RATES[name], masks=masks
+    )
     found = run(
         ranks,
         world,
@@ -188,9 +191,10 @@ def test_a_pruned_run_is_masked_sgd(
     assert metrics_of(tmp_path, "loss") == pytest.approx(expected, rel=tolerance)
     for parameter, mask in masks.items():
         assert (found[0]["params"][parameter][~mask] == 0).all(), parameter
-        if not precision:
-            difference = (found[0]["params"][parameter] - wanted[parameter]).norm()
-            assert difference <= 2e-3 * wanted[parameter].norm() + 1e-5, parameter
+        moved = wanted[parameter] - weights[parameter].float() * mask
+        difference = found[0]["state"][f"param/{parameter}"] - wanted[parameter][mask]
+        assert moved.norm() > 0, parameter
+        assert difference.norm() <= (0.2 if precision else 1e-2) * moved.norm(), parameter
     # Batch norm's statistics are saved with the model, and come back.
     again = run(ranks, world, f"{flags} --grad-path samo --samo-sparsity 0.9", tmp_path)
     assert all(equal(a, b) for a, b in zip(found, again, strict=True))
@@ -205,16 +209,12 @@ def test_a_pruned_run_is_masked_sgd(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str, world: int) -> None:
-    flags = (
-        f"{WRN} --grad-path {path} {PATHS[path]} --train-iters 24 --lr 3e-3 --full-validation "
-        "--eval-iters 1"
-    )
-    found = run(ranks, world, flags, tmp_path)
+def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str) -> None:
+    flags = f"{WRN} --grad-path {path} {PATHS[path]} --train-iters 16 --lr 1e-2"
+    found = run(ranks, 2, flags, tmp_path)
     losses = metrics_of(tmp_path, "loss")
-    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
-    assert metrics_of(tmp_path, "images") == [16] * 24
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+    assert metrics_of(tmp_path, "images") == [16] * 16
     for other in found[1:]:
         assert all(torch.equal(other["buffers"][n], b) for n, b in found[0]["buffers"].items())
 
@@ -228,7 +228,7 @@ def test_every_gradient_path_learns(ranks: Ranks, tmp_path: Path, path: str, wor
         "--bf16 --grad-reduce-in-bf16",
         "--fp16 --initial-loss-scale 1024",
         "--predivide-loss",
-        "--grad-path samo --samo-sparsity 0.7 --samo-pruning random --dsr-interval 3",
+        "--grad-path samo --samo-sparsity 0.7 --samo-pruning random --dsr-interval 1",
         "--grad-path samo --samo-pruning early-bird --samo-early-bird-interval 1 "
         "--samo-sparsity 0.5 --samo-early-bird-distance 1",
     ],

@@ -53,9 +53,10 @@ class ToyDataConfig:
     poisoned_image: int | None = option(default=None, help="Number of a training image of NaN.")
 
 
-def _one_stage(c: ToyConfig) -> str | None:
-    size = c.parallel.model_parallel_size
-    return None if size == 1 else f"{size} ranks share a copy of the net; must be 1"
+def _some_image_is_seen(c: ToyConfig) -> str | None:
+    if c.data.poisoned_image is None or c.data.poisoned_image < 128:
+        return None
+    return f"poisoned_image {c.data.poisoned_image} is never seen; must be less than 128"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class ToyConfig(Config):
             "drop one of them",
         ),
     )
-    rules = (_one_stage,)
+    rules = (_some_image_is_seen,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,7 +176,8 @@ def on_rank_counting(groups: ProcessGroups, run_dir: Path) -> int:
     """Return the counted tokens of masked batches, on a device that cannot return numbers."""
     trainer = make_trainer(groups, TINY, run_dir)
     trainer.device = torch.device("meta")
-    (batch, *_) = trainer.readers.train.read(0, 16)  # pyright: ignore[reportOptionalMemberAccess]
+    reader: Any = trainer.readers.train
+    (batch, *_) = reader.read(0, 16)
     masked = replace(batch, loss_mask=torch.ones(2, 32), counted=3 + groups.dp.rank)
     trainer.engine.detach()
     trainer.metrics.close()
