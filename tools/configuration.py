@@ -24,11 +24,12 @@ from megatron.config import Config, GPTConfig, RefusedPair, fields_by_section, p
 from megatron.config.fields import FieldSpec, flag_name  # noqa: E402
 from megatron.config.gpt import SECTIONS  # noqa: E402
 from megatron.config.megatron_flags import ELSEWHERE, IGNORED, OLD_NAMES, REFUSED, SYNONYMS  # noqa: E402
+from megatron.tasks.translation_config import TranslationConfig  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 
 PAGE = REPO / "docs" / "configuration.md"
 MARK = "<!-- Everything below this line is written by tools/configuration.py. -->\n"
-TASKS: tuple[type[Config], ...] = (GPTConfig,)
+TASKS: tuple[type[Config], ...] = (GPTConfig, TranslationConfig)
 """Configurations of the tasks. The page has all sections of the first, and own ones of others."""
 FIELDS = fields_by_section(GRADIENT_PATHS)
 _CODE = re.compile(r"(?<![\w/-])(--[a-z][\w-]*\w|\w+/\w+\.(?:py|yaml)|\w+_\w*|_\w+)(?![\w/-])")

@@ -80,7 +80,7 @@ def find_model(place: Path, *, step: int | None = None) -> SavedModel:
     or damaged checkpoint.
     """
     with failing_as(place, "read"):
-        run, there = _run_folder(place), place.exists()
+        run, there = run_folder(place), place.exists()
         danger = open_to_all(run) if run is not None else None
     if danger is not None:
         raise ConfigError(f"{run}: {danger}")
@@ -142,7 +142,7 @@ def check_tokenizer_flags(options: argparse.Namespace) -> None:
             raise ConfigError(f"{flag}: given without --tokenizer-type; give both")
 
 
-def _run_folder(place: Path) -> Path | None:
+def run_folder(place: Path) -> Path | None:
     """The folder with the configuration that a path belongs to."""
     folders = [place, place.parent] if place.name == CHECKPOINTS else [place]
     if place.parent.name == CHECKPOINTS:
@@ -225,7 +225,7 @@ def _load(described: SavedModel) -> GPT:
             described.model,
             vocab_size=saved.shape(WORD_TABLE)[0],
             seed=described.seed,
-            dtype=_dtype(described.param_dtype, device),
+            dtype=weight_dtype(described.param_dtype, device),
             device=device,
         )
         values = {}
@@ -245,7 +245,7 @@ def check_shape(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def weight_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of training, but fp32 for fp16 on a CPU, which multiplies that at a crawl."""
     import torch
 

@@ -8,4 +8,6 @@ blocked_attention.py and gelu.py replace slow CPU code of torch.
 
 wide_resnet.py, vgg.py and resnet.py are the image classifiers, made of the layers of
 convolution.py; image_shapes.py counts their parameters and operations (without torch).
+dc_transformer.py translates: layers of dynamic_convolution.py, the loss of label_smoothing.py;
+dc_transformer_shapes.py counts its parameters and operations, beam_search.py searches translations.
 """

@@ -66,7 +66,7 @@ class _TokenLosses(torch.autograd.Function):
         target_logit = real.gather(1, local_targets[:, None])[:, 0].float()
         if owned is not None:
             target_logit.masked_fill_(~owned, 0.0)
-        maximum, exp_sum = _maximum_and_exp_sum(real, group)
+        maximum, exp_sum = maximum_and_exp_sum(real, group)
         if group.size > 1:
             sums = torch.stack([exp_sum, target_logit])
             group.all_reduce(sums, dist.ReduceOp.SUM)
@@ -86,8 +86,8 @@ class _TokenLosses(torch.autograd.Function):
         if (kernels := _kernels(real)) is not None:
             kernels.write_gradient(real, maximum, scale, local_targets, at_target)
         else:
-            for rows, scratch in _chunks(real):
-                _exp_below(maximum[rows], real[rows], out=scratch)
+            for rows, scratch in token_chunks(real):
+                exp_below(maximum[rows], real[rows], out=scratch)
                 scratch.scatter_add_(1, local_targets[rows, None], at_target[rows, None])
                 # Scale in fp32: fp16 would lose small probabilities before the loss scale is
                 # applied.
@@ -96,7 +96,7 @@ class _TokenLosses(torch.autograd.Function):
         return logits, None, None, None
 
 
-def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's largest logit over the group, and the local sum of exp; fp32 [n]."""
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)
@@ -107,8 +107,8 @@ def _maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor
         maximum = real.amax(dim=1).float()
         group.all_reduce(maximum, dist.ReduceOp.MAX)
         exp_sum = torch.empty_like(maximum)
-        for rows, scratch in _chunks(real):
-            _exp_below(maximum[rows], real[rows], out=scratch)
+        for rows, scratch in token_chunks(real):
+            exp_below(maximum[rows], real[rows], out=scratch)
             torch.sum(scratch, dim=1, out=exp_sum[rows])
     return maximum, exp_sum
 
@@ -122,7 +122,7 @@ def _kernels(logits: torch.Tensor) -> ModuleType | None:
     return cross_entropy_kernels
 
 
-def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:
+def exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:
     """Write exp(logits - maximum) to `out`."""
     # A power of two, since torch's CPU exp takes four times as long. One dtype per operation, as
     # mixed dtypes make a copy.
@@ -130,7 +130,7 @@ def _exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor
     out.sub_(maximum[:, None]).mul_(_LOG2_E).exp2_()
 
 
-def _chunks(logits: torch.Tensor):
+def token_chunks(logits: torch.Tensor):
     """Yield (rows, fp32 scratch of their shape) over runs of tokens; the scratch is reused."""
     tokens, columns = logits.shape
     limit = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_OTHER)

@@ -288,7 +288,7 @@ def test_no_variable_of_the_environment_is_saved(monkeypatch: pytest.MonkeyPatch
 
 def test_shipped_files_are_read() -> None:
     folder = Path(__file__).resolve().parents[2] / "configs"
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted(folder.glob("gpt_*.yaml")):
         config = parse(["--config", str(path)], paths=PATHS)
         assert config.name == path.stem
         assert not [notice for notice in config.notices if "overrides" in notice]

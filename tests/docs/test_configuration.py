@@ -40,8 +40,9 @@ def test_a_page_that_differs_is_told_and_written(
 
 
 def test_help_and_page_have_the_same_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"], paths=GRADIENT_PATHS)
+    for task in configuration.TASKS:
+        with pytest.raises(SystemExit):
+            parse(["--help"], paths=GRADIENT_PATHS, task=task)
     shown = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
     tables = GENERATED.partition("\n## Settings that exclude each other\n")[0]
     rows = set(re.findall(r"^\| `(--[\w-]+)` \|", tables, re.MULTILINE))

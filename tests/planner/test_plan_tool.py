@@ -58,7 +58,9 @@ def test_it_takes_no_torch_and_less_than_two_seconds() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-@pytest.mark.parametrize("file", sorted((REPO / "configs").glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file", sorted((REPO / "configs").glob("gpt_*.yaml")), ids=lambda f: f.stem
+)
 def test_every_configuration_can_be_planned(file: Path, plan: Any) -> None:
     text = plan(f"{file} --site perlmutter --gpu A100-80GB")
     assert text.startswith(f"{file.stem}: ") and "queue time" in text

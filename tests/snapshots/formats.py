@@ -79,9 +79,9 @@ def _flag(spec: FieldSpec) -> str:
 
 
 def configs(folder: Path) -> str:
-    """Each file of configs/, resolved for as many ranks as its model needs at least."""
+    """Each GPT of configs/, resolved for as many ranks as its model needs at least."""
     texts: list[str] = []
-    for path in sorted((REPO / "configs").glob("*.yaml")):
+    for path in sorted((REPO / "configs").glob("gpt_*.yaml")):
         config = parse(["--config", str(path)], paths=GRADIENT_PATHS)
         ranks = config.parallel.model_parallel_size
         texts.append(f"# {path.name}, {ranks} ranks\n{to_yaml(resolve(config, ranks))}")

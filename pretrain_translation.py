@@ -1,0 +1,23 @@
+"""Pretrain a DC-Transformer on sentence pairs, with the gradient paths of `pretrain_gpt.py`."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Sequence
+
+from megatron.pretrain import leave, pretrain
+from megatron.tasks.translation import TranslationTask
+from pretrain_gpt import GRADIENT_PATHS
+
+TRANSLATION_TASK = TranslationTask()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as `argv` asks; returns the exit code."""
+    return pretrain(TRANSLATION_TASK, GRADIENT_PATHS, argv)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Beam search against searches that try every sentence, or every step without caches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron.data.dictionary import BOS, EOS, PAD
+from megatron.model.beam_search import Beam, Hypothesis, beam_search
+from megatron.model.dc_transformer import DCTransformer
+from tests.model.translations import random_pairs, small_shape
+
+ENTRIES = 6
+"""Ids that may follow: EOS and 3 others."""
+
+
+def searched(*, seed: int = 0, spread: float = 3.0) -> DCTransformer:
+    model = DCTransformer(
+        small_shape(), source_size=24, target_size=ENTRIES, seed=seed, dtype=torch.float32,
+        device="cpu",
+    )  # fmt: skip
+    # Far from uniform, so that the order of hypotheses does not hang on rounding.
+    with torch.no_grad():
+        model.decoder.output_projection.weight.mul_(spread)
+    model.train(False)
+    return model
+
+
+def likelihoods(model: DCTransformer, source: torch.Tensor, prefix: tuple[int, ...]):
+    """Return the log-likelihoods of what follows a prefix, by one pass over the whole sentence."""
+    with torch.no_grad():
+        logits = model(source, torch.tensor([[EOS, *prefix]]))[0, -1].double()
+    return logits.log_softmax(0)
+
+
+def every_sentence(
+    model: DCTransformer, source: torch.Tensor, *, longest: int, penalty: float
+) -> list[Hypothesis]:
+    words = [token for token in range(ENTRIES) if token not in (BOS, PAD, EOS)]
+    found = []
+    for length in range(longest + 1):
+        for sentence in itertools.product(words, repeat=length):
+            # After the longest sentences an end has to follow, whatever its likelihood.
+            total = sum(
+                likelihoods(model, source, sentence[:place])[token].item()
+                for place, token in enumerate((*sentence, EOS))
+            )
+            found.append(Hypothesis(sentence, total / (length + 1) ** penalty))
+    return sorted(found, key=lambda hypothesis: -hypothesis.score)
+
+
+def step_by_step(
+    model: DCTransformer, source: torch.Tensor, *, size: int, longest: int, penalty: float
+) -> list[Hypothesis]:
+    """Search as `beam_search` does, with sorted lists and without caches."""
+    alive: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    done: list[Hypothesis] = []
+    for length in range(longest + 1):
+        options = []
+        for total, prefix in alive:
+            logs = likelihoods(model, source, prefix)
+            for token in range(ENTRIES):
+                if token not in (BOS, PAD) and (length < longest or token == EOS):
+                    options.append((total + logs[token].item(), prefix, token))
+        options = sorted(options, key=lambda option: -option[0])[: 2 * size]
+        ends = [o for o in options[:size] if o[2] == EOS][: size - len(done)]
+        done += [Hypothesis(prefix, total / (length + 1) ** penalty) for total, prefix, _ in ends]
+        alive = [(total, (*prefix, token)) for total, prefix, token in options if token != EOS]
+        alive = alive[:size]
+        if len(done) == size or not alive:
+            break
+    return sorted(done, key=lambda hypothesis: -hypothesis.score)
+
+
+def same(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
+    assert [h.tokens for h in found] == [h.tokens for h in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert math.isclose(one.score, other.score, rel_tol=1e-4, abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 1.7])
+def test_a_beam_that_holds_everything_finds_the_best_sentence(penalty: float) -> None:
+    longest = 3  # 1 + 3 + 9 + 27 sentences
+    for seed in range(3):
+        model = searched(seed=seed)
+        source, _, _ = random_pairs([(5, 2)], seed=seed)
+        wanted = every_sentence(model, source, longest=longest, penalty=penalty)
+        beam = Beam(size=len(wanted), length_penalty=penalty, max_len_b=longest)
+        (found,) = beam_search(model, source, beam)
+        same(found, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_a_small_beam_equals_a_search_without_caches(size: int, penalty: float) -> None:
+    for seed in range(4):
+        model = searched(seed=seed)
+        source, _, _ = random_pairs([(6, 2)], seed=seed)
+        beam = Beam(size=size, length_penalty=penalty, max_len_b=7)
+        (found,) = beam_search(model, source, beam)
+        same(found, step_by_step(model, source, size=size, longest=7, penalty=penalty))
+
+
+def test_sentences_are_searched_as_if_alone() -> None:
+    model = searched(seed=5)
+    source, _, _ = random_pairs([(3, 2), (9, 2), (6, 2), (1, 2)])
+    beam = Beam(size=3, max_len_a=1.0, max_len_b=2)
+    together = beam_search(model, source, beam)
+    for row, found in enumerate(together):
+        length = int((source[row] != PAD).sum())
+        (alone,) = beam_search(model, source[row : row + 1, :length], beam)
+        same(found, alone)
+        assert all(len(h.tokens) <= length + 2 for h in found)
+
+
+def test_a_length_penalty_favours_longer_translations() -> None:
+    model = searched(seed=1, spread=1.0)
+    source, _, _ = random_pairs([(5, 2)])
+    lengths = []
+    for penalty in (0.0, 3.0):
+        beam = Beam(size=40, length_penalty=penalty, max_len_b=3)
+        (found,) = beam_search(model, source, beam)
+        lengths.append(len(found[0].tokens))
+    assert lengths[0] < lengths[1]

@@ -1,0 +1,50 @@
+"""Label smoothing against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.model.label_smoothing import smoothed_sums
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
+def test_sums_and_gradients_equal_torchs(smoothing: float) -> None:
+    torch.manual_seed(1)
+    logits = (3 * torch.randn(50, 17)).requires_grad_()
+    targets = torch.randint(0, 17, (50,))
+    targets[::7] = 5
+    exact = logits.detach().double().requires_grad_()
+    wanted = F.cross_entropy(
+        exact, targets, reduction="sum", ignore_index=5, label_smoothing=smoothing
+    )
+    likelihood = F.cross_entropy(exact, targets, reduction="sum", ignore_index=5)
+    sums = smoothed_sums(logits * 1.0, targets, smoothing=smoothing, ignored=5)
+    torch.testing.assert_close(sums.double(), torch.stack([wanted, likelihood]))
+    (2.5 * sums[0]).backward()
+    (2.5 * wanted).backward()
+    assert exact.grad is not None
+    torch.testing.assert_close(logits.grad, exact.grad.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_likelihood_has_no_gradient() -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    smoothed_sums(logits * 1.0, torch.tensor([1, 2, 3, 4]), smoothing=0.1, ignored=0)[1].backward()
+    assert logits.grad is not None and logits.grad.eq(0).all()
+
+
+def test_an_ignored_row_may_hold_anything() -> None:
+    logits = torch.randn(3, 6)
+    targets = torch.tensor([1, 0, 2])
+    clean = smoothed_sums(logits.clone(), targets, smoothing=0.1, ignored=0)
+    logits[1] = torch.nan
+    assert torch.equal(smoothed_sums(logits, targets, smoothing=0.1, ignored=0), clean)
+
+
+def test_16_bit_logits_are_summed_in_fp32() -> None:
+    logits = torch.randn(2000, 300).bfloat16()
+    targets = torch.randint(1, 300, (2000,))
+    wanted = F.cross_entropy(logits.double(), targets, reduction="sum", label_smoothing=0.1)
+    found = smoothed_sums(logits, targets, smoothing=0.1, ignored=0)
+    assert abs(found[0].item() / wanted.item() - 1) < 1e-5

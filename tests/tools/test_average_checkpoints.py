@@ -1,0 +1,148 @@
+"""`tools/average_checkpoints.py`: right means, a checkpoint that runs and tools take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.store import Checkpoint, LocalShard, save_checkpoint, whole
+from tests.ranks import Ranks
+from tests.tools.runs import make_model_run
+from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
+from tools.average_checkpoints import main
+from tools.run_model import find_model
+
+
+def weights(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "param/a.weight": torch.randn(6, 5, generator=generator),
+        "param/a.bias": torch.randn(6, generator=generator),
+        "buffer/bn.running_mean": torch.randn(3, generator=generator),
+        "exp_avg/a.weight": torch.randn(6, 5, generator=generator),
+    }
+
+
+def make_run(folder: Path, steps: tuple[int, ...] = (2, 4, 6)) -> Path:
+    identity = {
+        "model.width": 5,
+        "gradient.grad_path": "radius",
+        "radius.radius_density": 0.1,
+        "training.seed": 1,
+    }
+    for step in steps:
+        state = {"identity": identity, "progress": {"iteration": step}}
+        save_checkpoint(folder / "checkpoints", step=step, tensors=weights(step), state=state)
+    (folder / "config.yaml").write_text("model: {}\n")
+    return folder
+
+
+def masked_step(folder: Path, step: int, kept: torch.Tensor) -> None:
+    name, values = "param/a.weight", weights(step)["param/a.weight"]
+    shards = [
+        whole("mask/a.weight", kept),
+        LocalShard(name, values[kept], (6, 5), (0, 0), (6, 5), mask="mask/a.weight"),
+        whole("param/a.bias", weights(step)["param/a.bias"]),
+    ]
+    state = {"identity": {"gradient.grad_path": "samo", "samo.samo_sparsity": 0.5}}
+    save_checkpoint(folder / "checkpoints", step=step, tensors=shards, state=state)
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps"), [(["--last", "2"], [4, 6]), (["--steps", "6,2"], [2, 6])]
+)
+def test_weights_and_buffers_are_means(
+    tmp_path: Path, choice: list[str], steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = make_run(tmp_path / "run"), tmp_path / "mean"
+    assert main([str(run), *choice, "--output", str(output)]) == 0
+    assert f"steps {steps[0]}, {steps[1]}" in capsys.readouterr().out
+    with Checkpoint.open(output / "checkpoints" / "step_00000006") as saved:
+        assert "exp_avg/a.weight" not in saved.names()
+        assert saved.state["averaged_steps"] == steps
+        identity = saved.state["identity"]
+        assert identity == {"model.width": 5, "training.seed": 1, "gradient.grad_path": "dense"}
+        for name in ("param/a.weight", "param/a.bias", "buffer/bn.running_mean"):
+            wanted = torch.stack([weights(step)[name].double() for step in steps]).mean(0)
+            assert torch.equal(saved.read(name), wanted.float())
+    assert (output / "config.yaml").read_text() == "model: {}\n"
+
+
+def test_pruned_weights_stay_pruned(tmp_path: Path) -> None:
+    kept = torch.arange(30).view(6, 5) % 3 == 0
+    for step in (1, 2):
+        masked_step(tmp_path / "run", step, kept)
+    output = tmp_path / "mean"
+    assert main([str(tmp_path / "run"), "--last", "2", "--output", str(output)]) == 0
+    with Checkpoint.open(output / "checkpoints" / "step_00000002") as saved:
+        mean = (weights(1)["param/a.weight"].double() + weights(2)["param/a.weight"]) / 2
+        assert torch.equal(saved.read("param/a.weight"), mean.float() * kept)
+        assert saved.mask("param/a.weight") == "mask/a.weight"
+        assert saved.state["identity"]["gradient.grad_path"] == "samo"
+        assert saved.state["identity"]["samo.samo_sparsity"] == 0.5
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str):
+    assert main(arguments) == code
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+def test_other_masks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        masked_step(tmp_path / "run", step, torch.arange(30).view(6, 5) % (step + 1) == 0)
+    given = [str(tmp_path / "run"), "--last", "2", "--output", str(tmp_path / "x")]
+    refused(capsys, given, 4, "the mask of param/a.weight is not that of")
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, more = make_run(tmp_path / "run"), ["--output", str(tmp_path / "x")]
+    refused(capsys, [str(run), "--last", "4", *more], 4, "holds 3 checkpoints, fewer than --last 4")
+    refused(capsys, [str(run), "--steps", "2,5", *more], 4, "has no step 5; steps found: 2, 4, 6")
+    refused(capsys, [str(run), "--steps", "2,x", *more], 2, "--steps: 2,x")
+    refused(capsys, [str(tmp_path / "no"), *more], 4, "no checkpoint was committed")
+    (run / "checkpoints" / "step_00000004" / "rank_00000.safetensors").write_bytes(b"x")
+    refused(capsys, [str(run), "--last", "2", *more], 4, "step_00000004")
+    with pytest.raises(SystemExit):
+        main([str(run), "--last", "0", *more])
+
+
+def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=(2,))
+    other = {"param/a.weight": torch.zeros(6, 5), "param/b": torch.zeros(2)}
+    save_checkpoint(run / "checkpoints", step=3, tensors=other, state={})
+    given = [str(run), "--last", "2", "--output", str(tmp_path / "x")]
+    refused(capsys, given, 4, "param/b is not as in")
+
+
+def test_a_run_and_tools_take_the_mean(ranks: Ranks, tmp_path: Path) -> None:
+    flags = f"{TINY} {NO_DROPOUT} --save-interval 2"
+    ranks.run(2, train, f"{flags} --use-distributed-optimizer", tmp_path / "run")
+    output = tmp_path / "mean"
+    assert main([str(tmp_path / "run"), "--last", "3", "--output", str(output)]) == 0
+    steps = [tmp_path / "run" / "checkpoints" / f"step_0000000{n}" for n in (4, 6, 8)]
+    mean: dict[str, torch.Tensor] = {}
+    for step in steps:
+        with Checkpoint.open(step) as saved:
+            for name in saved.names("param/"):
+                mean[name] = mean.get(name, 0) + saved.read(name).double() / 3
+    # As weights for a new run, as the model at this step, and as the model of a tool.
+    for more in (f"--load {output} --finetune", f"--load {output} --no-load-optim"):
+        folder = tmp_path / more.replace(" ", "_").replace("/", "_")
+        (started,) = ranks.run(1, train, f"{flags} --train-iters 8 {more} --skip-train", folder)
+        for name, value in started["params"].items():
+            wanted = mean[f"param/{name}"]
+            found = value.double()[: len(wanted)]  # without padding of the vocabulary
+            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+        assert metrics_of(folder, "valid_loss")
+    assert find_model(output).step == output / "checkpoints" / "step_00000008"
+
+
+def test_the_mean_of_one_step_generates_like_that_step(tmp_path: Path) -> None:
+    model = make_model_run(tmp_path / "run", "", vocab_size=64)
+    assert main([str(tmp_path / "run"), "--last", "1", "--output", str(tmp_path / "mean")]) == 0
+    again = find_model(tmp_path / "mean").load()
+    for name, value in model.logical_values().items():
+        assert torch.equal(again.logical_values()[name], value)
