@@ -1,0 +1,315 @@
+"""Training memory as Sohoni et al. 2019 count it: model, optimizer and activations. No torch.
+
+The conventions (sections 2.1, 2.2 and 3.1 of the report) that give the totals of its tables 3 and
+4, with MB = 10^6 bytes:
+
+- Model: all parameters. Optimizer: a gradient and the momentum buffers, 1 with SGD and 2 with Adam.
+- A sparse tensor of shape c_o x ... is a matrix of c_o rows in compressed-row storage: z values and
+  z column numbers of ceil(log2(columns)) bits. The three or four copies share one index, which is
+  counted with the model. Row pointers are not counted.
+- 16 bit means 2 bytes an entry for everything but the parameters of batch normalization, their
+  gradients and their momentum, which stay at 4 bytes.
+- Activations: see `strategies`. Where normalizations are recomputed from cached means and inverse
+  deviations, these vectors count too (appendix B).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.low_memory.operation_graph import wide_resnet_graph
+from megatron.low_memory.strategies import ActivationCourse, Strategy, activation_course
+from megatron.model.image_shapes import parameter_shapes, wide_resnet_layers
+
+Shapes = Mapping[str, Sequence[int]]
+Bits = Literal[16, 32]
+Optimizer = Literal["sgd", "adam"]
+MOMENTA: Mapping[Optimizer, int] = {"sgd": 1, "adam": 2}
+MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperBytes:
+    """Bytes by the report's three kinds.
+
+    `statistics` are the cached means and inverse deviations from which normalizations are
+    recomputed. They belong to the total, and not to the activations that the report's ratios
+    divide.
+    """
+
+    model: int
+    optimizer: int
+    activations: int
+    statistics: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all kinds."""
+        return self.model + self.optimizer + self.activations + self.statistics
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return each kind's share of the total, as in figure 1."""
+        kinds = ("model", "optimizer", "activations")
+        return {kind: getattr(self, kind) / self.total for kind in kinds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Parameters of a network and how the report stores them.
+
+    Attributes:
+        shapes: Shapes of the parameters by logical name, output dimension first.
+        sparse: Names of the tensors that are pruned where a network is sparse.
+        full_precision: Names of the parameters that 16-bit training keeps in fp32.
+        optimizer: The optimizer, which decides the number of momentum buffers.
+    """
+
+    shapes: Shapes
+    sparse: Collection[str]
+    full_precision: Collection[str]
+    optimizer: Optimizer
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def prunable(self) -> int:
+        """Return the number of entries of the sparse tensors."""
+        return sum(math.prod(self.shapes[name]) for name in self.sparse)
+
+    @property
+    def statistics(self) -> int:
+        """Return the bytes of an fp32 mean and inverse deviation of each normalized channel.
+
+        Batch normalizations have as many weights and biases.
+        """
+        return 4 * sum(math.prod(self.shapes[name]) for name in self.full_precision)
+
+    def states(self, *, bits: Bits, nonzero: float = 1.0) -> tuple[int, int]:
+        """Return the bytes of model and optimizer.
+
+        Args:
+            bits: Width of values.
+            nonzero: Share of the sparse tensors' entries that are stored; 1 stores no index.
+        """
+        values = index_bits = 0
+        for name, shape in self.shapes.items():
+            entries = math.prod(shape)
+            if name in self.sparse and nonzero < 1:
+                entries = round(nonzero * entries)
+                index_bits += entries * column_bits(shape)
+            values += entries * (4 if name in self.full_precision else bits // 8)
+        return values + -(-index_bits // 8), values * (1 + MOMENTA[self.optimizer])
+
+
+def column_bits(shape: Sequence[int]) -> int:
+    """Return ceil(log2(columns)) of a tensor as a matrix with a row for each output (3.1)."""
+    return (math.prod(shape[1:]) - 1).bit_length()
+
+
+def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10) -> Network:
+    """Return a wide residual network, trained with SGD.
+
+    Sparse are the convolutions of the residual blocks: neither the first convolution nor the
+    classifier nor the normalizations (footnote 2 of the report).
+    """
+    layers = wide_resnet_layers(depth=depth, width=width, classes=classes)
+    shapes = parameter_shapes(layers)
+    norms = [layer.name for layer in layers if layer.kind == "norm"]
+    return Network(
+        shapes=shapes,
+        sparse=[name for name in shapes if ".conv" in name],
+        full_precision=[f"{norm}.{leaf}" for norm in norms for leaf in ("weight", "bias")],
+        optimizer="sgd",
+    )
+
+
+ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
+DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
+"""Kernel widths of fairseq's lightconv_iwslt_de_en, whose gated linear units are off here."""
+DICTIONARIES = (8848, 6632)
+"""Entries of the German and the English dictionary of IWSLT'14 after 10,000 joint merges."""
+
+
+def dynamic_conv_network(
+    *,
+    hidden: int = 512,
+    ffn: int = 1024,
+    heads: int = 4,
+    encoder_kernels: Sequence[int] = ENCODER_KERNELS,
+    decoder_kernels: Sequence[int] = DECODER_KERNELS,
+    dictionaries: tuple[int, int] = DICTIONARIES,
+) -> Network:
+    """Return the DynamicConv Transformer (Wu et al. 2019) of the report, trained with Adam.
+
+    Sparse are the weights of the fully connected layers and both embeddings, and dense are the
+    projections that make a kernel for each position, biases and norms (section 4.3).
+
+    Args:
+        hidden: Width of the embeddings and of the hidden states.
+        ffn: Width of the feed-forward layers.
+        heads: Heads of attention and of dynamic convolutions.
+        encoder_kernels: Kernel width of each encoder layer.
+        decoder_kernels: Kernel width of each decoder layer.
+        dictionaries: Entries of the source and of the target dictionary.
+    """
+    source, target = dictionaries
+    shapes: dict[str, tuple[int, ...]] = {
+        "encoder.embed_tokens.weight": (source, hidden),
+        "decoder.embed_tokens.weight": (target, hidden),
+    }
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs)
+        shapes[f"{name}.bias"] = (outputs,)
+
+    def layer(name: str, kernel: int, *, attends: bool) -> None:
+        linear(f"{name}.linear1", hidden, hidden)
+        shapes[f"{name}.conv.weight_linear.weight"] = (heads * kernel, hidden)
+        linear(f"{name}.linear2", hidden, hidden)
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj") if attends else ():
+            linear(f"{name}.encoder_attn.{projection}", hidden, hidden)
+        linear(f"{name}.fc1", ffn, hidden)
+        linear(f"{name}.fc2", hidden, ffn)
+        for norm in range(3 if attends else 2):
+            shapes[f"{name}.norm{norm}.weight"] = shapes[f"{name}.norm{norm}.bias"] = (hidden,)
+
+    for number, kernel in enumerate(encoder_kernels):
+        layer(f"encoder.layers.{number}", kernel, attends=False)
+    for number, kernel in enumerate(decoder_kernels):
+        layer(f"decoder.layers.{number}", kernel, attends=True)
+    shapes["decoder.output_projection.weight"] = (target, hidden)
+    sparse = [name for name, s in shapes.items() if len(s) == 2 and "weight_linear" not in name]
+    return Network(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperRow:
+    """A setting of table 3 or 4, with the total and the reduction that the report prints."""
+
+    nonzero: float
+    bits: Bits
+    microbatch: int
+    strategy: Strategy
+    printed_mb: float
+    printed_reduction: float | None = None
+
+
+NONE, STAR_2 = Strategy("none"), Strategy("residual-star", 2)
+_WIDE_RESNET: Sequence[tuple[float, Bits, int, Strategy, float, float | None]] = (
+    # nonzero, bits, microbatch, strategy, MB, reduction
+    (1.0, 32, 100, NONE, 404.8, None),
+    (1.0, 16, 100, STAR_2, 42.6, 9.5),
+    (1.0, 16, 10, STAR_2, 12.2, 33.2),
+    (0.3, 16, 10, STAR_2, 6.7, 60.7),
+    (0.2, 16, 10, STAR_2, 5.6, 72.2),
+    (0.2, 16, 4, STAR_2, 3.6, 113.0),
+    (0.1, 16, 4, STAR_2, 2.5, 160.8),
+)
+TABLE_3 = tuple(
+    PaperRow(
+        nonzero=nonzero,
+        bits=bits,
+        microbatch=microbatch,
+        strategy=strategy,
+        printed_mb=mb,
+        printed_reduction=reduction,
+    )
+    for nonzero, bits, microbatch, strategy, mb, reduction in _WIDE_RESNET
+)
+"""WRN-28-2 on CIFAR-10; the microbatch is in images."""
+_DYNAMIC_CONV: Sequence[tuple[float, Bits, float, float]] = (
+    (1.0, 32, 662, 4.4),
+    (1.0, 16, 331, 8.7),
+    (0.5, 32, 380, 7.6),
+    (0.5, 16, 201, 14.4),
+    (0.4, 32, 315, 9.2),
+    (0.4, 16, 166, 17.4),
+    (0.3, 32, 249, 11.6),
+    (0.3, 16, 131, 22.1),
+)
+TABLE_4 = tuple(
+    PaperRow(
+        nonzero=nonzero,
+        bits=bits,
+        microbatch=250,
+        strategy=Strategy("residual", 1),
+        printed_mb=mb,
+        printed_reduction=reduction,
+    )
+    for nonzero, bits, mb, reduction in _DYNAMIC_CONV
+)
+"""DC-Transformer on IWSLT'14; the microbatch is in tokens."""
+TABLE_4_BASELINE_MB = 2896
+"""MB of 4,000 tokens in fp32 without checkpointing (figure 1b)."""
+TABLE_4_ACTIVATIONS_MB = 43.5
+"""MB of activations in fp32, half of it in 16 bit, that give every total of table 4.
+
+The report prints no activations of the DC-Transformer. Its eight totals, rounded to whole MB, and
+our counts of model and optimizer leave between 43.45 and 43.54 MB.
+"""
+
+
+@dataclass(frozen=True)
+class WideResNetAccount:
+    """A wide residual network's memory in one setting."""
+
+    bytes: PaperBytes
+    activations: ActivationCourse
+
+
+def wide_resnet_account(
+    *,
+    bits: Bits = 32,
+    nonzero: float = 1.0,
+    microbatch: int = 100,
+    strategy: Strategy = NONE,
+    depth: int = 28,
+    width: float = 2,
+) -> WideResNetAccount:
+    """Count the training memory of a wide residual network on CIFAR-10 (table 3).
+
+    Args:
+        bits: Width of values.
+        nonzero: Share of the entries of the blocks' convolutions that exist.
+        microbatch: Images of a microbatch.
+        strategy: The checkpointing strategy.
+        depth: Layers of the network.
+        width: The factor of its channels.
+    """
+    graph = wide_resnet_graph(depth=depth, width=width)
+    network = wide_resnet_network(depth=depth, width=width)
+    model, optimizer = network.states(bits=bits, nonzero=nonzero)
+    course = activation_course(graph, strategy, batch=microbatch, entry_bytes=bits // 8)
+    counted = PaperBytes(
+        model=model,
+        optimizer=optimizer,
+        activations=course.peak.total,
+        statistics=network.statistics if strategy.caches_statistics else 0,
+    )
+    return WideResNetAccount(counted, course)
+
+
+def account_of(row: PaperRow) -> WideResNetAccount:
+    """Count the setting of a row of `TABLE_3`."""
+    return wide_resnet_account(
+        bits=row.bits, nonzero=row.nonzero, microbatch=row.microbatch, strategy=row.strategy
+    )
+
+
+def translation_total(row: PaperRow) -> float:
+    """Return the MB of a row of `TABLE_4`: model and optimizer counted, activations fitted."""
+    states = dynamic_conv_network().states(bits=row.bits, nonzero=row.nonzero)
+    return sum(states) / MB + TABLE_4_ACTIVATIONS_MB * row.bits / 32
+
+
+def implied_activations(row: PaperRow) -> float:
+    """Return the MB of activations that a row of `TABLE_4` implies: its total less our states."""
+    states = dynamic_conv_network().states(bits=row.bits, nonzero=row.nonzero)
+    return row.printed_mb - sum(states) / MB
