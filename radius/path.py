@@ -59,6 +59,16 @@ RADIUS_PAIRS: tuple[RefusedPair, ...] = (
         "raise adam_beta1, or give --radius-schedule paper",
     ),
     _pair(
+        "sgd_nesterov or sgd_weight_decay coupled",
+        lambda c: (
+            c.optimizer.optimizer == "sgd"
+            and (c.optimizer.sgd_nesterov or c.optimizer.sgd_weight_decay == "coupled")
+        ),
+        "Radius selects by the momentum and the decoupled decay, and unselected entries have no "
+        "gradient to which an L2 term could be added",
+        "give --sgd-weight-decay decoupled without --sgd-nesterov, or another --grad-path",
+    ),
+    _pair(
         "fp16 without accumulate_allreduce_grads_in_fp32",
         lambda c: c.precision.grad_dtype == "float16" and _sums_up(c),
         "a resample sends the sum of many steps times the loss scale, which overflows in 16 bit "

@@ -45,6 +45,7 @@ WITHOUT_TORCH = (
     "megatron.fault_tolerance.watchdog",
     "megatron.fault_tolerance.exit_signals",
     "megatron.model.flops",
+    "megatron.model.image_shapes",
     "megatron.pipeline.message_driven",
     "megatron.pipeline.schedule",
     "megatron.memory_estimate",

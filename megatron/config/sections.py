@@ -360,8 +360,12 @@ class OptimizerConfig:
     min_lr: float = option(
         default=0.0, help="Lowest learning rate after warm-up.", within=at_least(0)
     )
-    lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = option(
-        default="linear", help="Curve from lr down to min_lr (WSD: warm-up, stable, decay)."
+    lr_decay_style: Literal[
+        "linear", "cosine", "constant", "inverse-square-root", "WSD", "multi-step"
+    ] = option(
+        default="linear",
+        help="Curve from lr down to min_lr (WSD: warm-up, stable, decay; multi-step (ours): lr "
+        "times lr_multi_step_factors).",
     )
     lr_decay_iters: int | None = option(
         default=None, help="Steps until min_lr (none = the whole run).", within=at_least(1)
@@ -392,8 +396,26 @@ class OptimizerConfig:
     lr_wsd_decay_samples: int | None = option(
         default=None, help="Samples of the last part of WSD.", within=at_least(1)
     )
+    lr_multi_step_iters: tuple[int, ...] | None = option(
+        default=None,
+        help="Steps after which multi-step changes the learning rate, ascending (ours).",
+        within=at_least(1),
+    )
+    lr_multi_step_samples: tuple[int, ...] | None = option(
+        default=None,
+        help="Samples after which multi-step changes the learning rate, ascending (ours).",
+        within=at_least(1),
+    )
+    lr_multi_step_factors: tuple[float, ...] | None = option(
+        default=None,
+        help="Factors of lr after each of lr_multi_step_iters or _samples, not of one another; "
+        "before the first, the learning rate is lr (ours).",
+        within=above(0),
+    )
     weight_decay: float = option(
-        default=0.01, help="Decoupled weight decay of matrices (0 = off).", within=at_least(0)
+        default=0.01,
+        help="Weight decay of matrices, decoupled (0 = off); see sgd_weight_decay.",
+        within=at_least(0),
     )
     start_weight_decay: float | None = option(
         default=None, help="Weight decay at the first step, where it changes.", within=at_least(0)
@@ -414,6 +436,12 @@ class OptimizerConfig:
         default=1e-8, help="Term added to the square root of Adam's second moment.", within=above(0)
     )
     sgd_momentum: float = option(default=0.9, help="Momentum of SGD (0 = off).", within=below_one())
+    sgd_nesterov: bool = option(default=False, help="Use Nesterov's momentum in SGD (ours).")
+    sgd_weight_decay: Literal["decoupled", "coupled"] = option(
+        default="decoupled",
+        help="Form of SGD's weight decay (ours). decoupled: shrink matrices, as AdamW; coupled: "
+        "add an L2 term to the gradients of all parameters, as torch's SGD.",
+    )
     clip_grad: float = option(
         default=1.0, help="Largest global L2 norm of the gradient (0 = off).", within=at_least(0)
     )

@@ -54,6 +54,10 @@ def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: st
     return RefusedPair(name=name, holds=holds, reason=reason, instead=instead)
 
 
+def _multi_steps(config: Config) -> tuple[int, ...] | None:
+    return config.optimizer.lr_multi_step_iters or config.optimizer.lr_multi_step_samples
+
+
 REFUSED_PAIRS: tuple[RefusedPair, ...] = (
     _pair(
         "fp16 with bf16",
@@ -113,10 +117,11 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
                 c.optimizer.lr_decay_samples
                 or c.optimizer.lr_warmup_samples
                 or c.optimizer.lr_wsd_decay_samples
+                or c.optimizer.lr_multi_step_samples
             )
         ),
         "a run counted in steps has its schedule in steps",
-        "use lr_decay_iters, lr_warmup_iters, lr_wsd_decay_iters",
+        "use lr_decay_iters, lr_warmup_iters, lr_wsd_decay_iters, lr_multi_step_iters",
     ),
     _pair(
         "train_samples with lengths in iters",
@@ -126,10 +131,11 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
                 c.optimizer.lr_decay_iters
                 or c.optimizer.lr_warmup_iters
                 or c.optimizer.lr_wsd_decay_iters
+                or c.optimizer.lr_multi_step_iters
             )
         ),
         "a run counted in samples has its schedule in samples",
-        "use lr_decay_samples, lr_warmup_samples, lr_wsd_decay_samples",
+        "use lr_decay_samples, lr_warmup_samples, lr_wsd_decay_samples, lr_multi_step_samples",
     ),
     _pair(
         "lr_warmup_fraction with lr_warmup_iters or lr_warmup_samples",
@@ -149,6 +155,40 @@ REFUSED_PAIRS: tuple[RefusedPair, ...] = (
         ),
         "the last part of the schedule has no length",
         "give --lr-wsd-decay-iters (with --train-samples: --lr-wsd-decay-samples)",
+    ),
+    _pair(
+        "lr_decay_style multi-step without its steps and their factors",
+        lambda c: (
+            c.optimizer.lr_decay_style == "multi-step"
+            and None in (_multi_steps(c), c.optimizer.lr_multi_step_factors)
+        ),
+        "the schedule has no steps, or no learning rates for them",
+        "give --lr-multi-step-iters (with --train-samples: --lr-multi-step-samples) and "
+        "--lr-multi-step-factors",
+    ),
+    _pair(
+        "lr_multi_step_iters, _samples or _factors without lr_decay_style multi-step",
+        lambda c: (
+            c.optimizer.lr_decay_style != "multi-step"
+            and (_multi_steps(c), c.optimizer.lr_multi_step_factors) != (None, None)
+        ),
+        "another schedule has no such steps",
+        "give --lr-decay-style multi-step, or drop them",
+    ),
+    _pair(
+        "sgd_nesterov or sgd_weight_decay coupled without optimizer sgd",
+        lambda c: (
+            c.optimizer.optimizer != "sgd"
+            and (c.optimizer.sgd_nesterov or c.optimizer.sgd_weight_decay == "coupled")
+        ),
+        "AdamW reads neither",
+        "give --optimizer sgd, or drop them",
+    ),
+    _pair(
+        "sgd_nesterov with sgd_momentum 0",
+        lambda c: c.optimizer.sgd_nesterov and c.optimizer.sgd_momentum == 0,
+        "there is no momentum to look ahead by",
+        "raise --sgd-momentum, or drop --sgd-nesterov",
     ),
     _pair(
         "constant weight decay with start_weight_decay or end_weight_decay",
@@ -343,6 +383,7 @@ ALTERNATIVES: tuple[Alternatives, ...] = (
     (("lr_decay_iters",), ("lr_decay_samples",)),
     (("lr_warmup_iters",), ("lr_warmup_samples",), ("lr_warmup_fraction",)),
     (("lr_wsd_decay_iters",), ("lr_wsd_decay_samples",)),
+    (("lr_multi_step_iters",), ("lr_multi_step_samples",)),
     (("fp16",), ("bf16",)),
     (
         ("data_path",),
@@ -645,6 +686,21 @@ def _schedule_fits(c: Config) -> Complaint:
     return None
 
 
+def _multi_steps_ascend(c: Config) -> Complaint:
+    for name in ("lr_multi_step_iters", "lr_multi_step_samples"):
+        starts, factors = getattr(c.optimizer, name), c.optimizer.lr_multi_step_factors
+        if starts is None or factors is None:
+            continue
+        if len(starts) != len(factors):
+            return (
+                f"{name} has {len(starts)} values and lr_multi_step_factors {len(factors)}; "
+                "give one factor for each step"
+            )
+        if list(starts) != sorted(set(starts)):
+            return f"{name} {' '.join(map(str, starts))} must ascend; sort them"
+    return None
+
+
 def _weight_decay_grows(c: Config) -> Complaint:
     start, end = c.optimizer.start_weight_decay, c.optimizer.end_weight_decay
     if start is None or end is None or start <= end:
@@ -710,6 +766,7 @@ RULES: tuple[Callable[[Config], Complaint], ...] = (
     _ramp_reaches_batch,
     _lr_above_its_floors,
     _schedule_fits,
+    _multi_steps_ascend,
     _weight_decay_grows,
     _loss_scales_ordered,
     _split_is_three_shares,

@@ -27,10 +27,21 @@ def initial_values(
 
     Values are equal on every machine type that torch's CPU generator supports.
     """
-    digest = sha256(f"{seed}:{name}:{logical_shape}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.empty(logical_shape, dtype=torch.float32)
-    return values.normal_(0.0, std, generator=generator)
+    return values.normal_(0.0, std, generator=_generator(seed, name, logical_shape))
+
+
+def uniform_values(
+    seed: int, name: str, logical_shape: tuple[int, ...], bound: float
+) -> torch.Tensor:
+    """Return Uniform(-bound, bound) values of one logical tensor, as `initial_values` does."""
+    values = torch.empty(logical_shape, dtype=torch.float32)
+    return values.uniform_(-bound, bound, generator=_generator(seed, name, logical_shape))
+
+
+def _generator(seed: int, name: str, logical_shape: tuple[int, ...]) -> torch.Generator:
+    digest = sha256(f"{seed}:{name}:{logical_shape}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def initialise(infos: Iterable[ParamInfo], config: ModelConfig, *, seed: int) -> None:

@@ -67,16 +67,17 @@ class BucketOptimizer:
         """Apply a good step; may overwrite its reduced values.
 
         Buckets are updated one after another, so that each waits only for its own mean. Buckets
-        whose parameters do not decay use a weight decay of 0.
+        whose parameters do not decay use a weight decay of 0, unless the rule decays all.
         """
         self.applied += 1
         updates = ShardUpdates(self.engine)
         for bucket in self.engine.buckets:
             reduced = step.reduced.begun(bucket.index)
+            decays = bucket.weight_decay or self.rule.decays_all
             hyper = Hyper(
                 t=self.applied - self.moments_since,
                 lr=lr,
-                weight_decay=weight_decay if bucket.weight_decay else 0.0,
+                weight_decay=weight_decay if decays else 0.0,
             )
             if bucket.shard is None:
                 self._update(bucket, reduced, step.factor, hyper)

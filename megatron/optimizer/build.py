@@ -12,7 +12,11 @@ def update_rule(config: Config) -> UpdateRule:
     """Return the update rule of the configured optimizer."""
     options = config.optimizer
     if options.optimizer == "sgd":
-        return SGD(momentum=options.sgd_momentum)
+        return SGD(
+            momentum=options.sgd_momentum,
+            nesterov=options.sgd_nesterov,
+            coupled=options.sgd_weight_decay == "coupled",
+        )
     kind = ApexAdamW if options.optimizer_impl == "apex" else AdamW
     return kind(beta1=options.adam_beta1, beta2=options.adam_beta2, eps=options.adam_eps)
 
@@ -53,7 +57,18 @@ def learning_rate(config: Config) -> LearningRate:
         style=options.lr_decay_style,
         wsd_decay_samples=samples(options.lr_wsd_decay_iters, options.lr_wsd_decay_samples, 0),
         wsd_style=options.lr_wsd_decay_style,
+        steps=_steps(config),
     )
+
+
+def _steps(config: Config) -> tuple[tuple[int, float], ...]:
+    """Return the starts, in samples, and the factors of the multi-step schedule."""
+    options = config.optimizer
+    starts = options.lr_multi_step_samples or ()
+    if options.lr_multi_step_iters:
+        batch = config.training.global_batch_size or 1
+        starts = tuple(start * batch for start in options.lr_multi_step_iters)
+    return tuple(zip(starts, options.lr_multi_step_factors or (), strict=True))
 
 
 def weight_decay(config: Config) -> WeightDecay:

@@ -25,7 +25,11 @@ class LearningRate:
 
     The rate rises linearly from `warmup_init` over `warmup_samples` (so the first step of a warm-up
     from 0 has rate 0, as in Megatron), decays by `style` until `decay_samples`, then stays at
-    `min_lr`.
+    `min_lr`. The style "multi-step" multiplies `max_lr` by the factor of the last of `steps` that
+    has begun, but never goes below `min_lr`.
+
+    Attributes:
+        steps: (first samples, factor of `max_lr`) of each step, ascending.
     """
 
     max_lr: float
@@ -36,6 +40,7 @@ class LearningRate:
     style: str
     wsd_decay_samples: int = 0
     wsd_style: str = "exponential"
+    steps: tuple[tuple[int, float], ...] = ()
 
     def at(self, samples: int) -> float:
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
@@ -43,6 +48,9 @@ class LearningRate:
             return self.warmup_init + rise
         if self.style == "constant":
             return self.max_lr
+        if self.style == "multi-step":
+            begun = [factor for start, factor in self.steps if samples >= start]
+            return max(self.min_lr, self.max_lr * begun[-1]) if begun else self.max_lr
         if samples > self.decay_samples:
             return self.min_lr
         if self.style == "inverse-square-root":

@@ -29,7 +29,7 @@ class Hyper:
 
     @property
     def shrink(self) -> float:
-        """The factor of decoupled weight decay, which every rule applies to the weight."""
+        """The factor of decoupled weight decay, which a rule without coupled decay applies."""
         return 1.0 - self.lr * self.weight_decay
 
 
@@ -52,6 +52,14 @@ class UpdateRule(Protocol):
     @property
     def adamw(self) -> AdamWConstants | None:
         """Constants of AdamW, for kernels that replace `apply`; None if the rule is not AdamW."""
+        ...
+
+    @property
+    def decays_all(self) -> bool:
+        """True if weight decay applies to all parameters, False if only to those that ask for it.
+
+        The parameters that ask are matrices (`ParamInfo.weight_decay`).
+        """
         ...
 
     def apply(
@@ -102,6 +110,10 @@ class AdamW:
     @property
     def adamw(self) -> AdamWConstants:
         return AdamWConstants(self.beta1, self.beta2, self.eps)
+
+    @property
+    def decays_all(self) -> bool:
+        return False
 
     def apply(
         self,
@@ -213,14 +225,25 @@ class ApexAdamW(AdamW):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """SGD with momentum, without dampening; weight decay is decoupled, as in AdamW."""
+    """SGD with momentum, without dampening.
+
+    With `coupled`, weight decay is an L2 term that is added to the gradient of every parameter, as
+    in torch's SGD; otherwise it is decoupled, as in AdamW. With `nesterov`, the step is
+    g + momentum * v with the new velocity v, as in torch's SGD (Sutskever et al. 2013, rewritten).
+    """
 
     momentum: float
+    nesterov: bool = False
+    coupled: bool = False
     moments: tuple[str, ...] = ("momentum",)
 
     @property
     def adamw(self) -> None:
         return None
+
+    @property
+    def decays_all(self) -> bool:
+        return self.coupled
 
     def apply(
         self,
@@ -231,8 +254,13 @@ class SGD:
         steps_accumulated: torch.Tensor | None = None,
     ) -> None:
         (velocity,) = moments
+        if self.coupled and hyper.weight_decay:
+            grad.add_(weight, alpha=hyper.weight_decay)
         velocity.mul_(self.momentum).add_(grad)
-        weight.mul_(hyper.shrink).add_(velocity, alpha=-hyper.lr)
+        step = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+        if not self.coupled:
+            weight.mul_(hyper.shrink)
+        weight.add_(step, alpha=-hyper.lr)
 
     def direction(
         self,
@@ -241,6 +269,7 @@ class SGD:
         hyper: Hyper,
         steps_accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert not (self.nesterov or self.coupled), "the update is more than momentum and decay"
         velocity = (
             moments[0] if steps_accumulated is None else moments[0] * steps_accumulated.rsqrt()
         )

@@ -171,6 +171,8 @@ KEPT = set(SMALL) | {
     *("fp16", "bf16", "loss_scale", "grad_reduce_in_bf16", "min_loss_scale", "initial_loss_scale"),
     *("min_lr", "lr_warmup_init", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    *("lr_multi_step_iters", "lr_multi_step_samples", "lr_multi_step_factors"),
+    *("optimizer", "sgd_momentum", "sgd_nesterov", "sgd_weight_decay"),
     *("lr_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "profile"),
     "split",
@@ -191,6 +193,8 @@ ROUND_TRIPS = (
     "--train-iters none --train-samples 400 --global-batch-size 16 --rampup-batch-size 4 4 50 "
     "--lr-warmup-samples 9 --lr-decay-samples 300",
     "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --lr-decay-iters 9 --lr 1e-30",
+    "--lr-decay-style multi-step --lr-multi-step-iters 3 6 --lr-multi-step-factors 0.2 0.4",
+    "--optimizer sgd --sgd-nesterov --sgd-weight-decay coupled --sgd-momentum 0.5",
     "--lr-warmup-fraction 0.01 --min-lr 1e-5 --lr-warmup-init 1e-7 --lr-wsd-decay-iters 2",
     "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 1e22",
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --profile",

@@ -74,6 +74,15 @@ REFUSALS = {
     ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--lr-warmup-iters", "2"): (
         "lr_wsd_decay_iters 9 with lr_warmup_iters 2 is more than train_iters 10; lower one of them"
     ),
+    (
+        *("--lr-decay-style", "multi-step", "--lr-multi-step-iters", "3", "5"),
+        *("--lr-multi-step-factors", "0.1"),
+    ): "lr_multi_step_iters has 2 values and lr_multi_step_factors 1; give one factor for each "
+    "step",
+    (
+        *("--lr-decay-style", "multi-step", "--lr-multi-step-iters", "5", "3"),
+        *("--lr-multi-step-factors", "0.1", "0.2"),
+    ): "lr_multi_step_iters 5 3 must ascend; sort them",
     ("--min-loss-scale", "8", "--initial-loss-scale", "4"): "min_loss_scale 8.0 is more than "
     "initial_loss_scale 4.0; lower the former",
     ("--recompute-granularity", "full", "--recompute-num-layers", "3"): "recompute_num_layers 3 is "
@@ -168,6 +177,18 @@ PAIRS = {
         *("--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "1"),
     ),
     "lr_decay_style WSD without its decay's length": ("--lr-decay-style", "WSD"),
+    "lr_decay_style multi-step without its steps and their factors": (
+        *("--lr-decay-style", "multi-step", "--lr-multi-step-iters", "3"),
+    ),
+    "lr_multi_step_iters, _samples or _factors without lr_decay_style multi-step": (
+        *("--lr-multi-step-factors", "0.1"),
+    ),
+    "sgd_nesterov or sgd_weight_decay coupled without optimizer sgd": (
+        *("--sgd-weight-decay", "coupled"),
+    ),
+    "sgd_nesterov with sgd_momentum 0": (
+        *("--optimizer", "sgd", "--sgd-nesterov", "--sgd-momentum", "0"),
+    ),
     "constant weight decay with start_weight_decay or end_weight_decay": (
         *("--start-weight-decay", "0.1"),
     ),

@@ -142,6 +142,7 @@ def on_rank_trajectory(
         (DENSE, FP32, {}),
         (DENSE, BF16, {"rule": SGD(momentum=0.9)}),
         (DENSE, FP16, {}),
+        (SAMO, BF16, {"rule": SGD(momentum=0.9, nesterov=True, coupled=True)}),
         (SAMO, BF16_REDUCED, {}),
         (TICKET, BF16, {}),
     ],

@@ -64,6 +64,40 @@ def test_sgd_is_momentum_with_decoupled_decay() -> None:
     torch.testing.assert_close(param.detach(), weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_coupled_sgd_is_torchs(momentum: float, nesterov: bool) -> None:
+    if nesterov and momentum == 0:
+        pytest.skip("torch refuses Nesterov without momentum")
+    ours = toy(SGD(momentum=momentum, nesterov=nesterov, coupled=True), lr=0.1)
+    params = {info.name: info.param.detach().clone().requires_grad_() for info in ours.infos}
+    options = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov}
+    reference = torch.optim.SGD(params.values(), weight_decay=0.1, **options)
+    for number in range(10):
+        wanted = gradients(number)
+        ours.step([wanted])
+        for name, param in params.items():
+            param.grad = wanted[name].clone()
+        reference.step()
+    for info in ours.infos:
+        torch.testing.assert_close(info.param, params[info.name], rtol=1e-6, atol=1e-7)
+    # Vectors decay, too, as in torch.
+    assert {param.dim() for param in params.values()} >= {1, 2}
+
+
+def test_nesterov_with_decoupled_decay_by_the_formula() -> None:
+    rule = SGD(momentum=0.9, nesterov=True)
+    hyper = Hyper(t=1, lr=0.1, weight_decay=0.2)
+    weight, velocity = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0])
+    grad = torch.tensor([1.0, 3.0])
+    after = 0.9 * velocity + grad
+    expected = weight * (1 - 0.1 * 0.2) - 0.1 * (grad + 0.9 * after)
+    moment = velocity.clone()
+    rule.apply(weight, grad.clone(), [moment], hyper)
+    torch.testing.assert_close(weight, expected)
+    torch.testing.assert_close(moment, after)
+
+
 def test_chunk_cuts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = toy()
     monkeypatch.setattr(bucket_optimizer, "CPU_CHUNK", 128)

@@ -70,6 +70,28 @@ def test_wsd_is_flat_then_falls(style: str, half: float) -> None:
     assert schedule.at(1100) == pytest.approx(0.1)
 
 
+def test_multi_step_takes_the_factor_of_the_last_step_that_has_begun() -> None:
+    """The schedule of the WRN runs of Sohoni et al. (2019, table 5), by epochs of 50,000."""
+    epoch = 50_000
+    steps = ((60 * epoch, 0.2), (120 * epoch, 0.4), (160 * epoch, 0.08))
+    schedule = rate("multi-step", max_lr=0.1, min_lr=0.0, warmup_samples=0, steps=steps)
+    # Samples before the first and before the last update of each span.
+    for first, last, expected in (
+        (0, 60, 0.1),
+        (60, 120, 0.02),
+        (120, 160, 0.04),
+        (160, 200, 0.008),
+    ):
+        assert schedule.at(first * epoch) == pytest.approx(expected)
+        assert schedule.at(last * epoch - 100) == pytest.approx(expected)
+
+
+def test_multi_step_warms_up_and_keeps_above_the_least() -> None:
+    schedule = rate("multi-step", steps=((200, 0.5), (300, 0.01)))
+    assert schedule.at(50) == 0.5
+    assert [schedule.at(n) for n in (101, 199, 200, 299, 300, 10**6)] == [1, 1, 0.5, 0.5, 0.1, 0.1]
+
+
 def test_no_warmup_starts_at_the_top_and_never_divides_by_zero() -> None:
     for style in ("linear", "cosine", "inverse-square-root"):
         assert rate(style, warmup_samples=0).at(0) == pytest.approx(1.0)

@@ -48,6 +48,7 @@ BF16_WIDE: dict[str, Any] = {"dtype": torch.bfloat16, "grad_dtype": torch.float3
 FP16: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float16}
 FP16_WIDE: dict[str, Any] = {"dtype": torch.float16, "grad_dtype": torch.float32}
 ADAM, MOMENTUM = AdamW(beta1=0.9, beta2=0.99, eps=1e-8), SGD(momentum=0.9)
+NESTEROV = SGD(momentum=0.9, nesterov=True, coupled=True)
 SCALE = 64.0
 
 
@@ -101,6 +102,8 @@ def on_rank_run(
         (1, TICKET, BF16_WIDE, ADAM),
         (2, DENSE, FP16, MOMENTUM),
         (2, REWIRED, BF16, MOMENTUM),
+        (1, DENSE, BF16, NESTEROV),
+        (2, REWIRED, FP16_WIDE, NESTEROV),
         (4, TICKET, FP16, ADAM),
     ],
 )

@@ -101,6 +101,8 @@ def test_a_density_outside_its_range_is_refused(density: str) -> None:
             "or give --radius-schedule paper",
         ),
         ("--fp16", "give --accumulate-allreduce-grads-in-fp32, or --radius-residual none"),
+        ("--optimizer sgd --sgd-weight-decay coupled", "give --sgd-weight-decay decoupled"),
+        ("--optimizer sgd --sgd-nesterov", "without --sgd-nesterov, or another --grad-path"),
         ("--fp16 --radius-schedule rolling", "give --accumulate-allreduce-grads-in-fp32"),
     ],
 )
@@ -124,6 +126,13 @@ def test_what_cannot_be_is_refused_with_the_way_out(flags: str, said: str) -> No
 )
 def test_what_can_be_is_accepted(flags: str) -> None:
     assert read(flags).gradient.grad_path == "radius"
+
+
+def test_coupled_decay_is_refused_beside_samo_too() -> None:
+    line = BASE.replace("--grad-path radius", "--grad-path samo+radius --samo-sparsity 0.5")
+    assert line != BASE
+    said = refused("--optimizer sgd --sgd-weight-decay coupled", line)
+    assert "sgd_weight_decay is 'coupled'" in said
 
 
 def test_help_compat_tells_what_is_refused_with_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,4 +140,5 @@ class _TimedRule:
         self.moments = rule.moments
         self.direction = rule.direction
         self.adamw = rule.adamw
+        self.decays_all = rule.decays_all
         self.apply = apply

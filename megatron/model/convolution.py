@@ -1,0 +1,69 @@
+"""Layers of the image classifiers without initial values, and the fillers of these layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatron.model.init import initial_values, uniform_values
+
+Filler = Literal["fan-in uniform", "fan-out normal", "normal 0.01"]
+"""Distributions of initial weights.
+
+fan-in uniform: U(-1/sqrt(fan_in), 1/sqrt(fan_in)), torch's default for both kinds of layers, biases
+included. fan-out normal: N(0, 2 / fan_out), biases 0 (He et al. 2015, eq. 14; torchvision's
+convolutions). normal 0.01: N(0, 0.01^2), biases 0 (torchvision's linear layers of VGG).
+"""
+
+
+def convolution(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False, **placed: Any
+) -> nn.Conv2d:
+    """Return an unfilled convolution with an odd square kernel, padded by half of it.
+
+    Args:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        kernel: Side of the kernel.
+        stride: Distance of the kernel's positions.
+        bias: Whether a bias is added.
+        placed: `dtype` and `device` of the parameters.
+    """
+    options: dict[str, Any] = {"stride": stride, "padding": kernel // 2, "bias": bias}
+    made = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **placed)
+    assert isinstance(made, nn.Conv2d)
+    return made
+
+
+def linear(inputs: int, outputs: int, **placed: Any) -> nn.Linear:
+    """Return an unfilled linear layer with a bias."""
+    made = nn.utils.skip_init(nn.Linear, inputs, outputs, **placed)
+    assert isinstance(made, nn.Linear)
+    return made
+
+
+def fill(network: nn.Module, *, seed: int, convolutions: Filler, linears: Filler) -> None:
+    """Fill the parameters in place: products by their fillers, norm weights 1, norm biases 0.
+
+    Values depend on the seed, the logical name and the shape alone.
+    """
+    for owner, module in network.named_modules():
+        filler = {nn.Conv2d: convolutions, nn.Linear: linears}.get(type(module))
+        for leaf, param in module.named_parameters(recurse=False):
+            shape, name = tuple(param.shape), f"{owner}.{leaf}"
+            if filler is None:
+                values = torch.full(shape, 1.0 if leaf == "weight" else 0.0)
+            elif filler == "fan-in uniform":
+                weight = module.get_parameter("weight")
+                bound = 1 / math.sqrt(weight[0].numel())
+                values = uniform_values(seed, name, shape, bound)
+            elif leaf == "bias":
+                values = torch.zeros(shape)
+            else:
+                std = 0.01 if filler == "normal 0.01" else math.sqrt(2 / param[:, 0].numel())
+                values = initial_values(seed, name, shape, std)
+            with torch.no_grad():
+                param.copy_(values)

@@ -1,0 +1,81 @@
+"""VGG-19 without batch normalization (Simonyan and Zisserman 2015, configuration E).
+
+143,667,240 parameters with 1,000 classes. Names and initial values are torchvision's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.convolution import convolution, fill, linear
+from megatron.model.image_shapes import VGG19_CHANNELS, VGG_HIDDEN, VGG_POOLED, scaled
+from megatron.tensor_parallel.rng import DropoutStreams
+
+
+class Dropout(nn.Module):
+    """Dropout that draws from a stream of its own, by step and microbatch."""
+
+    def __init__(self, probability: float, streams: DropoutStreams, *, layer: int) -> None:
+        super().__init__()
+        self.probability = probability
+        self.streams, self.layer = streams, layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Drop entries in training, and scale the others by 1 / (1 - probability)."""
+        if not self.training or self.probability == 0:
+            return hidden
+        self.streams.enter(self.layer)
+        return F.dropout(hidden, self.probability)
+
+
+class VGG19(nn.Module):
+    """VGG-19 for images of any size of at least 32 x 32 pixels.
+
+    Args:
+        classes: Number of classes.
+        dropout: Probability of dropping a hidden unit of the classifier.
+        streams: Streams of random numbers for dropout.
+        seed: Seed of the initial values.
+        width: A factor of all hidden channels, 1 for the published network.
+        placed: `dtype` and `device` of the parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: int,
+        dropout: float,
+        streams: DropoutStreams,
+        seed: int,
+        width: float = 1.0,
+        **placed: Any,
+    ) -> None:
+        super().__init__()
+        inputs, features = 3, []
+        for outputs in scaled(VGG19_CHANNELS, width):
+            if outputs:
+                features += [convolution(inputs, outputs, 3, bias=True, **placed), nn.ReLU()]
+                inputs = outputs
+            else:
+                features.append(nn.MaxPool2d(2))
+        (hidden,) = scaled([VGG_HIDDEN], width)
+        self.features = nn.Sequential(*features)
+        self.classifier = nn.Sequential(
+            linear(inputs * VGG_POOLED**2, hidden, **placed),
+            nn.ReLU(),
+            Dropout(dropout, streams, layer=0),
+            linear(hidden, hidden, **placed),
+            nn.ReLU(),
+            Dropout(dropout, streams, layer=1),
+            linear(hidden, classes, **placed),
+        )
+        fill(self, seed=seed, convolutions="fan-out normal", linears="normal 0.01")
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return scores [b, classes] of images [b, 3, h, w] of the parameters' dtype."""
+        pooled = F.adaptive_avg_pool2d(self.features(images), VGG_POOLED)
+        return self.classifier(pooled.flatten(1))

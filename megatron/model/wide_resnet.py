@@ -1,0 +1,84 @@
+"""Wide residual networks for small images, with identity shortcuts.
+
+Zagoruyko and Komodakis 2016, in the form of Mostafa and Wang 2019 and of Sohoni et al. 2019: every
+shortcut is an identity, which skips pixels and adds channels of zeros where the shape changes (with
+a width below 1, the first group drops channels of the stem instead). WRN-28-2 has 1,456,858
+parameters.
+
+    image -> conv0 -> [block ... block] x 3 groups -> bn -> ReLU -> mean over pixels -> fc
+    block:   bn1 -> ReLU -> conv1 -> bn2 -> ReLU -> conv2 -> + shortcut
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import BatchNorm2d
+
+from megatron.model.convolution import convolution, fill, linear
+from megatron.model.image_shapes import (
+    WIDE_RESNET_GROUPS,
+    WIDE_RESNET_STEM,
+    blocks_of_group,
+    scaled,
+)
+
+
+class PreActivationBlock(nn.Module):
+    """Two normalized convolutions beside an identity shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int, **placed: Any) -> None:
+        super().__init__()
+        self.bn1 = BatchNorm2d(inputs, **placed)
+        self.conv1 = convolution(inputs, outputs, 3, stride=stride, **placed)
+        self.bn2 = BatchNorm2d(outputs, **placed)
+        self.conv2 = convolution(outputs, outputs, 3, **placed)
+        self.stride = stride
+        self.added_channels = outputs - inputs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [b, inputs, h, w] to [b, outputs, ceil(h / stride), ceil(w / stride)]."""
+        branch = self.conv1(F.relu(self.bn1(hidden)))
+        branch = self.conv2(F.relu(self.bn2(branch)))
+        if self.stride > 1:
+            hidden = hidden[:, :, :: self.stride, :: self.stride]
+        if self.added_channels:  # a negative number drops the last channels
+            hidden = F.pad(hidden, (0, 0, 0, 0, 0, self.added_channels))
+        return branch + hidden
+
+
+class WideResNet(nn.Module):
+    """A wide residual network of `depth` = 6 n + 4 layers.
+
+    Args:
+        depth: Number of layers; n blocks in each of three groups.
+        width: The factor of the groups' channels 16, 32 and 64, which are rounded.
+        classes: Number of classes.
+        seed: Seed of the initial values: U(+-1/sqrt(fan_in)), as in Mostafa and Wang's program.
+        placed: `dtype` and `device` of the parameters.
+    """
+
+    def __init__(self, *, depth: int, width: float, classes: int, seed: int, **placed: Any) -> None:
+        super().__init__()
+        channels, blocks = WIDE_RESNET_STEM, blocks_of_group(depth)
+        self.conv0 = convolution(3, channels, 3, **placed)
+        groups = []
+        for group, outputs in enumerate(scaled(WIDE_RESNET_GROUPS, width)):
+            made = []
+            for block in range(blocks):
+                stride = 2 if group and not block else 1
+                made.append(PreActivationBlock(channels, outputs, stride=stride, **placed))
+                channels = outputs
+            groups.append(nn.Sequential(*made))
+        self.groups = nn.Sequential(*groups)
+        self.bn = BatchNorm2d(channels, **placed)
+        self.fc = linear(channels, classes, **placed)
+        fill(self, seed=seed, convolutions="fan-in uniform", linears="fan-in uniform")
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return scores [b, classes] of images [b, 3, h, w] of the parameters' dtype."""
+        hidden = self.groups(self.conv0(images))
+        return self.fc(F.relu(self.bn(hidden)).mean(dim=(2, 3)))
