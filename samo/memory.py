@@ -14,6 +14,14 @@ from megatron.sparse.sizes import bitmap_bytes
 POSITION_BYTES = 4
 """Bytes of a stored entry's position on a CPU (int32)."""
 MASTER_BYTES = MOMENT_BYTES = 4
+WEIGHT_BYTES = 2
+"""Bytes of a 16-bit weight, the one state that SAMO keeps for pruned parameters too."""
+STATES = {"gradients in 16 bit": 2, "gradients in fp32": 4, "master weights": 4}
+"""Bytes of the paper's compressed states per stored parameter by kind; each moment adds 4."""
+COPY_BYTES = 2
+"""Bytes per stored parameter of the 16-bit copy that the paper's optimizer expands."""
+ADAM, MOMENTUM_SGD = 2, 1
+"""Moments that the optimizers of the paper keep: Adam for GPT, momentum SGD for images."""
 
 
 def state_bytes(
@@ -45,16 +53,35 @@ def index_bytes(sizes: Mapping[str, int], stored: Mapping[str, int], *, device: 
     return sum(bitmap_bytes(sizes[name]) for name in indexed)
 
 
-def paper_bytes(entries: int, stored: int) -> int:
-    """Return the bytes of Eq. 2: 24 f + 2 per parameter."""
-    return 24 * stored + 2 * entries
+def paper_bytes(entries: int, stored: int, moments: int = ADAM) -> int:
+    """Return the bytes of Eq. 2: 24 f + 2 per parameter with Adam, 20 f + 2 with momentum SGD.
+
+    Args:
+        entries: parameters of the model.
+        stored: parameters that are not pruned; f is `stored` over `entries`.
+        moments: fp32 numbers that the optimizer keeps for a stored parameter.
+    """
+    return stored_bytes(moments) * stored + WEIGHT_BYTES * entries
 
 
-def memory_note(kinds: Mapping[str, int], entries: int, stored: int, *, beside_paper: bool) -> str:
+def formula(moments: int = ADAM) -> str:
+    """Return Eq. 2 as text, for example "24 f + 2"."""
+    return f"{stored_bytes(moments)} f + {WEIGHT_BYTES}"
+
+
+def memory_note(
+    kinds: Mapping[str, int],
+    entries: int,
+    stored: int,
+    *,
+    beside_paper: bool,
+    moments: int = ADAM,
+) -> str:
     """Return a log line of the bytes per parameter, optionally with the paper's figure."""
     each = ", ".join(f"{kind} {size / entries:.2f}" for kind, size in kinds.items() if size)
     text = f"samo: {sum(kinds.values()) / entries:.2f} bytes a parameter are kept ({each})"
-    paper = f"; the paper's 24 f + 2 is {paper_bytes(entries, stored) / entries:.2f}"
+    count = paper_bytes(entries, stored, moments) / entries
+    paper = f"; the paper's {formula(moments)} is {count:.2f}"
     return text + paper * beside_paper
 
 
@@ -96,11 +123,6 @@ def _bits_to_tell(choices: int) -> int:
     return (choices - 1).bit_length()
 
 
-DEFAULT_BYTES = 20
-"""Bytes per parameter of dense mixed precision: both weights, both gradients, two moments."""
-TERMS = {"compressed states": 18, "index": 4, "16-bit weights": 2, "their copy": 2}
-"""Bytes of Eq. 1 by kind: per entry that exists, but for the dense weights."""
-BREAK_EVEN = Fraction(1, 4)
 FIGURE = tuple(Fraction(tenths, 10) for tenths in range(2, 10))
 PAPER_SIZES = {"dense": 80.16e9, "SAMO": 20.28e9}
 """Bytes that the paper measured for GPT-3 2.7B, 90 % pruned (section I)."""
@@ -108,34 +130,64 @@ PAPER_PARAMETERS = range(2_600_000_000, 2_700_000_001)
 """Sizes taken for GPT-3 2.7B; 32 layers, width 2560 and GPT-2's vocabulary make 2,651,553,280."""
 
 
-def eq_1(parameters: int, sparsity: Fraction) -> Fraction:
-    """Return M^SAMO = 18 f phi + 4 f phi + 2 phi + 2 f phi, term by term."""
+def default_bytes(moments: int = ADAM) -> int:
+    """Return the bytes per parameter of dense mixed precision: 20 with Adam, 16 with momentum SGD.
+
+    They are both weights, both gradients and the moments (section III-D of the SAMO paper).
+    """
+    return WEIGHT_BYTES + sum(STATES.values()) + MOMENT_BYTES * moments
+
+
+def stored_bytes(moments: int = ADAM) -> int:
+    """Return the bytes per stored parameter of Eq. 1 without the dense weight: 24 with Adam."""
+    return sum(STATES.values()) + MOMENT_BYTES * moments + POSITION_BYTES + COPY_BYTES
+
+
+def break_even(moments: int = ADAM) -> Fraction:
+    """Return the sparsity from which Eq. 2 is below dense training: 1/4 with Adam."""
+    return 1 - Fraction(default_bytes(moments) - WEIGHT_BYTES, stored_bytes(moments))
+
+
+def eq_1(parameters: int, sparsity: Fraction, moments: int = ADAM) -> Fraction:
+    """Return M^SAMO term by term: with Adam, 18 f phi + 4 f phi + 2 phi + 2 f phi."""
     exist = (1 - sparsity) * parameters
-    dense = TERMS["16-bit weights"] * Fraction(parameters)
-    return dense + exist * sum(each for kind, each in TERMS.items() if kind != "16-bit weights")
+    states = sum(STATES.values()) + MOMENT_BYTES * moments
+    dense = WEIGHT_BYTES * Fraction(parameters)
+    return states * exist + POSITION_BYTES * exist + dense + COPY_BYTES * exist
 
 
-def eq_2(parameters: int, sparsity: Fraction) -> Fraction:
-    """Return 24 f phi + 2 phi; with f = 1 - p this is Eq. 3."""
-    return 24 * (1 - sparsity) * parameters + 2 * parameters
+def eq_2(parameters: int, sparsity: Fraction, moments: int = ADAM) -> Fraction:
+    """Return 24 f phi + 2 phi with Adam, 20 f phi + 2 phi with momentum SGD.
+
+    With f = 1 - p this is Eq. 3.
+    """
+    return stored_bytes(moments) * (1 - sparsity) * parameters + WEIGHT_BYTES * parameters
 
 
-def eq_4(parameters: int, sparsity: Fraction) -> Fraction:
-    """Return 20 phi - (24 p - 6) phi; Eq. 5 calls the first term M^default."""
-    return DEFAULT_BYTES * parameters - (24 * sparsity - 6) * parameters
+def eq_4(parameters: int, sparsity: Fraction, moments: int = ADAM) -> Fraction:
+    """Return 20 phi - (24 p - 6) phi with Adam; Eq. 5 calls the first term M^default."""
+    dense, each = default_bytes(moments), stored_bytes(moments)
+    return dense * parameters - (each * sparsity - (each + WEIGHT_BYTES - dense)) * parameters
 
 
-def saved(sparsity: Fraction) -> Fraction:
+def saved(sparsity: Fraction, moments: int = ADAM) -> Fraction:
     """Return the share of M^default that is saved (figure 2)."""
-    return 1 - eq_2(1, sparsity) / DEFAULT_BYTES
+    return 1 - eq_2(1, sparsity, moments) / default_bytes(moments)
 
 
 def equations() -> Iterator[str]:
-    """Yield the lines of figure 2 as a table, by Eq. 1 to 5."""
+    """Yield the lines of figure 2 as a table, by Eq. 1 to 5, and the table of momentum SGD."""
     yield "SAMO paper, Eq. 1-5 and figure 2: bytes a parameter and what is saved of 20"
-    yield "  p      " + "".join(f"{float(p):>8.2f}" for p in (BREAK_EVEN, *FIGURE[1:]))
-    yield "  bytes  " + "".join(f"{float(eq_2(1, p)):>8.1f}" for p in (BREAK_EVEN, *FIGURE[1:]))
-    yield "  saved  " + "".join(f"{float(saved(p)):>8.0%}" for p in (BREAK_EVEN, *FIGURE[1:]))
+    yield from _by_sparsity(ADAM)
+    yield "the same counts with SGD and momentum, of 16"
+    yield from _by_sparsity(MOMENTUM_SGD)
+
+
+def _by_sparsity(moments: int) -> Iterator[str]:
+    columns = (break_even(moments), *(p for p in FIGURE if p > break_even(moments)))
+    yield "  p      " + "".join(f"{float(p):>8.2f}" for p in columns)
+    yield "  bytes  " + "".join(f"{float(eq_2(1, p, moments)):>8.1f}" for p in columns)
+    yield "  saved  " + "".join(f"{float(saved(p, moments)):>8.0%}" for p in columns)
 
 
 def comparison(parameters: int) -> Iterator[str]:
@@ -143,7 +195,7 @@ def comparison(parameters: int) -> Iterator[str]:
     if parameters not in PAPER_PARAMETERS:
         return
     states = {
-        "dense": DEFAULT_BYTES * parameters,
+        "dense": default_bytes() * parameters,
         "SAMO": paper_bytes(parameters, parameters // 10),
     }
     yield f"GPT-3 2.7B, {parameters:,} parameters, p = 0.9, in GB"

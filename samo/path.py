@@ -279,7 +279,7 @@ def _notes(
     if width == 4:
         # fp32 parameters stored whole are views of their master weights.
         kinds["parameters"] = width * entries
-    yield memory_note(kinds, all_, stored, beside_paper=width == 2)
+    yield memory_note(kinds, all_, stored, beside_paper=width == 2, moments=moments)
     if options.dsr_interval is not None:
         shapes = parts.everywhere({info.name: info.logical_shape for info in infos})
         sparse = {name: kept for name, (kept, _) in masked.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.planner.grids import planned
 from tests.test_repo import SITES
 from tools.planner import course
 from tools.planner.course import Links, Setting, course_of, jittered, with_links
-from tools.planner.replay import axonn, network, page, radius, samo
+from tools.planner.replay import axonn, network, page, radius, samo, samo_images
 from tools.planner.replay.machines import Machine
 from tools.planner.replay.rows import FITTED, PREDICTED, ReplayRow, ReplayTable
 from tools.planner.seconds import PassSeconds, step_seconds
@@ -378,6 +379,52 @@ def test_samo_table_ii() -> None:
 def test_stages_of_samo_are_those_that_its_measured_memory_needs() -> None:
     stages = {name: (m.stages(False), m.stages(True)) for name, m in samo.MODELS.items()}
     assert stages == {"XL": (4, 1), "2.7B": (8, 2), "6.7B": (16, 4), "13B": (32, 8)}
+
+
+def test_samo_figure_5_has_the_papers_order_and_not_its_size() -> None:
+    table = the("samo", "figure 5")
+    assert not table.constants and all(each.kind == PREDICTED for each in table.rows)
+    savings = {each.what: each.simulated for each in table.rows if each.unit == "%"}
+    vgg, wide = (
+        [savings[f"{name}, {gpus} GPUs"] for gpus in samo_images.GPUS]
+        for name in ("VGG-19", "WideResnet-101")
+    )
+    assert len(savings) == len(vgg) + len(wide)
+    assert vgg == sorted(vgg) and wide == sorted(wide), "savings grow with the number of GPUs"
+    assert all(v > w for v, w in zip(vgg, wide, strict=True))
+    assert all(each.holds for each in table.rows)
+    assert all(each.is_off for each in table.rows), "the page says that none is inside"
+    assert table.notes[0].startswith("0 of the eight")
+
+
+def test_a_batch_of_figure_5_is_its_formula() -> None:
+    run = samo_images.runs(samo.fitted(), image=0.010, compression=1e-11, hidden=0.5)["vgg19"]
+    nic = run.site.nics_per_node * run.site.nic_rate * run.site.network_efficiency
+    # 32 GPUs, 4 images each: 143,667,240 parameters, of which 14,379,958 exist at p = 0.9.
+    latency = 2 * 31 * run.site.nic_latency
+    dense, pruned = (2 * 31 / 32 * 2 * n / nic + latency for n in (143_667_240, 14_379_958))
+    assert run.sending(32, pruned=False) == pytest.approx(dense, rel=1e-12)
+    assert run.step(32, pruned=False) == pytest.approx(0.040 + dense - 0.020, rel=1e-12)
+    assert pruned < 0.020, "hidden"
+    assert run.step(32, pruned=True) == pytest.approx(0.040 + 0.00143667240, rel=1e-12)
+    wide = samo_images.runs(samo.fitted(), image=0.010)["wide_resnet101"]
+    assert wide.computing(128) == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize("name", ["vgg19", "wide_resnet101"])
+def test_computing_that_a_saving_needs_gives_that_saving(name: str) -> None:
+    machine = samo.fitted()
+    run = samo_images.runs(machine)[name]
+    needed = run.needed(64, 25.0)
+    slower = replace(run, image=needed / 2)
+    assert slower.computing(64) == pytest.approx(needed)
+    assert slower.saved(64) == pytest.approx(25.0)
+
+
+def test_figure_8_makes_compression_dearer_than_its_bytes() -> None:
+    machine = samo.fitted()
+    by_bytes = samo.COMPRESSION / machine.facts.memory_rate
+    assert 10 * by_bytes < samo_images.figure_8_compression(machine) < 20 * by_bytes
 
 
 def test_our_own_network_is_predicted() -> None:

@@ -16,7 +16,7 @@ from megatron.data_parallel.bucket import ALIGNMENT
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import Trainer
-from samo.memory import paper_bytes, state_bytes
+from samo.memory import memory_note, paper_bytes, state_bytes
 from tests.training.harness import NO_DROPOUT, make_trainer
 from tools.bench.common.tensors import storages
 from tools.bench.samo_memory.model_state import ModelState, count, watch_gradients
@@ -89,6 +89,15 @@ def test_tensors_of_a_run_are_as_many_bytes_as_are_promised(
     assert kept < paper_bytes(entries, stored)
     within = SMALL + (grad_bytes + 12) * gaps + 2 * PADDING
     assert kept <= (grad_bytes + 16) * stored + 2 * entries + within
+
+
+def test_the_log_names_the_papers_count_of_the_optimizer() -> None:
+    kinds = {"parameters": 2000, "index": 400}
+    adam = memory_note(kinds, 1000, 100, beside_paper=True)
+    assert adam.endswith("(parameters 2.00, index 0.40); the paper's 24 f + 2 is 4.40")
+    sgd = memory_note(kinds, 1000, 100, beside_paper=True, moments=1)
+    assert sgd.endswith("the paper's 20 f + 2 is 4.00")
+    assert "paper" not in memory_note(kinds, 1000, 100, beside_paper=False)
 
 
 def test_without_masks_as_much_is_kept_as_by_the_dense_path(build: Build) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.planner.replay import axonn, network, radius, samo
+from tools.planner.replay import axonn, network, radius, samo, samo_images
 from tools.planner.replay.axonn_scaling import scaling
 from tools.planner.replay.rows import FAR, ReplayTable
 
@@ -40,7 +40,9 @@ def tables(source: str) -> list[ReplayTable]:
     if source in ("axonn", "samo", "all"):
         machine = axonn.fitted()
         found += [axonn.ablation(machine), scaling(machine)] if source != "samo" else []
-        found += samo.tables(samo.fitted(), machine) if source != "axonn" else []
+        if source != "axonn":
+            own = samo.fitted()
+            found += [*samo.tables(own, machine), samo_images.figure_5(own)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""SAMO on Summit (Singh and Bhatele 2023): table II, the speedups of figures 5 to 7, figure 8.
+"""SAMO on Summit (Singh and Bhatele 2023): table II, the speedups of figures 6 and 7, figure 8.
 
 Stages and micro-batches are not printed. Stages here: the fewest, a power of two, whose GPUs hold
 what the paper measured for 2.7B, in proportion to the parameters. Micro-batch: 1. All stages take
@@ -245,8 +245,7 @@ def _speedups(machine: Machine) -> ReplayTable:
             "34 is taken. Its caption says that a GPU has 4 samples at the fewest GPUs and 1 at "
             "the most; its table says 8 and 1",
             "taken: the least saving is that of the fewest GPUs, as the text has the largest at "
-            "the most. VGG-19 and WideResnet-101 are not GPTs, DeepSpeed-3D's and Sputnik's "
-            "settings are not told: none is simulated",
+            "the most. DeepSpeed-3D's and Sputnik's settings are not told: neither is simulated",
         ],
     )
 
