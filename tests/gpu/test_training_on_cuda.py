@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron.checkpoint.find import CheckpointSource, find_checkpoint
 from megatron.config import parse, resolve
-from megatron.data.data_loader import BatchReader
+from megatron.data.batches import Reader
 from megatron.data_parallel.reducer import StepContext
 from megatron.launch import Launch, Runtime
 from megatron.parallel.dims import ParallelDims
@@ -53,7 +53,7 @@ def make_trainer(
     )
 
 
-def train_reader(trainer: Trainer) -> BatchReader:
+def train_reader(trainer: Trainer) -> Reader:
     assert trainer.readers.train is not None
     return trainer.readers.train
 
