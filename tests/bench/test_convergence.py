@@ -1,5 +1,4 @@
-"""The convergence study: what it declares parses, what it did it does not do again, what it tells
-follows from the rows."""
+"""Tests of the convergence study: its runs parse, finished ones are skipped, its page follows."""
 
 from __future__ import annotations
 

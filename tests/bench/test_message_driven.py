@@ -1,4 +1,4 @@
-"""The benchmark of message-driven pipelines: what it reckons, and that it runs where MPI is."""
+"""Tests of the benchmark of message-driven pipelines: its arithmetic, and a small run over MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of kernels in C beside torch runs at a size that measures nothing."""
+"""The benchmark of C kernels and torch runs at a size that measures nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each folder of tools/bench says what it found, how to measure it again, and is in the index."""
+"""Each folder of tools/bench states its finding and its command, and is in the index."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_links_and_pictures_and_programs_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("folder", QUESTIONS, ids=lambda folder: folder.name)
 def test_what_a_run_writes_keeps_the_head(folder: Path) -> None:
-    """Every page whose numbers are kept beside it is written anew below the mark alone."""
+    """A page with stored numbers, and no other page, has the mark exactly once."""
     text = (folder / PAGE).read_text(encoding="utf-8")
     assert text.count(f"\n{MARK}\n") == (folder / RESULTS).is_file()
 

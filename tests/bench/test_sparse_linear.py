@@ -1,4 +1,4 @@
-"""The benchmark of pruned layers runs at a size that measures nothing, and tells what is absent."""
+"""The benchmark of pruned layers runs at a tiny size and reports missing kernels."""
 
 from __future__ import annotations
 

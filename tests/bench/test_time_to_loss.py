@@ -30,7 +30,7 @@ def run(group: str, *, loss: float = 5.0, interval: int | None = None) -> dict[s
 
 
 def study() -> list[dict[str, Any]]:
-    """All runs that the page is made of; those of sparse paths end 0.2 higher."""
+    """Return all runs of the page; runs of sparse paths end 0.2 higher."""
     return [
         run(
             group,

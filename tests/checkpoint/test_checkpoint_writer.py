@@ -1,4 +1,4 @@
-"""A save is whole or not there, at whichever system call it ends."""
+"""A save is complete or absent, at whichever system call it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(directory: Path, step: int, value: float, files: Files = QUICK) -> Path
 
 
 def found(directory: Path) -> tuple[int, float] | None:
-    """Step and value of what a new start would load, all of it checked."""
+    """Return step and value of the checkpoint that a new start would load, fully verified."""
     path = find_checkpoint(directory, log=silent, repair=True)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""A GPT saved by any grid and loaded by any other: equal to the last bit; it trains on alike."""
+"""A GPT saved by any grid loads on any other bit by bit, and trains on equally."""
 
 from __future__ import annotations
 

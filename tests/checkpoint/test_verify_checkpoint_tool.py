@@ -1,4 +1,4 @@
-"""The tool tells the truth, in few words, with the right exit code, without torch."""
+"""The tool reports checkpoints briefly, with the right exit code and without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small configuration to break, gradient paths to choose from, and what a refusal must be."""
+"""A small configuration to break, gradient paths to choose from, and checks of a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that are alternatives: a flag replaces what the file says of the others."""
+"""Alternative settings: a flag replaces the file's settings of the same group."""
 
 from __future__ import annotations
 

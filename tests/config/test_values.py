@@ -1,4 +1,4 @@
-"""Types are strict, and alike for flags and file."""
+"""Types are strict, and equal for flags and file."""
 
 from __future__ import annotations
 

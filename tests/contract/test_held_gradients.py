@@ -1,4 +1,4 @@
-"""Gradients that a GPU accumulates together are those accumulated one by one, in fewer launches."""
+"""Gradients that a GPU accumulates together equal gradients accumulated one by one."""
 
 from __future__ import annotations
 

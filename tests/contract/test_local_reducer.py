@@ -28,8 +28,10 @@ class LocalReducer(GradientReducer):
 
 
 def on_rank(groups: ProcessGroups) -> dict[str, Any]:
-    """Three steps of different gradients on each rank beside the same steps on one rank alone;
-    then a gradient that is not finite on the last rank."""
+    """Compare three steps with the same steps on one rank alone.
+
+    Each rank has its own gradients. Then one gradient on the last rank is not finite.
+    """
     rank, alone = groups.dp.rank, Toy(ALONE, DENSE)
     toy = Toy(groups, DENSE)
     toy.engine.reducer = LocalReducer(Exchange(groups.dp))

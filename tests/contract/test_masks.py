@@ -1,4 +1,4 @@
-"""Contracts 6 and 9 where not all coordinates exist: what is pruned, and pruning nothing."""
+"""Contracts 6 and 9 for partly stored parameters: pruned entries, and pruning nothing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_sum_of_squares_is_exact_to_fp32_rounding_at_any_length(entries: int) ->
 
 
 class NormCalls(TorchDispatchMode):
-    """Counts what is launched, and the entries of the longest tensor that it makes."""
+    """Counts launched operations, and the entries of the longest tensor that they make."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of what ZeRO-1 changes by sharding the optimizer states, and what it must not change."""
+"""Tests of ZeRO-1: the optimizer states that it shards, and results that must not change."""
 
 from __future__ import annotations
 

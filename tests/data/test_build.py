@@ -17,7 +17,7 @@ from tests.data.pairs import Options, write_pair
 
 
 class BuildNotes(list[str]):
-    """Collects what is said."""
+    """Collects log lines."""
 
     def __call__(self, line: str) -> None:
         self.append(line)

@@ -1,4 +1,4 @@
-"""Samples cover the tokens they should, and a cache never serves what is not its own."""
+"""Samples cover the right tokens, and a cache never serves entries of other data."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_negative_id_is_placed(tmp_path: Path) -> None:
 
 
 class DatasetNotes(list[str]):
-    """Collects what is said."""
+    """Collects log lines."""
 
     def __call__(self, line: str) -> None:
         self.append(line)

@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the code says: its tables, its examples, its variables."""
+"""docs/configuration.md agrees with the code: its tables, its examples, its variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files, links and flags that README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ name are there."""
+"""Files, links and flags that README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ name exist."""
 
 from __future__ import annotations
 

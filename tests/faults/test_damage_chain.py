@@ -1,5 +1,4 @@
-"""A real run that is killed again and again, while it saves in the background, comes to the end of
-the run that was left alone, bit by bit."""
+"""A run that is killed again and again while it saves ends like an undisturbed run, bit by bit."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_matrix(
     unbroken: dict[int, float],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Each rank of the grid fails in turn; every other rank leaves by itself, having a peer."""
+    """Each rank of the grid fails in turn; every other rank ends by itself with exit code 6."""
     record_property("fault", f"{row.fault.split(':')[0]} in {row.phase}, on a grid")
     ended = start_ranks(WORLD, tmp_path, f"{GRID} {TIMEOUT}", fault=row.fault).finish()
     assert ended.codes[row.rank] in row.codes, (ended.codes, ended.all_stderr)

@@ -45,8 +45,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 def test_a_bad_step_is_skipped_everywhere_and_changes_nothing(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    """A run whose last step is bad ends in the state of the run without that step; data go on,
-    the learning rate does not."""
+    """A run with a bad last step ends like a run without that step; only data advance."""
     flags = f"{TINY} --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 8"
     faults = f"{kind}:1:6:backward"
     bad = ranks.run(2, on_rank, f"{flags} --train-iters 6", tmp_path / "bad", faults)
@@ -73,7 +72,7 @@ def test_too_many_in_a_row_end_the_run_and_save_nothing_bad(ranks: Ranks, tmp_pa
         assert "up to step 8" in rank["error"] and rank["applied"] == 4
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir())
     assert names == ["step_00000003", "step_00000006"]
-    # Given again without the cause it goes on from there.
+    # Started again without the cause, the run continues from there.
     again = ranks.run(2, on_rank, flags, tmp_path)
     assert [rank["error"] for rank in again] == ["", ""] and again[0]["applied"] == 18
     assert metrics_of(tmp_path, "skipped") == [False] * 4 + [True] * 2 + [False] * 14

@@ -40,7 +40,7 @@ def check_left(ended: Ended, left: str) -> int:
 
 
 def test_signals_to_any_rank_and_the_stop_file_save_once_and_leave(tmp_path: Path) -> None:
-    """The runs go on at once, since each run mostly waits."""
+    """The runs of all cases go on in parallel, since each run mostly waits."""
 
     def begin(name: str, flags: str = LONG) -> Started:
         return start_ranks(2, tmp_path / name, flags, fault=SLOW)

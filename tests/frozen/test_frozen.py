@@ -1,7 +1,7 @@
-"""Checkpoints of an earlier day verify, hold the same bits and train on.
+"""Checkpoints written by an earlier version verify, hold the same bits and can be resumed.
 
-`tests/frozen/write.py` wrote them. A failure means that a run which is under way could not go on
-with the present code.
+`tests/frozen/write.py` wrote them. A failure means that an existing run could not be resumed with
+the present code.
 """
 
 from __future__ import annotations

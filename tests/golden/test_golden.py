@@ -1,4 +1,4 @@
-"""Tiny runs of every mechanism learn what they learned when their losses were recorded."""
+"""Tiny runs of every mechanism have the losses that were recorded."""
 
 from __future__ import annotations
 

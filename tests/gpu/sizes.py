@@ -1,4 +1,4 @@
-"""Sizes of what the tests of this folder compute with."""
+"""Sizes used by the tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baselines on a device beside themselves on the CPU. No pytest in here, as elsewhere."""
+"""The baselines on a device, compared with the CPU."""
 
 from __future__ import annotations
 

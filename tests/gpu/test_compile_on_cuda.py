@@ -1,4 +1,4 @@
-"""Compiled layers, the default on a device, beside layers that are not compiled."""
+"""Compiled layers, the default on a device, compared with layers that are not compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""States in pinned host memory beside the same on the device, over streams of their own. No pytest
-in here: the tests run without it too, given `device`."""
+"""States in pinned host memory, with separate streams, compared with states on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Radius on a device: the run it makes beside the CPU's, without a wait of the host, and resumed.
-No pytest in here either."""
+"""Radius on a device: equal to the CPU, without host waits, and resumable."""
 
 from __future__ import annotations
 

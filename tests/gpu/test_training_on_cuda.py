@@ -1,5 +1,4 @@
-"""Training steps on a device beside the same steps on the CPU. No pytest in here: the tests run
-without it too, given `device` and `tmp_path`."""
+"""Training steps on a device, compared with the same steps on the CPU."""
 
 from __future__ import annotations
 

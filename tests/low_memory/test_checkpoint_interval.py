@@ -1,4 +1,7 @@
-"""The sqrt rule against Eq. 1 of AxoNN by brute force, resolved, told and trained with."""
+"""The sqrt rule compared with Eq.
+
+1 of AxoNN by brute force, in the configuration and in training.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ NOON = 1_700_000_000.0
 
 
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that stands still until it is advanced."""
 
     def __init__(self) -> None:
         self.now = NOON

@@ -1,4 +1,4 @@
-"""Every gradient path computes on every grid of four ranks what it computes on one."""
+"""Every gradient path computes on every grid of four ranks the same as on one rank."""
 
 from __future__ import annotations
 

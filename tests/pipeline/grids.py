@@ -42,7 +42,7 @@ def masters(trainer: Trainer) -> dict[str, torch.Tensor]:
 def train_by_hand(
     groups: ProcessGroups, flags: str, pp: int, run_dir: Path, tp: int = 1
 ) -> dict[str, Any]:
-    """Three steps with an evaluation in between: what each rank finds."""
+    """Run three steps with an evaluation in between, and return each rank's results."""
     trainer = trainer_on(groups, flags, pp, run_dir, tp=tp)
     launched: list[int] = []
     backward, finish = trainer.stage.backward, trainer.engine.finish

@@ -35,7 +35,7 @@ class Mailbox:
             return self._tensors.pop(message)
 
     def look(self, messages: Sequence[Message], *, wait: bool) -> list[Message]:
-        """Return those of the messages that are here, in order of arrival."""
+        """Return the messages that have arrived, in order of arrival."""
         with self._changed:
             self._stand(lambda: not wait or any(each in self._tensors for each in messages))
             return [each for each in self.order if each in messages and each in self._tensors]

@@ -75,7 +75,7 @@ Entry = QueuedLaunch | Meeting | StreamWait | HostWait
 
 
 class Recorder:
-    """A list of what the host of one rank issues."""
+    """A list of the operations that the host of one rank issues."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -242,7 +242,7 @@ class QueueDevice:
         return self.at == len(self.entries) and self.is_idle
 
     def issue(self) -> bool:
-        """Let the host go on until it has to wait; return whether it did anything."""
+        """Run the host until it has to wait; return whether it did anything."""
         began = self.at
         while self.at < len(self.entries):
             entry = self.entries[self.at]

@@ -1,4 +1,4 @@
-"""Trainers on the ranks of a grid, and counts of what they hold and send."""
+"""Trainers on the ranks of a grid, with counts of bytes held and sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def grid_of(config: GPTConfig, world: int, vocabulary: int) -> RankGrid:
 
 
 def on_rank(groups: ProcessGroups, flags: str, steps: int, run_dir: Path) -> dict[str, Any]:
-    """Return what a rank of this run holds after some steps, and what it sent in each step."""
+    """Return the bytes that a rank of this run holds after some steps, and sent in each step."""
     config = resolve(parse(flags.split(), paths=GRADIENT_PATHS), groups.world.size)
     parallel = config.parallel
     groups = groups_of(

@@ -1,4 +1,4 @@
-"""tools/plan.py as a user calls it: what it says, how fast, and what it refuses."""
+"""tools/plan.py as a user calls it: its output, its speed, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned model and path state, and bytes sent, against those of real trainers, to the byte."""
+"""Planned model state, path state and bytes sent, compared with real trainers to the byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory, counted from the tensors that exist while a step runs, against what is promised."""
+"""Memory counted from the tensors alive during a step, compared with the planned memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLACK = 64 * 1024
 
 
 class BucketBench:
-    """A reducer with one bucket, whose tensors are told from all others."""
+    """A reducer with one bucket, whose tensors are distinguished from all others."""
 
     def __init__(self, density: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         where = {"w": Slice(0, ENTRIES)}
@@ -67,7 +67,7 @@ class BucketBench:
         self.reducer.commit(self.bucket, update if wanted else None)
 
     def kept(self) -> tuple[int, int]:
-        """Bytes the reducer holds: state, and vectors for what is sent."""
+        """Return the bytes that the reducer holds: state, and vectors of sent values."""
         own = self.reducer._own[0]
         values = sum(tensor.nbytes for tensor in own._kept.values())
         if isinstance(own.index, BitmapIndex):

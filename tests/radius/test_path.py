@@ -1,4 +1,4 @@
-"""`--radius-*`: defaults, refusals with their way out, what the path builds and plans."""
+"""`--radius-*`: defaults, refusals with their way out, the parts that the path builds and plans."""
 
 from __future__ import annotations
 

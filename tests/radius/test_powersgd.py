@@ -105,7 +105,7 @@ def test_what_is_not_sent_is_kept(dtype: torch.dtype) -> None:
 
 
 class LowRankWeights(torch.nn.Module):
-    """Parameters whose gradient is whatever is wanted."""
+    """Parameters with given gradients."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -280,7 +280,7 @@ def trajectory(case: PathCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_case
 def test_both_kinds_of_index_make_the_same_run(case: PathCase, dtype: torch.dtype) -> None:
-    """Offsets, and a bitmap by whatever kernels are here."""
+    """Offsets, or a bitmap with every available set of kernels."""
     with index_of(bits=False):
         wanted = trajectory(case, dtype)
     with index_of(bits=True):

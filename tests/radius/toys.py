@@ -73,7 +73,7 @@ def moved(source: Toy, target: Toy, own: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def index_of(bits: bool) -> Iterator[None]:
-    """Make indices bitmaps, with whatever kernels this machine has, or offsets."""
+    """Use bitmap indices, with the available kernels, or offsets."""
     with ExitStack() as changed:
         for module in ("reducer", "functional", "ddp_hook"):
             changed.enter_context(patch(f"radius.{module}.keeps_bits", lambda *_: bits))

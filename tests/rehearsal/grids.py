@@ -1,5 +1,4 @@
-"""Training steps of the ranks of a grid on devices, beside the same steps on the CPU. Runs in
-processes that have the device and NCCL."""
+"""Training steps of the ranks of a grid on devices, compared with the same steps on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that have a device each, for tests of grids: those of `tests.ranks`, or MPI's."""
+"""Ranks with a device each, for tests of grids: ranks of `tests.ranks`, or of MPI."""
 
 from __future__ import annotations
 
