@@ -119,7 +119,7 @@ def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
     directory = step.parent
     run = directory.parent if directory.name == CHECKPOINTS else directory
     config = run / "config.yaml"
-    command = ["python", "pretrain_gpt.py", "--config"]
+    command = ["python", _entry(config), "--config"]
     command.append(_usable(config, output, overwrite) if config.is_file() else "CONFIG_OF_THE_RUN")
     command += ["--run-dir", "NEW", "--grad-path", "samo", "--samo-pruning", "file"]
     command += ["--samo-mask-file", str(output)]
@@ -135,6 +135,13 @@ def print_ways(step: Path, output: Path, *, overwrite: bool) -> None:
         f"train from the weights of step K, one of {', '.join(map(str, steps))}:\n"
         f"  {shlex.join([*command, *load])}"
     )
+
+
+def _entry(config: Path) -> str:
+    """Return the script of the run, which the first line of its configuration names."""
+    first = config.read_text(encoding="utf-8").partition("\n")[0] if config.is_file() else ""
+    named = re.search(r"pretrain_[a-z0-9_]+\.py", first)
+    return named[0] if named else "pretrain_gpt.py"
 
 
 def _usable(config: Path, output: Path, overwrite: bool) -> str:

@@ -119,6 +119,14 @@ def test_the_ways_to_go_on_are_commands(
     assert f"--load {shlex.quote(str(run / 'checkpoints'))}" in shown
 
 
+def test_the_commands_name_the_script_of_the_task(
+    run: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.yaml").write_text("# All settings of a run of pretrain_vision.py; see there.\n")
+    assert main([str(run), "--sparsity", "0.9", "--output", str(output)]) == 0
+    assert capsys.readouterr().out.count("  python pretrain_vision.py --config") == 2
+
+
 RADIUS = "--grad-path radius --radius-interval 5 --load OLD --ckpt-step 3 --finetune"
 SAMO = "--grad-path samo --samo-scope global --samo-keep-embeddings --dsr-interval 2"
 DENSE = "--load OLD --accept-new-data"
