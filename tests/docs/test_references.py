@@ -47,8 +47,10 @@ def test_flags_that_are_named_are_known() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     # Not beginnings of several, such as --dsr-*.
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![a-z0-9*-]|\.\.\.)", text))
-    help_ = [sys.executable, REPO / "pretrain_gpt.py", "--help"]
-    known = subprocess.run(help_, capture_output=True, text=True, timeout=LIMIT).stdout
+    known = ""
+    for entry in sorted(REPO.glob("pretrain_*.py")):
+        help_ = [sys.executable, entry, "--help"]
+        known += subprocess.run(help_, capture_output=True, text=True, timeout=LIMIT).stdout
     for folder in ("scripts", "tools", "megatron/config"):
         for file in (REPO / folder).rglob("*"):
             known += file.read_text(encoding="utf-8") if file.suffix in (".py", ".sh") else ""
