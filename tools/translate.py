@@ -134,7 +134,7 @@ def find_translator(place: Path, *, step: int | None, data_path: str | None) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    options = _arguments(arguments)
+    options = parse_arguments(arguments)
     try:
         _check(options)
         translator = find_translator(
@@ -252,7 +252,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"{flag}: {value}; must be {rule}")
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags; argparse leaves with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(
         prog="translate.py",
         description="Translate with the model of a run, or score it on its held-back pairs.",

@@ -82,6 +82,13 @@ CASES: dict[str, PageCase] = {
     "python pretrain_gpt.py --config start/model.yaml": PageCase(
         typed="{} --global-batch-size 4 --train-iters 2 --eval-iters 1"
     ),
+    # ---- translation ---------------------------------------------------------------------------
+    "scripts/dc_transformer_de_en.sh": PageCase(
+        typed="{} --encoder-layers 1 --decoder-layers 1 --embed-dim 32 --ffn-embed-dim 32 "
+        "--encoder-kernel-size-list 3 --decoder-kernel-size-list 3 --train-iters 4 "
+        "--save-interval 2 --lr-warmup-iters 2 --max-tokens 400"
+    ),
+    "python tools/translate.py runs": PageCase(typed="{} --max-len-b 20"),
     # ---- on a Slurm cluster: another clone, to which the wheels were carried ---------------------
     "python3 -m venv .venv": PageCase(
         typed="deactivate; mv wheels $READER/cluster; cp corpus_text_document* $READER/cluster; "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.translation_data import made_up_pairs
 from tests.docs.documents import REPO
 from tests.docs.shell import Shell
 from tests.docs.wheelhouse import build_wheelhouse
@@ -36,7 +37,7 @@ def clone(folder: Path) -> None:
 
 
 def write_own_files(folder: Path) -> None:
-    """Write the reader's own files of README.md: a corpus, GPT-2's vocabulary, a task."""
+    """Write the reader's own files: a corpus, GPT-2's vocabulary, a task, sentence pairs."""
     texts = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(2000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "corpus.jsonl").write_text(lines)
@@ -47,6 +48,9 @@ def write_own_files(folder: Path) -> None:
     vocabulary = {token: i for i, token in enumerate([*letters, "th", "<|endoftext|>"])}
     (folder / "encoder.json").write_text(json.dumps(vocabulary))
     (folder / "vocab.bpe").write_text("#version: 0.2\nt h\n")
+    pairs = made_up_pairs(400)
+    (folder / "train.en").write_text("".join(f"{english}\n" for english, _ in pairs))
+    (folder / "train.de").write_text("".join(f"{german}\n" for _, german in pairs))
 
 
 @pytest.fixture(scope="module")

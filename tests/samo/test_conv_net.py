@@ -3,6 +3,8 @@ layout knows of tensors, not of GPT."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch.nn.functional import conv2d, cross_entropy, relu
@@ -12,6 +14,7 @@ from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
+from megatron.data_parallel.layout import BucketLayout, DenseLayout
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -364,6 +365,20 @@ def test_a_run_does_not_go_on_with_other_data(
     with pytest.raises(Exception, match="data.max_tokens"):
         run(1, "--train-iters 4 --max-tokens 80", tmp_path / "run")
     run(1, "--train-iters 4 --microbatch-tokens 50 --dropout 0.1", tmp_path / "run")
+
+
+def test_the_script_starts_the_program_of_the_task(pairs: PairPaths) -> None:
+    script = PROGRAM.parent / "scripts" / "dc_transformer_de_en.sh"
+    command = [str(script), "--dry-run", "--", "--data-path", pairs.prefix, "--max-tokens", "999"]
+    environment = {**os.environ, "PYTHON": sys.executable, "GRAD_PATH": "samo"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    for part in ("pretrain_translation.py", "--grad-path samo", "runs/dc_transformer_de_en"):
+        assert part in shown.stdout
+    refused = subprocess.run(
+        [*command, "--embed-dim", "3"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert refused.returncode == 2 and "embed_dim 3 is not a multiple" in refused.stderr
 
 
 # ---- configuration -------------------------------------------------------------------------------
