@@ -31,7 +31,8 @@ class Study:
     """A declared set of runs, the most important first, and the parts of its page.
 
     `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot are
-    given by the first word of a variant.
+    given by the first word of a variant. `draw` writes another picture of the rows to a file, False
+    if matplotlib is missing; `caption` describes the picture.
     """
 
     folder: str
@@ -40,6 +41,8 @@ class Study:
     tell: Callable[[Sequence[Row], Sequence[RunGroup]], ReportedFinding]
     panels: tuple[Panel, ...]
     colors: Mapping[str, str]
+    draw: Callable[[Path, Sequence[Row]], bool] | None = None
+    caption: str = "Loss less that of the dense run"
 
 
 def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str], None]) -> None:
@@ -56,6 +59,8 @@ def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str],
     groups_as_json = [asdict(group) for group in groups]
     values = {"plan": rows[0]["plan"], "groups": groups_as_json, **told.values}
     draw = partial(write_plot, rows=rows, groups=groups, panels=study.panels, colors=study.colors)
+    if study.draw is not None:
+        draw = partial(study.draw, rows=rows)
     write_page(out, text=as_markdown(rows, study, told), values=values, draw=draw)
     log(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
 
@@ -67,9 +72,11 @@ def as_markdown(rows: Sequence[Row], study: Study, told: ReportedFinding) -> str
     """Return the page: how it was made, and the findings of the study."""
     plan = rows[0]["plan"]
     lines = [study.preface(plan), ""]
-    lines += [f"{len(rows)} of {len(study.runs)} runs are in. Made by", ""]
+    declared = {run.name for run in study.runs}
+    found = sum(row["name"] in declared for row in rows)
+    lines += [f"{found} of {len(study.runs)} runs are in. Made by", ""]
     lines += [f"    {_command(plan, study)}", ""]
-    lines += ["and `--report`.", "", f"![Loss less that of the dense run]({FIGURE})", ""]
+    lines += ["and `--report`.", "", f"![{study.caption}]({FIGURE})", ""]
     return "\n".join([*lines, *told.lines, ""])
 
 

@@ -29,8 +29,8 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     `valid_loss` is None if the run ended with exit code 5. `payload` has the bytes sent over a
     dense step's bytes, mean and maximum of the steps after the fork (entries instead of bytes on
     one rank). `ticket` of a pruned run is the step after which it was drawn; `stored` is the share
-    of parameters that a smaller or pruned model trains. `curve` has (last step, mean training loss)
-    of each whole window. Raises `DataError` if the folder is not that of a finished run.
+    of parameters that a smaller or pruned model trains; `dsr_pruned` has (step, pruned weights) of
+    each rewiring. `curve` has (last step, mean training loss) of each whole window. Raises `DataError` if the folder is not that of a finished run.
     """
     steps, valid = _read(folder / JSONL)
     if not steps or (exit_code == 0 and plan.steps not in valid):
@@ -65,6 +65,8 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     if kept:
         stride = -(-len(kept) // MOST_KEPT)
         row["index_kept"] = [[i, round(share, 4)] for i, share in kept[::stride]]
+    pruned = [[i, int(steps[i]["dsr_pruned"])] for i in sorted(steps) if "dsr_pruned" in steps[i]]
+    row |= {"dsr_pruned": pruned} if pruned else {}
     return row | _of_pruning(run, plan, ticket)
 
 
