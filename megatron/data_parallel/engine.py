@@ -126,7 +126,8 @@ class GradientEngine:
         self._slots: dict[str, Slot] = {}
         device = infos[0].param.device
         self.buckets = [
-            _allocate(index, plan, self._grad_dtype, device) for index, plan in enumerate(plans)
+            _allocate(index, plan, self._grad_dtype_of(plan), device)
+            for index, plan in enumerate(plans)
         ]
         self.reducer.attach(self.buckets, layout)
         self._slots = {
@@ -324,6 +325,11 @@ class GradientEngine:
             handle.remove()
 
     # ---- internals -----------------------------------------------------------------------------
+
+    def _grad_dtype_of(self, plan: BucketPlan) -> torch.dtype:
+        # Parameters that stay in fp32 in a 16-bit run, as norms may, have gradients like them.
+        mixed = any(info.param.dtype is not torch.float32 for info in self.infos.values())
+        return torch.float32 if mixed and plan.kind.dtype is torch.float32 else self._grad_dtype
 
     def _start_over(self) -> None:
         # Nothing is zeroed: the first gradient of a step overwrites the old values.
