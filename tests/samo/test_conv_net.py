@@ -17,7 +17,9 @@ from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
+from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.layout import CompressedLayout, StoredCount
+from samo.schedule import CONSTANT, RewiringSchedule
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
 SHAPES = {
@@ -116,3 +118,59 @@ def test_equals_training_with_weights_and_gradients_masked(dtype: torch.dtype) -
             torch.testing.assert_close(param.detach().float(), masters[name], rtol=rtol, atol=1e-6)
     for name, param in net.params.items():
         assert (param != net.before[name])[whole[name] == 1].float().mean() > 0.5, name
+
+
+class RewiredConvNet(ConvNet):
+    """The convolutional network with DSR over its kernels; the classifier keeps its mask."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        super().__init__(torch.float32)
+        self.engine.detach()
+        settings = RewiringSettings(
+            schedule=RewiringSchedule(interval=2, until=20, periods=CONSTANT),
+            target=60,
+            threshold=0.05,
+            reset_moments=True,
+            seed=5,
+        )
+        self.kernels = ["first.weight", "second.weight"]
+        dsr = DsrMaskUpdater(self.kernels, settings, CompressedLayout)
+        reducer = AllReduceReducer(Exchange(ALONE.dp))
+        infos = list(self.engine.infos.values())
+        parts = PathParts(layout=self.layout, reducer=reducer, mask_updater=dsr)
+        self.engine = GradientEngine(infos, parts, ALONE, cap=900, grad_dtype=torch.float32)
+        self.optimizer = BucketOptimizer(self.engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """The masks of kernels and classifier."""
+        found = {name: self.engine.layout.mask(name) for name in PRUNED}
+        return {name: mask.clone() for name, mask in found.items() if mask is not None}
+
+
+def test_kernels_are_rewired() -> None:
+    net = RewiredConvNet()
+    begin = net.now()
+    nonzeros = sum(int(mask.sum()) for mask in begin.values())
+    moved = 0
+    for t in range(1, 25):
+        before = net.now()
+        net.step(t)
+        if t % 2:
+            assert all(torch.equal(mask, net.now()[name]) for name, mask in before.items())
+        weights = {name: net.params[name].detach().clone().view(-1) for name in net.kernels}
+        net.optimizer.rewire()
+        after = net.now()
+        assert after.keys() == before.keys()
+        assert torch.equal(after["classes.weight"], begin["classes.weight"])
+        assert sum(int(mask.sum()) for mask in after.values()) == nonzeros
+        for name in net.kernels:
+            gone, grown = before[name] & ~after[name], after[name] & ~before[name]
+            param = net.params[name].detach().view(-1)
+            assert not param[grown].any() and not param[~after[name]].any()
+            kept = before[name] & after[name]
+            assert torch.equal(param[kept], weights[name][kept])
+            if gone.any() and kept.any():
+                assert weights[name][gone].abs().max() < weights[name][kept].abs().min()
+            moved += int(grown.sum())
+    assert moved > 100

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW
 from megatron.parallel.groups import ProcessGroups
-from samo.dsr import DsrMaskUpdater, RewiringSettings
+from samo.dsr import DsrMaskUpdater, Growth, RewiringSettings
 from samo.early_bird import EarlyBird
 from samo.mask import flat_mask, save_masks
 from samo.model_parts import ModelParts
@@ -279,7 +279,9 @@ def test_all_ranks_draw_the_early_bird_ticket_of_one_rank_at_one_step(
 class Sparse:
     """A network that is rewired on one grid."""
 
-    def __init__(self, groups: ProcessGroups, threshold: float, density: str) -> None:
+    def __init__(
+        self, groups: ProcessGroups, threshold: float, density: str, growth: Growth
+    ) -> None:
         infos = make_infos(groups)
         kept = some_masks(density)
         masks = {i.name: flat_mask(i, kept[i.name]) for i in infos if i.name in kept}
@@ -289,6 +291,7 @@ class Sparse:
             schedule=RewiringSchedule(interval=1, until=1000, periods=CONSTANT),
             target=60,
             threshold=threshold,
+            growth=growth,
             reset_moments=False,
             seed=11,
         )
@@ -311,11 +314,11 @@ class Sparse:
 
 
 def on_rank_rewired(
-    groups: ProcessGroups, dims: tuple[int, int, int], threshold: float
+    groups: ProcessGroups, dims: tuple[int, int, int], threshold: float, growth: Growth
 ) -> tuple[int, list[float]]:
     """Return the number of effective rewirings, and the nonzeros after each update."""
     mine = here(groups, dims)
-    net, one = Sparse(mine, threshold, "0.6"), Sparse(alone(), threshold, "0.6")
+    net, one = (Sparse(each, threshold, "0.6", growth) for each in (mine, alone()))
     parts = ModelParts(net.weights.infos, mine)
     totals: list[float] = []
     for t in range(1, 13):
@@ -346,12 +349,20 @@ def on_rank_rewired(
     return int(state_of(net.dsr)["dsr/counts"][1]), totals
 
 
-@pytest.mark.parametrize("threshold", [1e-4, 0.02, 5.0])
-@pytest.mark.parametrize("dims", [(2, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("dims", "threshold", "growth"),
+    [
+        *(((2, 1, 2), threshold, "survivors") for threshold in (1e-4, 0.02, 5.0)),
+        ((2, 1, 1), 0.02, "survivors"),
+        ((1, 2, 1), 0.02, "survivors"),
+        ((1, 1, 2), 0.02, "survivors"),
+        ((2, 1, 2), 0.02, "zeros"),
+    ],
+)
 def test_rewirings_are_those_of_one_rank(
-    ranks: Ranks, dims: tuple[int, int, int], threshold: float
+    ranks: Ranks, dims: tuple[int, int, int], threshold: float, growth: Growth
 ) -> None:
-    (rewirings, totals), *others = run(ranks, dims, on_rank_rewired, threshold)
+    (rewirings, totals), *others = run(ranks, dims, on_rank_rewired, threshold, growth)
     assert all(other == (rewirings, totals) for other in others)
     assert rewirings >= 5 and len(set(totals)) == 1
 

@@ -306,21 +306,72 @@ def test_bytes_sent_are_the_shares_of_both(ranks: Ranks, tmp_path: Path) -> None
     assert least / sent == pytest.approx(0.3, abs=0.03)
 
 
-def test_moments_that_begin_anew_are_corrected_for_their_own_age(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    options = flags(f"{DSR} --dsr-until 9 --adam-beta2 0.999 --train-iters 9")
-    (found,) = ranks.run(1, on_rank_ages, options, tmp_path)
-    assert found == [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (6, 4), (7, 4), (8, 8), (9, 8)]
+def test_adams_step_count_goes_on_where_moments_are_reset(ranks: Ranks, tmp_path: Path) -> None:
+    """A moment that a rewiring set to 0 is corrected by the count of all updates, as in torch."""
+    options = flags(f"{DSR} --dsr-until 9 --adam-beta1 0.9 --adam-beta2 0.99 --train-iters 9")
+    (found,) = ranks.run(1, on_rank_first_after_a_reset, options, tmp_path)
+    assert [t for t, _ in found] == [2, 3, 5, 9], "the updates after the rewirings"
+    for t, ratio in found:
+        # From moments of 0: exp_avg = 0.1 g, exp_avg_sq = 0.01 g^2.
+        correction = (1 - 0.99**t) ** 0.5 / (1 - 0.9**t)
+        assert ratio == pytest.approx(0.1 / 0.01**0.5 * correction, rel=1e-3)
 
 
-def on_rank_ages(groups: ProcessGroups, line: str, run_dir: Path) -> list[tuple[int, int]]:
-    """Applied updates, and how many of them came before the moments there are, after each step."""
-    trainer = make_trainer(groups, line, run_dir)
-    found: list[tuple[int, int]] = []
+def on_rank_first_after_a_reset(
+    groups: ProcessGroups, line: str, run_dir: Path
+) -> list[tuple[int, float]]:
+    """Return each update after a rewiring, and the median of its changes over the learning rate."""
+    trainer = make_trainer(groups, f"{line} --weight-decay 0 --lr-decay-style constant", run_dir)
+    found: list[tuple[int, float]] = []
     for _ in range(9):
+        optimizer = trainer.optimizer
+        before = {n: t.clone() for kind, n, t in optimizer.tensors() if kind == "param"}
+        fresh = optimizer.applied and not any(
+            t.any() for kind, _, t in optimizer.tensors() if kind != "param"
+        )
+        # The rewiring that follows the update would change which entries there are.
+        rewire, optimizer.rewire = optimizer.rewire, lambda: None
         trainer.train_step()
-        found.append((trainer.optimizer.applied, trainer.optimizer.moments_since))
+        if fresh:
+            lr = trainer.config.optimizer.lr
+            assert lr is not None
+            moved = torch.cat(
+                [
+                    ((t - before[n]) / lr).abs().view(-1)
+                    for kind, n, t in optimizer.tensors()
+                    if kind == "param"
+                ]
+            )
+            found.append((optimizer.applied, float(moved[moved > 0].median())))
+        rewire()
+        optimizer.rewire = rewire
     trainer.engine.detach()
     trainer.metrics.close()
     return found
+
+
+def test_patterns_keep_tensors_dense_and_unrewired(ranks: Ranks, tmp_path: Path) -> None:
+    dense = "--samo-dense *.attention.* *position*"
+    (found,) = ranks.run(1, train, flags(f"{DSR} --dsr-until 9", dense), tmp_path)
+    with Checkpoint.open(tmp_path / "checkpoints" / "step_00000009") as saved:
+        masks = [name.removeprefix("mask/") for name in saved.names("mask/")]
+    matrices = {name for name, param in found["params"].items() if param.dim() > 1}
+    whole = {name for name in matrices if ".attention." in name or "position" in name}
+    assert len(whole) >= 3 and set(masks) == matrices - whole
+    for name in whole:
+        assert found["params"][name].count_nonzero() > 0.9 * found["params"][name].numel()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ("*.atention.*", "samo_dense '*.atention.*': matches none of the 10 tensors"),
+        ("*.bias", "samo_dense '*.bias': matches none of the 10 tensors"),
+        ("*", "samo_dense *: leaves no tensor to prune; give fewer patterns"),
+    ],
+)
+def test_patterns_that_change_nothing_or_everything_are_refused(
+    ranks: Ranks, tmp_path: Path, patterns: str, said: str
+) -> None:
+    (found,) = ranks.run(1, on_rank_config_refused, flags(f"--samo-dense {patterns}"), tmp_path)
+    assert found.startswith(said)
