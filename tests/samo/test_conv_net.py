@@ -3,8 +3,6 @@ layout knows of tensors, not of GPT."""
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 import torch
 from torch.nn.functional import conv2d, cross_entropy, relu
@@ -14,7 +12,6 @@ from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.engine import GradientEngine
 from megatron.data_parallel.exchange import Exchange
 from megatron.data_parallel.gradient_path import PathParts
-from megatron.data_parallel.layout import BucketLayout, DenseLayout
 from megatron.data_parallel.reducer import StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.update_rules import AdamW
@@ -22,7 +19,6 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from samo.dsr import DsrMaskUpdater, RewiringSettings
 from samo.layout import CompressedLayout, StoredCount
-from samo.pruning import magnitude, prunable
 from samo.schedule import CONSTANT, RewiringSchedule
 
 ALONE = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
@@ -122,93 +118,6 @@ def test_equals_training_with_weights_and_gradients_masked(dtype: torch.dtype) -
             torch.testing.assert_close(param.detach().float(), masters[name], rtol=rtol, atol=1e-6)
     for name, param in net.params.items():
         assert (param != net.before[name])[whole[name] == 1].float().mean() > 0.5, name
-
-
-class Normed(torch.nn.Module):
-    """Two convolutions with batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.first_norm = torch.nn.BatchNorm2d(16)
-        self.second = torch.nn.Conv2d(16, 32, 3, stride=2, bias=False)
-        self.second_norm = torch.nn.BatchNorm2d(32)
-        self.classes = torch.nn.Linear(32, 4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = relu(self.first_norm(self.first(images)))
-        hidden = relu(self.second_norm(self.second(hidden)))
-        return self.classes(hidden.mean(dim=(2, 3)))
-
-
-def train_normed(
-    layout: BucketLayout | None, sparsity: Fraction, *, rewired: bool = False
-) -> tuple[list[float], Normed]:
-    """Losses of 50 steps on images whose class is the quarter that is bright, and the network.
-    Without a layout, one of the magnitude masks of this sparsity, which DSR may rewire."""
-    torch.manual_seed(3)
-    net = Normed()
-    infos = [
-        ParamInfo(name=n, leaves=(p,), logical_shape=tuple(p.shape), weight_decay=p.dim() > 1)
-        for n, p in net.named_parameters()
-    ]
-    if layout is None:
-        weights = {info.name: info.param.detach() for info in prunable(infos, keep_embeddings=True)}
-        masks = magnitude(weights, sparsity)
-        layout = CompressedLayout({name: mask.view(-1) for name, mask in masks.items()})
-    settings = RewiringSettings(
-        schedule=RewiringSchedule(interval=3, until=45),
-        target=20,
-        threshold=0.01,
-        reset_moments=True,
-        seed=3,
-    )
-    kernels = [info.name for info in infos if info.param.dim() == 4]
-    parts = PathParts(
-        layout=layout,
-        reducer=AllReduceReducer(Exchange(ALONE.dp)),
-        mask_updater=DsrMaskUpdater(kernels, settings, CompressedLayout) if rewired else None,
-    )
-    engine = GradientEngine(infos, parts, ALONE, cap=2000, grad_dtype=torch.float32)
-    optimizer = BucketOptimizer(engine, AdamW(beta1=0.9, beta2=0.99, eps=1e-8))
-    losses: list[float] = []
-    for t in range(1, 51):
-        classes = torch.randint(4, (16,))
-        images = torch.randn(16, 3, 8, 8)
-        for image, quarter in zip(images, classes.tolist(), strict=True):
-            row, column = 4 * (quarter // 2), 4 * (quarter % 2)
-            image[:, row : row + 4, column : column + 4] += 1.5
-        engine.begin(StepContext(t=t))
-        engine.expect_last_backward()
-        loss = cross_entropy(net(images), classes)
-        loss.backward()
-        step = engine.finish(tag=t)
-        optimizer.step(step, lr=1e-2, weight_decay=0.01)
-        engine.commit(step)
-        optimizer.rewire()
-        losses.append(loss.item())
-    return losses, net
-
-
-def test_batch_norm_trains_dense_and_pruned() -> None:
-    dense, dense_net = train_normed(DenseLayout(), Fraction(0))
-    whole, whole_net = train_normed(None, Fraction(0))
-    assert whole == dense
-    for name, tensor in dense_net.state_dict().items():
-        assert torch.equal(whole_net.state_dict()[name], tensor), name
-    pruned, pruned_net = train_normed(None, Fraction(9, 10))
-    moving, moving_net = train_normed(None, Fraction(9, 10), rewired=True)
-    assert pruned != dense and moving != pruned
-    for losses in (dense, pruned, moving):
-        assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    kept = {
-        name: param.numel() - param.numel() * 9 // 10 if param.dim() > 1 else param.numel()
-        for name, param in pruned_net.named_parameters()
-    }
-    for name, param in pruned_net.named_parameters():
-        assert int(param.count_nonzero()) <= kept[name], name
-    left = sum(int(param.count_nonzero()) for param in moving_net.parameters())
-    assert left <= sum(kept.values())
 
 
 class RewiredConvNet(ConvNet):
