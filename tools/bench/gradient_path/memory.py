@@ -5,8 +5,6 @@ One that has served another path keeps what it was given.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.methods import method
-from tools.bench.common.tensors import resident
+from tools.bench.common.tensors import release, resident
 from tools.bench.gradient_path.contenders import emulated_contenders
 
 RANKS = 2
@@ -36,9 +34,7 @@ def peak_memory(names: Sequence[str], emulation: Emulation) -> dict[str, float]:
     # Its forks have torch imported, which alone takes seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    found: dict[str, float] = {
-        "parameters": emulation.layers * (emulation.rows + 1) * emulation.columns
-    }
+    found: dict[str, float] = {"parameters": emulation.parameters}
     for name in names:
         answers = context.SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
@@ -78,8 +74,7 @@ def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
     contender.pace(0.0)
     contender.step()
     # What building it took for a while is given back and forgotten.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    release()
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2 * INTERVAL - 1):  # dense, a resample, sparse, a resample with a residual
         contender.step()
