@@ -43,6 +43,7 @@ BY_THE_PROGRAM = {
     "tests/bench/test_samo_path.py::test_model_state_and_peaks_are_told",
     "tests/bench/test_samo_path.py::test_pruned_rows_are_measured",
     "tests/bench/test_samo_path.py::test_the_cost_of_a_pruned_step_is_measured",
+    "tests/bench/test_samo_vision.py::test_image_networks_are_measured",
     "tests/bench/test_time_to_loss.py::test_the_tool_measures_and_writes",
     "tests/data/test_preprocess.py::test_any_number_of_workers_gives_the_same_bytes",
     "tests/data/test_workers.py",

@@ -134,6 +134,11 @@ def test_model_state_and_peaks_are_told(tmp_path: Path, capsys: pytest.CaptureFi
         for kind in ("gradients", "master", "moments", "index"):
             sizes = [of_row[kind] for of_row in kinds]
             assert sizes == sorted(sizes, reverse=True)
+    assert [(row["network"], row["method"]) for row in report["images"]] == [
+        (network, row)
+        for network in ("VGG-19", "WideResnet-101")
+        for row in ("dense-bf16", "samo-0.9")
+    ]
     assert len(report["peaks"]) == 4 and all(peak > 0 for peak in report["peaks"].values())
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out

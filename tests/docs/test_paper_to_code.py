@@ -112,6 +112,7 @@ def test_a_row_names_a_target_or_a_reason(row: PaperRow) -> None:
 
 HANDS_ON = {
     "tools/bench/samo_path/run.py": "tools/bench/gradient_path/run.py",
+    "tools/bench/samo_vision/run.py": "tools/bench/gradient_path/run.py",
     "tools/bench/pruning/run.py": "tools/bench/convergence/run.py",
     "tools/bench/pruning_rates/run.py": "tools/bench/convergence/run.py",
 }

@@ -29,6 +29,12 @@ from megatron.training import Trainer
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+MOMENTUM, IMAGE_DECAY = 0.9, 1e-4
+IMAGE_FLAGS = (
+    *("--optimizer", "sgd", "--sgd-momentum", str(MOMENTUM), "--sgd-weight-decay", "coupled"),
+    *("--weight-decay", str(IMAGE_DECAY), "--clip-grad", "0"),
+)
+"""Flags of the optimizer of image networks in place of those of GPT."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -165,8 +171,9 @@ class HuggingFaceLoop:
 class DdpTraining:
     """A module in torch's DistributedDataParallel with torch's fused AdamW.
 
-    `bucket_mb` None uses DDP's own buckets (25 MiB after a first one of 1 MiB). `hook` is one of
-    DDP's communication hooks, `fp16` or `powersgd` (of `rank`, from the second step on).
+    With `image`, momentum SGD without clipping. `bucket_mb` None leaves DDP its own buckets (25 MiB
+    after a first of one). `hook`: one of DDP's communication hooks, `fp16` or `powersgd` (of
+    `rank`, from the second step on).
     """
 
     def __init__(
@@ -178,6 +185,7 @@ class DdpTraining:
         bucket_mb: int | None = None,
         hook: str | None = None,
         rank: int = 0,
+        image: bool = False,
     ) -> None:
         self.name = name
         self.model = DistributedDataParallel(
@@ -186,7 +194,8 @@ class DdpTraining:
         if hook is not None:
             self.model.register_comm_hook(*_communication_hook(hook, rank))
         self.parameters = list(self.model.parameters())
-        self._optimizer = adamw(self.parameters)
+        self._optimizer = sgd(self.parameters) if image else adamw(self.parameters)
+        self._clip = 0.0 if image else CLIP
         self.backward_ended = 0.0
 
     def loss(self) -> torch.Tensor:
@@ -197,7 +206,8 @@ class DdpTraining:
         loss = self.loss()
         loss.backward()
         self.backward_ended = perf_counter()
-        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        if self._clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item()
@@ -257,6 +267,13 @@ def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+
+
+def sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.SGD:
+    """Torch's fused SGD with momentum and L2 weight decay of all parameters."""
+    return torch.optim.SGD(
+        parameters, lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=IMAGE_DECAY, fused=True
+    )
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ SAMO = (
     "ddp-25mb",
     "ddp-fp16",
 )
+SAMO_VISION = (COMPUTE, "dense", "dense-bf16", "samo-0.9", "ddp-25mb", "ddp-fp16")
 _NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
     rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"

@@ -16,8 +16,19 @@ from megatron.data_parallel.engine import GradientEngine
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.contenders import Batches, DdpLoop, DdpTraining, Ours, Shape
-from tools.bench.common.emulated import EmulatedModel, EmulatedOurs, Emulation, Gradients
+from tools.bench.common.emulated import (
+    EmulatedModel,
+    EmulatedNetwork,
+    EmulatedTraining,
+    Emulation,
+    EngineModel,
+    EngineTraining,
+    Gradients,
+)
+from tools.bench.common.image_models import SMOKE_WIDTH, ImageTraining
 from tools.bench.common.methods import COMPUTE, Method
+from tools.planner.replay.image_networks import SLOWER
+from tools.planner.replay.image_networks import network as image_network
 
 BUCKET = 1_900_000
 """Entries of one of our buckets in the real model: about one layer."""
@@ -56,6 +67,10 @@ class MeasuredContender(Protocol):
         """Scale the time of emulated computation."""
         ...
 
+    def close(self) -> None:
+        """Remove the hooks from the parameters, which would keep all tensors alive."""
+        ...
+
 
 class OursPath:
     """Steps of our engine.
@@ -67,6 +82,7 @@ class OursPath:
     def __init__(self, method: Method, engine: GradientEngine) -> None:
         self.name, self.method, self.engine = method.name, method, engine
         self._agreeing = 0.0
+        self.close = engine.detach
         agree = engine._agree
 
         def timed(tag: int, request: int) -> Any:
@@ -82,11 +98,21 @@ class OursPath:
         return Facts(bytes_sent=bytes_sent, density=density, blocked=waited + self._agreeing)
 
 
-class EmulatedPath(OursPath):
-    """A gradient path of ours under emulated computing."""
+class EnginePath(OursPath):
+    """A gradient path of ours around a model without the trainer of `pretrain_gpt.py`."""
 
-    def __init__(self, method: Method, model: EmulatedModel, groups: ProcessGroups) -> None:
-        self._ours = EmulatedOurs(method.flags, model, groups, name=method.name)
+    def __init__(
+        self,
+        method: Method,
+        model: EngineModel,
+        groups: ProcessGroups,
+        *,
+        bucket: int | None = None,
+        image: bool = False,
+    ) -> None:
+        self._ours = EngineTraining(
+            method.flags, model, groups, name=method.name, bucket=bucket, image=image
+        )
         super().__init__(method, self._ours.engine)
 
     def step(self) -> object:
@@ -97,7 +123,8 @@ class EmulatedPath(OursPath):
         return self._facts(stats.bytes_sent, stats.density, stats.wait_seconds)
 
     def pace(self, pace: float) -> None:
-        self._ours.model.pace = pace
+        if isinstance(self._ours.model, EmulatedModel):
+            self._ours.model.pace = pace
 
 
 class TrainerPath(OursPath):
@@ -135,8 +162,10 @@ class DdpPath:
         self.name, self.method, self._training = method.name, method, training
         self._emulated = emulated
         self._last_gradient = 0.0
-        for parameter in training.parameters:
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrived)
+            for parameter in training.parameters
+        ]
 
     def step(self) -> object:
         return self._training.step()
@@ -148,6 +177,10 @@ class DdpPath:
     def pace(self, pace: float) -> None:
         if self._emulated is not None:
             self._emulated.pace = pace
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self._last_gradient = perf_counter()
@@ -208,7 +241,7 @@ def alone() -> ProcessGroups:
 
 def emulated_contenders(
     methods: Sequence[Method],
-    emulation: Emulation,
+    emulation: EmulatedTraining,
     gradients: Mapping[str, Gradients],
     groups: ProcessGroups,
 ) -> list[MeasuredContender]:
@@ -217,11 +250,24 @@ def emulated_contenders(
     for method in methods:
         model = EmulatedModel(emulation, gradients[method.dtype])
         if method.kind == "ddp":
-            contenders.append(DdpPath(method, _ddp(DdpTraining, method, model), model))
+            training = _ddp(DdpTraining, method, model, image=emulation.image)
+            contenders.append(DdpPath(method, training, model))
         else:
             mine = alone() if method.kind == COMPUTE else groups
-            contenders.append(EmulatedPath(method, model, mine))
+            bucket, image = emulation.bucket, emulation.image
+            contenders.append(EnginePath(method, model, mine, bucket=bucket, image=image))
     return contenders
+
+
+def image_contender(
+    method: Method, training: ImageTraining, groups: ProcessGroups
+) -> MeasuredContender:
+    """Return a contender that trains an image network on this rank's images."""
+    model = training.model(method.dtype, seed=groups.world.rank)
+    if method.kind == "ddp":
+        return DdpPath(method, _ddp(DdpTraining, method, model, image=True), None)
+    mine = alone() if method.kind == COMPUTE else groups
+    return EnginePath(method, model, mine, image=True)
 
 
 def real_contenders(
@@ -257,5 +303,22 @@ def _ddp(
     )
 
 
+def emulated(network: str | None, *, smoke: bool = False) -> EmulatedTraining:
+    """Return what a step pretends to compute: an image network, or the default model."""
+    if network is None:
+        return SMOKE_EMULATION if smoke else Emulation()
+    times = SLOWER if network == "wide_resnet101" else 1.0
+    if smoke:
+        small = image_network(network, 32, width=SMOKE_WIDTH)
+        return EmulatedNetwork(network=small, forward=0.002, backward=0.004)
+    forward, backward = (times * seconds for seconds in IMAGE_SECONDS)
+    return EmulatedNetwork(network=image_network(network), forward=forward, backward=backward)
+
+
+IMAGE_SECONDS = (0.5, 1.0)
+"""Forward and backward of VGG-19 with emulated computing.
+
+At 800 Mbit/s, two ranks send its 16-bit gradients in 3 s: twice as long.
+"""
 SMOKE_EMULATION = Emulation(layers=2, rows=64, columns=64, forward=0.002, backward=0.004)
 SMOKE_SHAPE = replace(REAL, layers=2, hidden=32, heads=2, sequence=32, vocabulary=128, bucket=None)

@@ -5,8 +5,6 @@ A process that has run another path would keep its memory.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from tools.bench.common.emulated import Emulation
 from tools.bench.common.methods import method
-from tools.bench.common.tensors import resident
+from tools.bench.common.tensors import release, resident
 from tools.bench.gradient_path.contenders import emulated_contenders
 
 RANKS = 2
@@ -36,9 +34,7 @@ def peak_memory(names: Sequence[str], emulation: Emulation) -> dict[str, float]:
     # Forks of this process have torch imported, which takes seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    found: dict[str, float] = {
-        "parameters": emulation.layers * (emulation.rows + 1) * emulation.columns
-    }
+    found: dict[str, float] = {"parameters": emulation.parameters}
     for name in names:
         answers = context.SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
@@ -77,9 +73,8 @@ def _growth(name: str, emulation: Emulation, groups: ProcessGroups) -> int:
     (contender,) = emulated_contenders([kind], emulation, gradients, groups)
     contender.pace(0.0)
     contender.step()
-    # Temporary memory of building the model is freed and not counted.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    # What building it took for a while is given back and forgotten.
+    release()
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2 * INTERVAL - 1):  # dense, a resample, sparse, a resample with a residual
         contender.step()

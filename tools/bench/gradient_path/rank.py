@@ -24,20 +24,25 @@ from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import ProcessGroups
 from megatron.pretrain import leave
 from tools.bench.common.contenders import quiet
-from tools.bench.common.emulated import Emulation
-from tools.bench.common.methods import COMPUTE, method
-from tools.bench.common.netlab import InterfaceCounters
+from tools.bench.common.emulated import Gradients
+from tools.bench.common.image_models import ImageTraining
+from tools.bench.common.image_models import smoke as smoke_training
+from tools.bench.common.methods import COMPUTE, Method, method
+from tools.bench.common.netlab import Wire
+from tools.bench.common.tensors import release
 from tools.bench.gradient_path.contenders import (
     NOTHING,
     REAL,
-    SMOKE_EMULATION,
     SMOKE_SHAPE,
     Arrivals,
     MeasuredContender,
     OursPath,
+    emulated,
     emulated_contenders,
+    image_contender,
     real_contenders,
 )
+from tools.bench.gradient_path.rows import EMULATED
 
 SMALL, LARGE = 1 << 19, 1 << 23
 """Bytes of the two all-reduces that determine alpha and beta; buckets are between them."""
@@ -50,8 +55,9 @@ COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 class Settings:
     """The settings of a rank.
 
-    Of `warm_up + rounds` turns of each method the first ones are dropped. `interval` is Radius's T;
-    its first resample is over when the turns begin.
+    Of `warm_up + rounds` turns of each method the first are not kept. `interval`: Radius's T; its
+    first resample is over when the turns begin. `network`: an image network, whose contenders are
+    in memory one at a time, with `images` a step where it really computes.
     """
 
     protocol: str
@@ -62,6 +68,8 @@ class Settings:
     folder: str
     interface: str | None = None
     smoke: bool = False
+    network: str | None = None
+    images: int = 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,47 +96,34 @@ class RankBench:
     """Contenders that take turns, with the values of each of their steps."""
 
     def __init__(self, settings: Settings, groups: ProcessGroups, own: Path) -> None:
-        self.settings, self.groups = settings, groups
-        methods = [method(name, interval=settings.interval) for name in settings.methods]
-        if settings.protocol == "emulated":
-            emulation = SMOKE_EMULATION if settings.smoke else Emulation()
-            seed = groups.world.rank
-            dtypes = {each.dtype for each in methods}
-            gradients = {dtype: emulation.gradients(seed, dtype) for dtype in dtypes}
-            self.contenders = emulated_contenders(methods, emulation, gradients, groups)
-        else:
-            shape = SMOKE_SHAPE if settings.smoke else REAL
-            self.contenders = real_contenders(methods, shape, groups, own, dtype="fp32")
-        self.steps: dict[str, list[list[float]]] = {c.name: [] for c in self.contenders}
+        self.settings, self.groups, self._own = settings, groups, own
+        self.methods = [method(name, interval=settings.interval) for name in settings.methods]
+        self.steps: dict[str, list[list[float]]] = {each.name: [] for each in self.methods}
         self.links: dict[int, list[float]] = {SMALL: [], LARGE: []}
-        self._engines = {c.name: c.engine for c in self.contenders if isinstance(c, OursPath)}
-        self._arrivals = {
-            c.name: Arrivals(self._engines[c.name])
-            for c in self.contenders
-            if c.method.kind == COMPUTE
-        }
+        self._gradients: dict[str, Gradients] = {}
+        self._arrivals: dict[str, Arrivals] = {}
+        self._parameters: list[list[Any]] = []
+        self._coordinates: dict[str, Any] = {}
+        self._medians: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Run all turns, in an order that changes from round to round."""
-        self._head_start()
-        for number in range(self.settings.warm_up + self.settings.rounds):
-            kept = number >= self.settings.warm_up
-            turn = number % len(self.contenders)
-            for contender in [*self.contenders[turn:], *self.contenders[:turn]]:
-                found = self._measure(contender)
-                if kept:
-                    self.steps[contender.name].append(found)
-                    if contender.name in self._arrivals:
-                        self._arrivals[contender.name].keep()
-            for size, seconds in self.links.items():
-                took = self._all_reduce(size)
-                seconds += [took] if kept else []
+        """Take all turns: of all contenders by turns, of an image network's one after another."""
+        if self.settings.network is None:
+            self._take_turns(self._contenders(self.methods))
+            return
+        # All contenders of a network of 144 million parameters are more than a machine holds.
+        for each in self.methods:
+            (contender,) = self._contenders([each])
+            self._take_turns([contender])
+            contender.close()
+            self._arrivals.clear()
+            del contender
+            release()
 
     def result(self) -> dict[str, Any]:
         """Return the results of all ranks: the slowest rank's time, means of the rest."""
         found = {name: self._over_ranks(rows) for name, rows in self.steps.items()}
         links = {size: self._over_ranks([[s] for s in rows]) for size, rows in self.links.items()}
-        infos = self._engines[COMPUTE].infos.values()
         return {
             "settings": asdict(self.settings),
             "ranks": self.groups.world.size,
@@ -137,18 +132,62 @@ class RankBench:
                 for name, rows in found.items()
             },
             "links": {str(size): [row[0] for row in rows] for size, rows in links.items()},
-            "parameters": [[info.name, list(info.param.shape)] for info in infos],
-            "coordinates": {name: _coordinates(engine) for name, engine in self._engines.items()},
-            "arrivals": {name: each.medians() for name, each in self._arrivals.items()},
+            "parameters": self._parameters,
+            "coordinates": self._coordinates,
+            "arrivals": self._medians,
         }
 
-    def _head_start(self) -> None:
-        """Run the steps before the measurement.
+    def _contenders(self, methods: Sequence[Method]) -> list[MeasuredContender]:
+        settings, groups = self.settings, self.groups
+        if settings.protocol == EMULATED:
+            emulation = emulated(settings.network, smoke=settings.smoke)
+            dtypes = {each.dtype for each in methods}
+            if settings.network is not None:
+                self._gradients = {d: g for d, g in self._gradients.items() if d in dtypes}
+            for dtype in dtypes - set(self._gradients):
+                self._gradients[dtype] = emulation.gradients(groups.world.rank, dtype)
+            return emulated_contenders(methods, emulation, self._gradients, groups)
+        if settings.network is not None:
+            training = ImageTraining(name=settings.network, images=settings.images)
+            training = smoke_training(training) if settings.smoke else training
+            return [image_contender(each, training, groups) for each in methods]
+        shape = SMOKE_SHAPE if settings.smoke else REAL
+        return real_contenders(methods, shape, groups, self._own, dtype="fp32")
+
+    def _take_turns(self, contenders: Sequence[MeasuredContender]) -> None:
+        """Take all turns of these contenders, in an order that changes from round to round."""
+        engines = {c.name: c.engine for c in contenders if isinstance(c, OursPath)}
+        self._arrivals = {
+            c.name: Arrivals(engines[c.name]) for c in contenders if c.method.kind == COMPUTE
+        }
+        self._head_start(contenders)
+        for number in range(self.settings.warm_up + self.settings.rounds):
+            kept = number >= self.settings.warm_up
+            turn = number % len(contenders)
+            for contender in [*contenders[turn:], *contenders[:turn]]:
+                found = self._measure(contender)
+                if kept:
+                    self.steps[contender.name].append(found)
+                    if contender.name in self._arrivals:
+                        self._arrivals[contender.name].keep()
+            for size, seconds in self.links.items():
+                took = self._all_reduce(size)
+                seconds += [took] if kept else []
+        for name, engine in engines.items():
+            self._coordinates[name] = _coordinates(engine)
+        for name, each in self._arrivals.items():
+            self._medians[name] = each.medians()
+        if COMPUTE in engines:
+            infos = engines[COMPUTE].infos.values()
+            self._parameters = [[info.name, list(info.param.shape)] for info in infos]
+
+    def _head_start(self, contenders: Sequence[MeasuredContender]) -> None:
+        """Steps that no table shows.
 
         These are Radius's steps up to its first resample, and the steps after which DDP rebuilds
         its buckets and its PowerSGD begins.
         """
-        for contender in self.contenders:
+        for contender in contenders:
             contender.pace(0.0)
             resamples = contender.method.resamples
             for _ in range(self.settings.interval if resamples else HEAD_START):

@@ -28,6 +28,9 @@ COLUMNS = (
     f"with 1/{SPREAD} of it",
 )
 
+SAVED = "1 - t / t_dense"
+"""A column of image networks, as in the SAMO paper; dense numbers are as wide as the row's."""
+
 
 def as_markdown(table: GradientPathTable) -> str:
     """Return a heading, the measured link, and the rows."""
@@ -40,12 +43,16 @@ def as_markdown(table: GradientPathTable) -> str:
         f"{bandwidth:.1f} MB/s, from all-reduces of two sizes.",
         *([f"f, stored entries over all: {stored}."] if stored else []),
         "",
-        f"| method | {' | '.join(COLUMNS)} |",
-        "|---|" + "---:|" * len(COLUMNS),
     ]
+    columns = [*COLUMNS, SAVED] if table.model else COLUMNS
+    lines += [f"| method | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for row in table.rows:
         dense = table.ratio(row.method, "dense") if table.has("dense") else None
-        lines.append(f"| {row.method} | {' | '.join(_cells(row, dense))} |")
+        cells = _cells(row, dense)
+        if table.model:
+            saved = table.saved(row.method)
+            cells.append("" if saved is None else f"{saved:.1%}")
+        lines.append(f"| {row.method} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

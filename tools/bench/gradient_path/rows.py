@@ -11,6 +11,7 @@ from tools.bench.common.alpha_beta import AlphaBetaLink, AlphaBetaTimeline, fit,
 from tools.bench.common.methods import Method, method
 from tools.bench.common.netlab import Network
 from tools.bench.gradient_path.messages import Sizes, counted_share, messages, sent_share
+from tools.planner.replay.image_networks import network as network_of
 
 SPREAD = 200
 """T over which a resample's step is averaged: the default of `--radius-interval`."""
@@ -52,15 +53,18 @@ class GradientPathTable:
     stored: Mapping[str, float]
     """Share f of each SAMO method: stored entries over all parameters."""
     turns: Mapping[str, Sequence[float | None]]
-    """Seconds of each method's step in every round; None for a resample."""
+    """Seconds of each method's step in every round, None where that was a resample."""
+    model: str = ""
+    """The image network and its batch in words; empty for the GPT."""
 
     def __getitem__(self, name: str) -> GradientPathRow:
         return next(row for row in self.rows if row.method == name)
 
     @property
     def title(self) -> str:
-        """Return protocol and network in words."""
-        return f"{self.protocol} computing, {self.network}"
+        """Protocol and network in words."""
+        model = f", {self.model}" if self.model else ""
+        return f"{self.protocol} computing{model}, {self.network}"
 
     def ratio(self, name: str, base: str) -> float:
         """Return one method's step over another's, median over rounds in which both ran a step.
@@ -69,6 +73,11 @@ class GradientPathTable:
         """
         pairs = zip(self.turns[name], self.turns[base], strict=True)
         return statistics.median(one / other for one, other in pairs if one and other)
+
+    def saved(self, name: str) -> float | None:
+        """Return 1 - t / t_dense, with the dense row whose numbers are as wide; None without it."""
+        dense = "dense-bf16" if method(name).dtype == "bfloat16" else "dense"
+        return 1 - self.ratio(name, dense) if self.has(dense) else None
 
     def has(self, *names: str) -> bool:
         """Return whether all of these methods were measured."""
@@ -113,7 +122,19 @@ def table(result: Mapping[str, Any], network: Network) -> GradientPathTable:
             name: [None if _is_resample(name, step) else step["seconds"] for step in found]
             for name, found in steps.items()
         },
+        model=_model(settings),
     )
+
+
+def _model(settings: Mapping[str, Any]) -> str:
+    name = settings.get("network")
+    if name is None:
+        return ""
+    title = network_of(name).title
+    if settings["protocol"] == EMULATED:
+        return title
+    count = settings["images"]
+    return f"{title}, {count} {'image' if count == 1 else 'images'} a rank"
 
 
 def _timed(result: Mapping[str, Any], which: int) -> tuple[int, float]:

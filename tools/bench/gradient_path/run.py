@@ -4,6 +4,7 @@
     python -m tools.bench.gradient_path.run --quick          800 Mbit/s, two ranks, two rounds
     python -m tools.bench.gradient_path.run --rates none     the loopback alone, without root
     python -m tools.bench.gradient_path.run --set samo       a pruned network's rows, half an hour
+    python -m tools.bench.gradient_path.run --set samo-vision     those of pruned image networks
     python -m tools.bench.gradient_path.run --cost           what a sparse step costs at 124M; with
                                                              --set samo, a pruned network's
     python -m tools.bench.gradient_path.run --again FOLDER --rates 1gbit --worlds 2 --out FOLDER
@@ -12,9 +13,10 @@
 One process a rank takes a step of every method in turn, so that whatever else the machine does
 falls on all alike. Two protocols: `emulated` computing sleeps (150 ms forward, 300 ms backward, 8
 buckets, 11.47M parameters), so that ranks that share cores do not slow each other down; `real`
-trains a GPT (6 layers, hidden 384, vocabulary 2048, 512 tokens a rank, one thread a rank). Writes
-README.md, results.json and figure.png to FOLDER; `--cost` writes cost.md and cost.json. Exit code 1
-if a target was missed.
+trains a GPT (6 layers, hidden 384, vocabulary 2048, 512 tokens a rank, one thread a rank). With
+`--set samo-vision` both take VGG-19 and wide_resnet101, methods one after another: computing that
+sleeps 0.5 + 1.0 s and 1.5 times as long, or 64 x 64 images. Writes README.md, results.json and
+figure.png to FOLDER; `--cost` writes cost.md and cost.json. Exit code 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -34,15 +36,19 @@ from typing import Any
 from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.common.methods import DEFAULT, SAMO, method, with_computing
+from tools.bench.common.methods import DEFAULT, SAMO, SAMO_VISION, method, with_computing
 from tools.bench.common.netlab import NO_LIMIT, Network, run, why_not
 from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, read, write
 from tools.bench.gradient_path.rows import EMULATED, REAL, TARGET_RATE, GradientPathTable, table
 from tools.bench.gradient_path.targets import targets
+from tools.planner.replay.image_networks import NAMES
 
 RANK = ("-m", "tools.bench.gradient_path.rank")
-SETS = {"radius": DEFAULT, "samo": SAMO}
+VISION = "samo-vision"
+SETS = {"radius": DEFAULT, "samo": SAMO, VISION: SAMO_VISION}
 """The methods of each set of rows."""
+IMAGES = (1, 8)
+"""Images of a rank's step, as the paper's GPUs have at most and at the fewest of them."""
 WARM_UP = 1
 INTERVAL = 4
 """Radius's T, such that one of the seven turns of a default run is a resample."""
@@ -54,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # An interruption, also from a job system, must run the cleanup.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        if options.cost and options.set == VISION:
+            raise ConfigError(f"--cost: not measured of --set {VISION}; leave one of them out")
         if options.cost:
             from tools.bench.gradient_path.cost import STUDIES, measure_cost
 
@@ -70,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run all methods on all networks and return the exit code."""
-    for name, least in (("rounds", 2), ("interval", 2), ("worlds", 2)):
+    """All methods on all networks; the exit code."""
+    for name, least in (("rounds", 2), ("interval", 2), ("worlds", 2), ("images", 1)):
         value = getattr(options, name)
         smallest = min(value) if isinstance(value, list) else value
         if smallest < least:
@@ -93,7 +101,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.memory and memory is None:
         memory = _memory(names, smoke=options.smoke)
     for network in networks:
-        for protocol in options.protocols:
+        for protocol, settings in _kinds(options):
             found = measure(
                 names,
                 network,
@@ -101,6 +109,7 @@ def compare(options: argparse.Namespace) -> int:
                 rounds=options.rounds,
                 interval=options.interval,
                 smoke=options.smoke,
+                **settings,
             )
             if found.title in order:
                 tables[order[found.title]] = found
@@ -134,6 +143,18 @@ def _networks(options: argparse.Namespace) -> list[Network]:
     return networks
 
 
+def _kinds(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Each protocol with each image network, and where that computes with each batch."""
+    if options.set != VISION:
+        return [(protocol, {}) for protocol in options.protocols]
+    return [
+        (protocol, {"image_network": name, "images": count})
+        for name in options.networks
+        for protocol in options.protocols
+        for count in (options.images if protocol == REAL else [0])
+    ]
+
+
 def check_network(network: Network) -> None:
     """Raise `ConfigError` for a network that is not available here."""
     if (reason := why_not(network)) is not None:
@@ -148,18 +169,26 @@ def measure(
     rounds: int,
     interval: int,
     smoke: bool = False,
+    image_network: str | None = None,
+    images: int = 0,
 ) -> GradientPathTable:
-    """Run these methods, including computation alone, on one network: a process per rank."""
+    """These methods, computing alone among them, on one network: a process a rank.
+
+    `image_network`: train this one, with `images` of a rank, in place of the GPT.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "protocol": protocol,
             "methods": names,
             "rounds": rounds,
-            "warm_up": WARM_UP,
+            # Contenders that are built one at a time are warm after their head start.
+            "warm_up": 0 if image_network else WARM_UP,
             "interval": interval,
             "folder": folder,
             "interface": network.interface,
             "smoke": smoke,
+            "network": image_network,
+            "images": images,
         }
         command = network.command([*RANK, json.dumps(settings)], folder=Path(folder))
         if code := run(command):
@@ -206,14 +235,15 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--set", choices=list(SETS), default="radius", help="rows, targets of --cost, report's name"
     )
     add("--methods", nargs="+", help="other rows than the set's; see tools/bench/common/methods.py")
-    add("--rounds", type=int, default=6, help="measured steps of each method")
+    add("--rounds", type=int, help=f"measured steps of each method (6; of {VISION} 3)")
     add("--interval", type=int, default=INTERVAL, help="Radius's T, which rolling rows flush by")
-    rates = [NO_LIMIT, "1gbit", TARGET_RATE, "200mbit"]
-    add("--rates", nargs="+", default=rates, help="of each link, as tc writes them; none: loopback")
+    add("--rates", nargs="+", help="of each link, as tc writes them; none: loopback")
     add("--delay", default="0ms", help="of each link, one way")
     add("--worlds", nargs="+", type=int, default=[2, 4], help="numbers of ranks")
     both = [EMULATED, REAL]
     add("--protocols", nargs="+", choices=both, default=both, help="kinds of computing")
+    add("--networks", nargs="+", choices=NAMES, default=list(NAMES), help=f"of {VISION}")
+    add("--images", nargs="+", type=int, default=list(IMAGES), help=f"of {VISION}: of a rank")
     add("--no-memory", dest="memory", action="store_false", help="leave out peak memory")
     add("--quick", action="store_true", help="two ranks at 800 Mbit/s, two rounds, no memory")
     add("--cost", action="store_true", help="a sparse step's own work at 124M parameters")
@@ -222,6 +252,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--again", type=Path, help="folder of a report whose other tables and memory are kept")
     add("--smoke", action="store_true", help="a tiny model: does the tool work?")
     options = parser.parse_args(arguments)
+    limited = ["1gbit", TARGET_RATE, "200mbit"]
+    options.rates = options.rates or (limited if options.set == VISION else [NO_LIMIT, *limited])
+    if options.rounds is None:
+        options.rounds = 3 if options.set == VISION else 6
+    options.memory = options.memory and options.set != VISION  # tools.bench.samo_memory has it
     if options.quick:
         options.rates, options.worlds, options.rounds = [TARGET_RATE], [2], 2
         options.memory = False

@@ -42,6 +42,7 @@ def targets(tables: Sequence[GradientPathTable]) -> list[SpeedTarget]:
     found: list[SpeedTarget] = []
     for each in tables:
         found += [*_speed(each), *_bytes(each), *_stored(each), *_predictions(each)]
+        found += _of_images(each)
     return [*found, *_against_topk(tables)]
 
 
@@ -97,6 +98,14 @@ def _stored(each: GradientPathTable) -> list[SpeedTarget]:
             text = f"{each.title}: {name} {verb} {part:.4f} of dense's bytes at equal width"
             found.append(at_most(f"{text}, off f = {share:.4f} by", abs(part / share - 1), within))
     return found
+
+
+def _of_images(each: GradientPathTable) -> list[SpeedTarget]:
+    """Whatever SAMO's compression costs, an image network's step is not longer than dense's."""
+    if not each.model or not each.has("samo-0.9", "dense-bf16"):
+        return []
+    ratio = each.ratio("samo-0.9", "dense-bf16")
+    return [at_most(f"{each.title}: samo-0.9 / dense-bf16", ratio, 1.0)]
 
 
 def _miscount(row: GradientPathRow) -> float:

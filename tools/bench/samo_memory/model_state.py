@@ -42,14 +42,15 @@ class ModelState:
         """Bytes per parameter, of all kinds."""
         return sum(self.bytes.values()) / self.entries
 
-    def expected(self, grad_bytes: int, param_bytes: int = 2) -> float:
-        """Bytes per parameter that the path's log line states for a CPU."""
+    def expected(self, grad_bytes: int, param_bytes: int = 2, *, moments: int = 2) -> float:
+        """Return the bytes a parameter that the path's note promises of a CPU."""
         kinds = state_bytes(
             self.entries,
             self.stored,
             index=POSITION_BYTES * self.indexed,
             param_bytes=param_bytes,
             grad_bytes=grad_bytes,
+            moments=moments,
         )
         return sum(kinds.values()) / self.entries
 

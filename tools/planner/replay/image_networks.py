@@ -24,6 +24,8 @@ _LAYERS: dict[str, tuple[str, Callable[..., list[Layer]]]] = {
     "wide_resnet101": ("WideResnet-101", wide_resnet101_layers),
 }
 NAMES = tuple(_LAYERS)
+SLOWER = 1.5
+"""Computing of WideResnet-101 over that of VGG-19, by the paper (section VI-B)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,11 @@ class ImageNetwork:
         )
 
 
-def network(name: str, image: int = IMAGE) -> ImageNetwork:
-    """Return a network of `NAMES` for images of `image` x `image` pixels and 1,000 classes."""
+def network(name: str, image: int = IMAGE, *, width: float = 1.0) -> ImageNetwork:
+    """Return a network of `NAMES` for images of `image` x `image` pixels and 1,000 classes.
+
+    `width` is a factor of the hidden channels, 1 for the paper's network.
+    """
     title, layers = _LAYERS[name]
-    made = layers(classes=CLASSES, height=image, image_width=image)
+    made = layers(classes=CLASSES, width=width, height=image, image_width=image)
     return ImageNetwork(name=name, title=title, layers=made)

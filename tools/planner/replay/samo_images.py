@@ -15,7 +15,7 @@ from fractions import Fraction
 
 from megatron.parallel.dims import ParallelDims
 from tools.planner.replay import samo
-from tools.planner.replay.image_networks import ImageNetwork, network
+from tools.planner.replay.image_networks import SLOWER, ImageNetwork, network
 from tools.planner.replay.machines import Machine
 from tools.planner.replay.rows import ReplayRow, ReplayTable
 from tools.planner.site import Site
@@ -27,8 +27,6 @@ WIDTH = 2
 """Bytes of a gradient."""
 RANGES = {"vgg19": (18.0, 44.0), "wide_resnet101": (7.0, 12.0)}
 """Percent of AxoNN's batch time saved (section VI-B), least and most over `GPUS`."""
-SLOWER = 1.5
-"""Computing of WideResnet-101 over that of VGG-19 (section VI-B)."""
 BACKWARD = 2 / 3
 """Share of computing that is backward."""
 
