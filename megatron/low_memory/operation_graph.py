@@ -25,7 +25,7 @@ PRODUCTS: tuple[Kind, ...] = ("convolution", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class CountedOperation:
     """An operation of a network on one sample; its output has the operation's name.
 
     Attributes:
@@ -63,11 +63,11 @@ def bits_of(relu: str) -> str:
 class Graph:
     """A network's operations in forward order, for one sample of `input_size` entries."""
 
-    operations: Sequence[Operation]
+    operations: Sequence[CountedOperation]
     input_size: int
 
     @cached_property
-    def producer(self) -> Mapping[str, Operation]:
+    def producer(self) -> Mapping[str, CountedOperation]:
         """Return the operation that computes each tensor, signs of a ReLU included."""
         found = {op.name: op for op in self.operations}
         return found | {bits_of(op.name): op for op in self.operations if op.kind == "relu"}
@@ -136,9 +136,9 @@ def wide_resnet_graph(
     return Graph(list(_wide_resnet(layers, 3 * blocks_of_group(depth))), 3 * side * side)
 
 
-def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[Operation]:
-    def product(layer: Layer, inputs: str, block: int) -> Operation:
-        return Operation(
+def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[CountedOperation]:
+    def product(layer: Layer, inputs: str, block: int) -> CountedOperation:
+        return CountedOperation(
             name=layer.name,
             kind="linear" if layer.kind == "linear" else "convolution",
             inputs=(inputs,),
@@ -148,10 +148,12 @@ def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[Operation]:
             ends_block=block == 0,
         )
 
-    def normalized(norm: Layer, hidden: str, size: int, block: int) -> Iterator[Operation]:
-        yield Operation(name=norm.name, kind="norm", inputs=(hidden,), size=size, block=block)
+    def normalized(norm: Layer, hidden: str, size: int, block: int) -> Iterator[CountedOperation]:
+        yield CountedOperation(
+            name=norm.name, kind="norm", inputs=(hidden,), size=size, block=block
+        )
         relu = norm.name.replace("bn", "relu")
-        yield Operation(name=relu, kind="relu", inputs=(norm.name,), size=size, block=block)
+        yield CountedOperation(name=relu, kind="relu", inputs=(norm.name,), size=size, block=block)
 
     stem, *rest, norm, head = layers
     yield product(stem, INPUT, 0)
@@ -167,11 +169,11 @@ def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[Operation]:
         shortcut = hidden
         if inner != size:
             shortcut = f"{owner}.shortcut"
-            yield Operation(
+            yield CountedOperation(
                 name=shortcut, kind="reshape", inputs=(hidden,), size=inner, block=block
             )
         hidden, size = f"{owner}.sum", inner
-        yield Operation(
+        yield CountedOperation(
             name=hidden,
             kind="add",
             inputs=(conv2.name, shortcut),
@@ -181,6 +183,8 @@ def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[Operation]:
         )
     last = blocks + 1
     yield from normalized(norm, hidden, size, last)
-    yield Operation(name="mean", kind="pool", inputs=("relu",), size=norm.outputs, block=last)
+    yield CountedOperation(
+        name="mean", kind="pool", inputs=("relu",), size=norm.outputs, block=last
+    )
     yield product(head, "mean", last)
-    yield Operation(name="loss", kind="loss", inputs=(head.name,), size=1, block=last)
+    yield CountedOperation(name="loss", kind="loss", inputs=(head.name,), size=1, block=last)

@@ -58,7 +58,7 @@ class PaperBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class CountedNetwork:
     """Parameters of a network and how the report stores them.
 
     Attributes:
@@ -113,7 +113,7 @@ def column_bits(shape: Sequence[int]) -> int:
     return (math.prod(shape[1:]) - 1).bit_length()
 
 
-def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10) -> Network:
+def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10) -> CountedNetwork:
     """Return a wide residual network, trained with SGD.
 
     Sparse are the convolutions of the residual blocks: neither the first convolution nor the
@@ -122,7 +122,7 @@ def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10)
     layers = wide_resnet_layers(depth=depth, width=width, classes=classes)
     shapes = parameter_shapes(layers)
     norms = [layer.name for layer in layers if layer.kind == "norm"]
-    return Network(
+    return CountedNetwork(
         shapes=shapes,
         sparse=[name for name in shapes if ".conv" in name],
         full_precision=[f"{norm}.{leaf}" for norm in norms for leaf in ("weight", "bias")],
@@ -145,7 +145,7 @@ def dynamic_conv_network(
     encoder_kernels: Sequence[int] = ENCODER_KERNELS,
     decoder_kernels: Sequence[int] = DECODER_KERNELS,
     dictionaries: tuple[int, int] = DICTIONARIES,
-) -> Network:
+) -> CountedNetwork:
     """Return the DynamicConv Transformer (Wu et al. 2019) of the report, trained with Adam.
 
     Sparse are the weights of the fully connected layers and both embeddings, and dense are the
@@ -186,7 +186,7 @@ def dynamic_conv_network(
         layer(f"decoder.layers.{number}", kernel, attends=True)
     shapes["decoder.output_projection.weight"] = (target, hidden)
     sparse = [name for name, s in shapes.items() if len(s) == 2 and "weight_linear" not in name]
-    return Network(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
+    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
 
 
 @dataclass(frozen=True, kw_only=True)

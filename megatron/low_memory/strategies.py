@@ -25,7 +25,7 @@ from megatron.low_memory.operation_graph import (
     INPUT,
     PRODUCTS,
     Graph,
-    Operation,
+    CountedOperation,
     bits_of,
 )
 
@@ -84,7 +84,7 @@ class Strategy:
         }
         return frozenset(crosses)
 
-    def retains(self, graph: Graph) -> Callable[[str, Operation], bool]:
+    def retains(self, graph: Graph) -> Callable[[str, CountedOperation], bool]:
         """Return whether a tensor, recomputed for the backward of an operation, is kept on."""
         if self.name == "no-norm":
             return lambda name, op: False
@@ -93,7 +93,7 @@ class Strategy:
         return lambda name, op: name in graph.needed
 
 
-def _star_keeps(graph: Graph, name: str, op: Operation) -> bool:
+def _star_keeps(graph: Graph, name: str, op: CountedOperation) -> bool:
     """Return whether residual-star keeps a tensor: outputs of blocks, conv1 of this block."""
     made = graph.producer[name]
     is_first = made.kind in PRODUCTS and name in graph.needed and made.block == op.block
@@ -187,7 +187,7 @@ class _Count:
         self._stored = {INPUT} & self._kept
         self.flops = self.entries = 0
 
-    def run(self) -> Iterator[tuple[Operation, bool, int, int, int]]:
+    def run(self) -> Iterator[tuple[CountedOperation, bool, int, int, int]]:
         """Yield operation, pass, stored entries, stored bits and entries of the gradient."""
         operations = self._graph.operations
         for op in operations:
@@ -202,7 +202,7 @@ class _Count:
                 name for name in self._stored if self._graph.last_use.get(name) == position
             }
 
-    def _obtain(self, op: Operation, position: int) -> set[str]:
+    def _obtain(self, op: CountedOperation, position: int) -> set[str]:
         """Recompute what the backward of `op` needs; return what is not kept behind it."""
         made: set[str] = set()
         for name in op.needs:

@@ -11,7 +11,7 @@ from megatron.low_memory.paper_accounting import (
     TABLE_3,
     TABLE_4,
     TABLE_4_BASELINE_MB,
-    Network,
+    CountedNetwork,
     PaperRow,
     account_of,
     column_bits,
@@ -48,7 +48,7 @@ def test_thirty_percent_and_ten_images_reduce_each_kind_as_section_4_2_2_says() 
 
 
 def test_a_sparse_tensor_shares_one_index_between_its_copies() -> None:
-    network = Network(
+    network = CountedNetwork(
         shapes={"conv": (4, 3, 3, 3), "bn": (8,), "linear": (5, 16)},
         sparse=["conv", "linear"],
         full_precision=["bn"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.low_memory.operation_graph import Graph, Operation, wide_resnet_graph
+from megatron.low_memory.operation_graph import Graph, CountedOperation, wide_resnet_graph
 from megatron.low_memory.strategies import (
     ActivationCourse,
     Strategy,
@@ -82,13 +82,15 @@ def test_every_strategy_stores_what_it_needs_and_ends_empty(strategy: Strategy) 
 def test_a_chain_by_hand() -> None:
     # conv -> norm -> relu -> conv -> loss, one block of 10 entries each, on an image of 5.
     operations = [
-        Operation(name="stem", kind="convolution", inputs=("image",), size=10, block=0, flops=7),
-        Operation(name="norm", kind="norm", inputs=("stem",), size=10, block=1),
-        Operation(name="relu", kind="relu", inputs=("norm",), size=10, block=1),
-        Operation(
+        CountedOperation(
+            name="stem", kind="convolution", inputs=("image",), size=10, block=0, flops=7
+        ),
+        CountedOperation(name="norm", kind="norm", inputs=("stem",), size=10, block=1),
+        CountedOperation(name="relu", kind="relu", inputs=("norm",), size=10, block=1),
+        CountedOperation(
             name="out", kind="linear", inputs=("relu",), size=2, block=1, flops=9, ends_block=True
         ),
-        Operation(name="loss", kind="loss", inputs=("out",), size=1, block=2),
+        CountedOperation(name="loss", kind="loss", inputs=("out",), size=1, block=2),
     ]
     graph = Graph(operations, 5)
     assert graph.needed == {"image", "stem", "relu bits", "relu", "out"}

@@ -161,7 +161,7 @@ class EmulatedModel(torch.nn.Module):
         x = torch.ones(1)
         backward = self.pace * self.emulation.backward
         for layer, share, made in zip(self.layers, self._shares, self._gradients, strict=True):
-            x = _Layer.apply(x, made, share * backward, *layer.parameters())
+            x = _EmulatedLayer.apply(x, made, share * backward, *layer.parameters())
         assert isinstance(x, torch.Tensor)
         return x.sum()
 

@@ -30,7 +30,8 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     dense step's bytes, mean and maximum of the steps after the fork (entries instead of bytes on
     one rank). `ticket` of a pruned run is the step after which it was drawn; `stored` is the share
     of parameters that a smaller or pruned model trains; `dsr_pruned` has (step, pruned weights) of
-    each rewiring. `curve` has (last step, mean training loss) of each whole window. Raises `DataError` if the folder is not that of a finished run.
+    each rewiring. `curve` has (last step, mean training loss) of each whole window. Raises
+    `DataError` if the folder is not that of a finished run.
     """
     steps, valid = _read(folder / JSONL)
     if not steps or (exit_code == 0 and plan.steps not in valid):

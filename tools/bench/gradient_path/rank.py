@@ -28,7 +28,7 @@ from tools.bench.common.emulated import Gradients
 from tools.bench.common.image_models import ImageTraining
 from tools.bench.common.image_models import smoke as smoke_training
 from tools.bench.common.methods import COMPUTE, Method, method
-from tools.bench.common.netlab import Wire
+from tools.bench.common.netlab import InterfaceCounters
 from tools.bench.common.tensors import release
 from tools.bench.gradient_path.contenders import (
     NOTHING,

@@ -32,7 +32,7 @@ BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRun:
+class ReplayedImageRun:
     """Data-parallel training of one network.
 
     `image`: seconds of computing for an image, c; `compression`: seconds of compressing and
@@ -82,7 +82,7 @@ def runs(
     image: float | None = None,
     compression: float | None = None,
     hidden: float = 0.0,
-) -> dict[str, ImageRun]:
+) -> dict[str, ReplayedImageRun]:
     """Return the runs of both networks by name.
 
     Args:
@@ -95,7 +95,7 @@ def runs(
     site = machine.facts
     image = image or network("vgg19").training_flops / (site.peak * site.efficiency)
     return {
-        name: ImageRun(
+        name: ReplayedImageRun(
             network=network(name),
             site=site,
             image=image * (SLOWER if name == "wide_resnet101" else 1.0),
@@ -139,7 +139,7 @@ def figure_5(machine: Machine) -> ReplayTable:
     )
 
 
-def _order(found: dict[str, ImageRun]) -> Iterator[ReplayRow]:
+def _order(found: dict[str, ReplayedImageRun]) -> Iterator[ReplayRow]:
     """Yield the claims about order; the ends of both ranges are taken for 16 and 128 GPUs."""
     vgg, wide = (RANGES[name] for name in ("vgg19", "wide_resnet101"))
     least = min(found["vgg19"].saved(g) / found["wide_resnet101"].saved(g) for g in GPUS)
@@ -154,7 +154,7 @@ def _order(found: dict[str, ImageRun]) -> Iterator[ReplayRow]:
             claim=1.0)  # fmt: skip
 
 
-def _notes(machine: Machine, found: dict[str, ImageRun]) -> Iterator[str]:
+def _notes(machine: Machine, found: dict[str, ReplayedImageRun]) -> Iterator[str]:
     vgg, site = found["vgg19"], machine.facts
     yield (
         f"{_inside(found)} of the eight savings are inside the paper's ranges. The paper prints no "
@@ -202,7 +202,7 @@ def _notes(machine: Machine, found: dict[str, ImageRun]) -> Iterator[str]:
     )
 
 
-def _what_the_ranges_need(found: dict[str, ImageRun]) -> str:
+def _what_the_ranges_need(found: dict[str, ReplayedImageRun]) -> str:
     needed = {
         name: [run.needed(gpus, saved) for gpus, saved in zip((16, 128), RANGES[name], strict=True)]
         for name, run in found.items()
@@ -219,12 +219,12 @@ def _what_the_ranges_need(found: dict[str, ImageRun]) -> str:
     )
 
 
-def _flops_ratio(found: dict[str, ImageRun]) -> float:
+def _flops_ratio(found: dict[str, ReplayedImageRun]) -> float:
     vgg, wide = (found[name].network.training_flops for name in ("vgg19", "wide_resnet101"))
     return wide / vgg
 
 
-def _inside(found: dict[str, ImageRun]) -> int:
+def _inside(found: dict[str, ReplayedImageRun]) -> int:
     return sum(
         low <= round(run.saved(gpus), 6) <= high
         for name, run in found.items()
@@ -233,7 +233,7 @@ def _inside(found: dict[str, ImageRun]) -> int:
     )
 
 
-def _listed(found: dict[str, ImageRun]) -> str:
+def _listed(found: dict[str, ReplayedImageRun]) -> str:
     """Return the savings of both networks as text."""
     return " and ".join(
         f"{', '.join(f'{run.saved(gpus):.0f}' for gpus in GPUS)} % ({run.network.title})"
