@@ -24,8 +24,8 @@ from typing import Literal
 from megatron.low_memory.operation_graph import (
     INPUT,
     PRODUCTS,
-    Graph,
     CountedOperation,
+    Graph,
     bits_of,
 )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.low_memory.operation_graph import Graph, CountedOperation, wide_resnet_graph
+from megatron.low_memory.operation_graph import CountedOperation, Graph, wide_resnet_graph
 from megatron.low_memory.strategies import (
     ActivationCourse,
     Strategy,

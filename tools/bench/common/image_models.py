@@ -55,6 +55,7 @@ class ImageModel(torch.nn.Module):
         self._batch = images, labels
 
     def forward(self) -> torch.Tensor:
+        """Return the mean cross-entropy of the fixed batch, an fp32 scalar."""
         images, labels = self._batch
         return cross_entropy(self.network(images).float(), labels)
 
