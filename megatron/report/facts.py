@@ -20,12 +20,13 @@ from megatron.metrics.throughput import shows_papers_metrics
 from megatron.report.runs import RunData
 
 _CONFIG_KEYS = (
+    "vision_backbone_type", "width_factor", "encoder_layers", "decoder_layers", "embed_dim",
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size",
     "micro_batch_size", "train_iters", "train_samples", "optimizer", "lr", "lr_decay_style",
     "weight_decay", "fp16", "bf16", "grad_path", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "seed", "data_path", "tokenizer_type",
 )  # fmt: skip
-_PATH_PREFIXES = ("radius_", "samo_", "topk_", "powersgd_")
+_PATH_PREFIXES = ("radius_", "samo_", "dsr_", "topk_", "powersgd_")
 
 
 def tiles(run: RunData) -> list[tuple[str, str, str]]:

@@ -33,24 +33,35 @@ def images(dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_it_is_torchs_in_fp32(dtype: torch.dtype) -> None:
     ours, theirs = pair()
     buffers = BufferSet(batch_norm_buffers(ours), ALONE)
+
+    def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+        if dtype == torch.float32:
+            assert torch.equal(found, expected)
+            return
+        # Kernels for 16-bit images sum in fp32 in another order: one rounding of the result, and
+        # fp32 rounding where terms cancel.
+        rtol = 1.01 * torch.finfo(expected.dtype).eps if found.dtype == dtype else 1e-4
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
+
     for seed in range(3):
         mine, other = images(dtype, seed).requires_grad_(), images(dtype, seed).requires_grad_()
         made, wanted = ours(mine), theirs(other.float())
-        assert made.dtype == dtype and torch.equal(made, wanted.to(dtype))
+        assert made.dtype == dtype
+        close(made, wanted.to(dtype))
         (made.float() * wanted.detach()).sum().backward()
         (wanted.to(dtype).float() * wanted.detach()).sum().backward()
         assert mine.grad is not None and other.grad is not None
-        assert torch.equal(mine.grad, other.grad)
+        close(mine.grad, other.grad)
         for name in ("weight", "bias"):
-            assert torch.equal(getattr(ours, name).grad, getattr(theirs, name).grad)
+            close(getattr(ours, name).grad, getattr(theirs, name).grad)
         buffers.commit()
         statistics = dict(theirs.named_buffers())
-        assert torch.equal(ours.running_mean, statistics["running_mean"])
+        close(ours.running_mean, statistics["running_mean"])
         # Unbiased: over 5 x 7 x 3 - 1.
-        assert torch.equal(ours.running_var, statistics["running_var"])
+        close(ours.running_var, statistics["running_var"])
     for module in (ours, theirs):
         module.eval()
-    assert torch.equal(ours(images(dtype, 9)), theirs(images(dtype, 9).float()).to(dtype))
+    close(ours(images(dtype, 9)), theirs(images(dtype, 9).float()).to(dtype))
     assert all(tensor.dtype == torch.float32 for _, tensor in buffers.tensors())
 
 
