@@ -128,7 +128,8 @@ def test_twenty_steps_equal_a_plain_loop(
     run: Callable[..., Any], pairs: PairPaths, tmp_path: Path
 ) -> None:
     flags = (
-        "--train-iters 20 --max-tokens 40 --encoder-kernel-size-list 3 4 --lr-decay-style inverse-square-root --lr-warmup-iters 5 --lr 2e-2 "
+        "--train-iters 20 --max-tokens 40 --encoder-kernel-size-list 3 4 --lr 2e-2 "
+        "--lr-decay-style inverse-square-root --lr-warmup-iters 5 "
         "--lr-warmup-init 1e-7 --adam-beta2 0.98 --weight-decay 0.01 --clip-grad 0"
     )
     given = f"{SHORT} --data-path {pairs.prefix} {flags}".split()
