@@ -44,17 +44,20 @@ def test_it_is_torchs_in_fp32(dtype: torch.dtype) -> None:
         for name in ("weight", "bias"):
             assert torch.equal(getattr(ours, name).grad, getattr(theirs, name).grad)
         buffers.commit()
-        assert torch.equal(ours.running_mean, theirs.running_mean)
+        statistics = dict(theirs.named_buffers())
+        assert torch.equal(ours.running_mean, statistics["running_mean"])
         # Unbiased: over 5 x 7 x 3 - 1.
-        assert torch.equal(ours.running_var, theirs.running_var)
-    ours.eval(), theirs.eval()
+        assert torch.equal(ours.running_var, statistics["running_var"])
+    for module in (ours, theirs):
+        module.eval()
     assert torch.equal(ours(images(dtype, 9)), theirs(images(dtype, 9).float()).to(dtype))
     assert all(tensor.dtype == torch.float32 for _, tensor in buffers.tensors())
 
 
 def test_statistics_change_with_a_committed_step_alone() -> None:
     norm = BatchNorm2d(CHANNELS, device="cpu")
-    nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)
+    nn.init.ones_(norm.weight)
+    nn.init.zeros_(norm.bias)
     buffers = BufferSet(batch_norm_buffers(norm), ALONE)
     addresses = [tensor.data_ptr() for _, tensor in buffers.tensors()]
     first = {name: tensor.clone() for name, tensor in buffers.tensors()}
@@ -83,10 +86,12 @@ def test_buffers_have_the_names_of_their_modules() -> None:
 
 def on_rank(groups: ProcessGroups) -> dict[str, object]:
     norm = BatchNorm2d(CHANNELS, device="cpu")
-    nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)
+    nn.init.ones_(norm.weight)
+    nn.init.zeros_(norm.bias)
     buffers = BufferSet(batch_norm_buffers(norm), groups.dp)
     groups.dp.traffic.take()
-    NO_BUFFERS.commit(), buffers.abort()
+    NO_BUFFERS.commit()
+    buffers.abort()
     quiet = groups.dp.traffic.take()
     norm(images(torch.float32, groups.dp.rank))
     shadows = [info.shadow.clone() for info in buffers.infos]
