@@ -115,15 +115,13 @@ def _score(run: Path, step: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _progress(metrics: Path) -> dict[int, dict[str, Any]]:
-    """Return target tokens and seconds of training, and the latest perplexity, by step."""
+    """Return target tokens, minutes of steps and the perplexity of evaluations, by step."""
     tokens, seconds = 0, 0.0
     found: dict[int, dict[str, Any]] = {}
-    perplexity: float | None = None
     for line in map(json.loads, metrics.read_text(encoding="utf-8").splitlines()):
         if "valid_perplexity" in line:
-            perplexity = line["valid_perplexity"]
             if line["iteration"] in found:
-                found[line["iteration"]]["valid_perplexity"] = round(perplexity, 2)
+                found[line["iteration"]]["valid_perplexity"] = round(line["valid_perplexity"], 2)
         elif "step_seconds" in line:
             tokens += line["tokens"]
             seconds += line["step_seconds"]
