@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,12 @@ def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str],
     told = study.tell(rows, groups)
     groups_as_json = [asdict(group) for group in groups]
     values = {"plan": rows[0]["plan"], "groups": groups_as_json, **told.values}
-    draw = partial(write_plot, rows=rows, groups=groups, panels=study.panels, colors=study.colors)
-    if study.draw is not None:
-        draw = partial(study.draw, rows=rows)
+
+    def draw(path: Path) -> bool:
+        if study.draw is not None:
+            return study.draw(path, rows)
+        return write_plot(path, rows, groups, panels=study.panels, colors=study.colors)
+
     write_page(out, text=as_markdown(rows, study, told), values=values, draw=draw)
     log(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
 
