@@ -114,3 +114,18 @@ def test_every_variable_of_a_script_has_a_row(script: str) -> None:
     read = set(re.findall(r"^#   ([A-Z_]+) ", header, re.MULTILINE))
     assert len(read) > 4
     assert read - set(re.findall(r"`([A-Z_]+)`", INTRODUCTION)) == set()
+
+
+def test_a_further_task_has_tables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.tasks.toy import ToyConfig
+
+    monkeypatch.setattr(configuration, "TASKS", (*configuration.TASKS, ToyConfig))
+    page = configuration.page(TEXT)
+    for section in ("model", "data"):
+        assert f"### {section} of pretrain_toy.py\n" in page
+    assert "| `--width` | `width` |" in page
+    assert "`ignored_every` with `poisoned_image`" in page
+    # The shared sections are there once, and nothing of the page is lost.
+    row = "| `--lr` | `lr` |"
+    assert page.count(row) == TEXT.count(row) == 1
+    assert set(TEXT.splitlines()) <= set(page.splitlines())
