@@ -60,3 +60,32 @@ def test_the_path_is_no_part_of_what_makes_another_run() -> None:
     check_identity(DENSE, SPARSE, where=Path("."), model_only=False)
     with pytest.raises(CheckpointError, match=r"model.hidden_size"):
         check_identity(DENSE, SPARSE | {"model.hidden_size": 9}, where=Path("."), model_only=False)
+
+
+SAMO: dict[str, Any] = DENSE | {"gradient.grad_path": "samo", "samo.samo_sparsity": 0.9}
+ADDED = {"samo.samo_dense": None, "samo.dsr_frequency": 1.0, "samo.dsr_growth": "survivors"}
+
+
+@pytest.mark.parametrize("growth", ["survivors", "zeros"])
+def test_a_pruned_run_of_before_goes_on_by_either_growth(growth: str) -> None:
+    assert path_differences(SAMO, SAMO | ADDED | {"samo.dsr_growth": growth}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("samo.samo_dense", ["*.mlp.*"]), ("samo.dsr_frequency", 0.5)],
+)
+def test_a_pruned_run_of_before_had_none_of_what_was_added(name: str, other: object) -> None:
+    (found,) = path_differences(SAMO, SAMO | ADDED | {name: other})
+    assert found == f"{name}: None there, {other!r} here"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("samo.samo_dense", ["*.mlp.*"]), ("samo.dsr_frequency", 0.5), ("samo.dsr_growth", "zeros")],
+)
+def test_a_pruned_run_of_today_keeps_what_it_began_with(name: str, other: object) -> None:
+    now = SAMO | ADDED
+    assert path_differences(now, now) == []
+    assert len(path_differences(now, now | {name: other})) == 1
+    assert len(path_differences(now | {name: other}, now)) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ class Study:
     """A declared set of runs, those first that matter most, and what its page is made of.
 
     `folder` of `tools/bench` has its program and its results. `colors` of the dots in the plot go
-    by the first word of a variant.
+    by the first word of a variant. `draw` writes another picture of the rows to a file, False where
+    matplotlib is missing; `caption` says what the picture shows.
     """
 
     folder: str
@@ -40,6 +40,8 @@ class Study:
     tell: Callable[[Sequence[Row], Sequence[RunGroup]], ReportedFinding]
     panels: tuple[Panel, ...]
     colors: Mapping[str, str]
+    draw: Callable[[Path, Sequence[Row]], bool] | None = None
+    caption: str = "Loss less that of the dense run"
 
 
 def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str], None]) -> None:
@@ -55,7 +57,12 @@ def write_report(results: Path, out: Path, study: Study, *, log: Callable[[str],
     told = study.tell(rows, groups)
     groups_as_json = [asdict(group) for group in groups]
     values = {"plan": rows[0]["plan"], "groups": groups_as_json, **told.values}
-    draw = partial(write_plot, rows=rows, groups=groups, panels=study.panels, colors=study.colors)
+
+    def draw(path: Path) -> bool:
+        if study.draw is not None:
+            return study.draw(path, rows)
+        return write_plot(path, rows, groups, panels=study.panels, colors=study.colors)
+
     write_page(out, text=as_markdown(rows, study, told), values=values, draw=draw)
     log(f"{out / PAGE}: {len(rows)} of {len(study.runs)} runs")
 
@@ -67,9 +74,11 @@ def as_markdown(rows: Sequence[Row], study: Study, told: ReportedFinding) -> str
     """Return the page: how it was made, and what the study tells."""
     plan = rows[0]["plan"]
     lines = [study.preface(plan), ""]
-    lines += [f"{len(rows)} of {len(study.runs)} runs are in. Made by", ""]
+    declared = {run.name for run in study.runs}
+    found = sum(row["name"] in declared for row in rows)
+    lines += [f"{found} of {len(study.runs)} runs are in. Made by", ""]
     lines += [f"    {_command(plan, study)}", ""]
-    lines += ["and `--report`.", "", f"![Loss less that of the dense run]({FIGURE})", ""]
+    lines += ["and `--report`.", "", f"![{study.caption}]({FIGURE})", ""]
     return "\n".join([*lines, *told.lines, ""])
 
 

@@ -29,7 +29,7 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     `valid_loss` is None where it ended for its numbers. `payload`: bytes sent over those of a
     dense step, mean and largest of the steps after the fork (at one rank entries stand for bytes).
     `ticket`, of a pruned run: the step after which it was drawn; `stored`: the share of parameters
-    that a smaller or pruned model trains.
+    that a smaller or pruned model trains; `dsr_pruned`: (step, pruned weights) of each rewiring.
     `curve`: (last step, mean training loss) of each whole window. Raises `DataError` where the
     folder does not hold what a finished run leaves.
     """
@@ -66,6 +66,8 @@ def row_of(run: StudyRun, plan: StudyPlan, folder: Path, *, exit_code: int) -> R
     if kept:
         stride = -(-len(kept) // MOST_KEPT)
         row["index_kept"] = [[i, round(share, 4)] for i, share in kept[::stride]]
+    pruned = [[i, int(steps[i]["dsr_pruned"])] for i in sorted(steps) if "dsr_pruned" in steps[i]]
+    row |= {"dsr_pruned": pruned} if pruned else {}
     return row | _of_pruning(run, plan, ticket)
 
 

@@ -33,9 +33,10 @@ def study() -> tuple[StudyRun, ...]:
         runs += [at_rate(run, factor) for run in scratch]
     for factor in FACTORS:
         runs += [at_rate(run, factor) for run in others if factor > 1 or not run.is_dense]
-    for seed in SEEDS[1:]:
-        runs += [at_rate(replace(run, seed=seed), f) for f in FACTORS for run in scratch[:2]]
     runs += [from_scratch(SPARSITY, rewired=True, growth="zeros")]
+    for factor in FACTORS:
+        again = [replace(run, seed=seed) for seed in SEEDS[1:] for run in scratch[:2]]
+        runs += [at_rate(run, factor) for run in again]
     runs += [StudyRun(variant=DENSE, seed=SEEDS[0], optimizer="sgd")]
     runs += [at_rate(run, factor) for factor in FACTORS for run in rest]
     return checked(runs, most=MOST_RUNS)
