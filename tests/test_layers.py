@@ -17,7 +17,8 @@ LAYERS = (
     ("pipeline", "checkpoint"),
     ("training", "fault_tolerance", "checkpoint.checkpointer", "checkpoint.compatibility")
     + ("run_dir", "metrics", "report", "profiling", "memory_estimate", "preflight"),
-    ("pretrain", "tasks"),
+    ("pretrain", "tasks", "low_memory.planned_memory", "low_memory.dry_run")
+    + ("low_memory.ledger", "low_memory.ledger_report"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 ENTRIES = tuple(path.stem for path in sorted(REPO.glob("pretrain_*.py")))
@@ -56,6 +57,7 @@ WITHOUT_TORCH = (
     "megatron.low_memory.checkpoint_interval",
     "megatron.low_memory.operation_graph",
     "megatron.low_memory.paper_accounting",
+    "megatron.low_memory.planned_memory",
     "megatron.low_memory.strategies",
     "radius.memory",
     "radius.baselines.message_bytes",

@@ -3,7 +3,8 @@
 The rules of what an operation keeps for backward are those of Sohoni et al. 2019 (section 2.2.2 and
 appendix B): a convolution, a linear layer, a normalization and the loss keep their input, a ReLU
 keeps one bit an entry, and additions, subsampling, padding and average pooling keep nothing. A
-tensor that two operations need counts once. The input of the network counts.
+tensor that two operations need counts once. The input of the network counts, but for token ids.
+By the same rules a GELU keeps its input, a softmax its output, a product of two activations both.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from megatron.model.image_shapes import Layer, blocks_of_group, wide_resnet_laye
 
 INPUT = "image"
 """Name of the network's input."""
-Kind = Literal["convolution", "linear", "norm", "relu", "add", "reshape", "pool", "loss"]
-KEEPS_INPUT: tuple[Kind, ...] = ("convolution", "linear", "norm", "loss")
+Kind = Literal[
+    "convolution", "linear", "norm", "relu", "add", "reshape", "pool", "loss",
+    "embedding", "gelu", "softmax", "matmul",
+]  # fmt: skip
+KEEPS_INPUT: tuple[Kind, ...] = ("convolution", "linear", "norm", "gelu", "loss")
 """Kinds whose backward needs the input."""
-PRODUCTS: tuple[Kind, ...] = ("convolution", "linear")
+PRODUCTS: tuple[Kind, ...] = ("convolution", "linear", "matmul")
 """Kinds whose floating-point operations count; the others are cheap beside these."""
 
 
@@ -51,6 +55,10 @@ class CountedOperation:
         """Return the names of the tensors that backward needs, one for each storage."""
         if self.kind == "relu":
             return (bits_of(self.name),)
+        if self.kind == "softmax":
+            return (self.name,)
+        if self.kind == "matmul":
+            return self.inputs
         return self.inputs[:1] if self.kind in KEEPS_INPUT else ()
 
 
@@ -109,12 +117,17 @@ class Graph:
     @property
     def training_flops(self) -> int:
         """Return operations of forward and backward, which makes no gradient of the input."""
-        to_input = sum(op.flops for op in self.operations if op.inputs[0] == INPUT)
+        to_input = sum(op.flops for op in self.operations if INPUT in op.inputs)
         return 3 * self.forward_flops - to_input
 
 
 def wide_resnet_graph(
-    *, depth: int = 28, width: float = 2, classes: int = 10, side: int = 32
+    *,
+    depth: int = 28,
+    width: float = 2,
+    classes: int = 10,
+    height: int = 32,
+    image_width: int = 32,
 ) -> Graph:
     """Return the operations of a wide residual network with identity shortcuts.
 
@@ -125,15 +138,17 @@ def wide_resnet_graph(
         depth: 6 n + 4 layers for n blocks in each of three groups.
         width: The factor of the groups' channels 16, 32 and 64.
         classes: Number of classes.
-        side: Height and width of the images in pixels.
+        height: Height of the images in pixels.
+        image_width: Width of the images in pixels.
 
     Raises:
         ValueError: The depth is not 6 n + 4.
     """
     layers = wide_resnet_layers(
-        depth=depth, width=width, classes=classes, height=side, image_width=side
+        depth=depth, width=width, classes=classes, height=height, image_width=image_width
     )
-    return Graph(list(_wide_resnet(layers, 3 * blocks_of_group(depth))), 3 * side * side)
+    operations = list(_wide_resnet(layers, 3 * blocks_of_group(depth)))
+    return Graph(operations, 3 * height * image_width)
 
 
 def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[CountedOperation]:
@@ -188,3 +203,64 @@ def _wide_resnet(layers: Sequence[Layer], blocks: int) -> Iterator[CountedOperat
     )
     yield product(head, "mean", last)
     yield CountedOperation(name="loss", kind="loss", inputs=(head.name,), size=1, block=last)
+
+
+def gpt_graph(
+    *, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, length: int
+) -> Graph:
+    """Return the operations of a GPT with LayerNorm and GELU on one sequence.
+
+    Attention is a product, a softmax and a product, as before fused kernels: the weights of each
+    head are stored. Dropout is left out. Each layer is a block; the embedding is block 0.
+
+    Args:
+        layers: Number of transformer layers.
+        hidden: Width of the network.
+        heads: Attention heads of a layer, each hidden / heads wide.
+        ffn: Width of the MLPs.
+        vocabulary: Entries of the padded vocabulary.
+        length: Tokens of a sequence.
+    """
+    shape = {"hidden": hidden, "heads": heads, "ffn": ffn, "length": length}
+    return Graph(list(_gpt(layers, vocabulary, **shape)), 0)
+
+
+def _gpt(
+    layers: int, vocabulary: int, *, hidden: int, heads: int, ffn: int, length: int
+) -> Iterator[CountedOperation]:
+    wide, weights = length * hidden, heads * length * length
+    block = 0
+
+    def make(name: str, kind: Kind, *inputs: str, size: int, flops: int = 0) -> CountedOperation:
+        return CountedOperation(
+            name=name, kind=kind, inputs=inputs, size=size, block=block, flops=flops,
+            ends_block=name == "embedding" or name.endswith("mlp_sum"),
+        )  # fmt: skip
+
+    def linear(name: str, inputs: str, columns: int, outputs: int) -> CountedOperation:
+        flops = 2 * length * columns * outputs
+        return make(name, "linear", inputs, size=length * outputs, flops=flops)
+
+    yield make("embedding", "embedding", INPUT, size=wide)
+    stream = "embedding"
+    for block in range(1, layers + 1):  # noqa: B007 (`make` reads it)
+        at = f"layers.{block - 1}"
+        yield make(f"{at}.input_norm", "norm", stream, size=wide)
+        yield linear(f"{at}.query_key_value", f"{at}.input_norm", hidden, 3 * hidden)
+        product = 2 * weights * (hidden // heads)
+        mixed = f"{at}.query_key_value"
+        yield make(f"{at}.scores", "matmul", mixed, size=weights, flops=product)
+        yield make(f"{at}.weights", "softmax", f"{at}.scores", size=weights)
+        yield make(f"{at}.context", "matmul", f"{at}.weights", mixed, size=wide, flops=product)
+        yield linear(f"{at}.dense", f"{at}.context", hidden, hidden)
+        yield make(f"{at}.attention_sum", "add", f"{at}.dense", stream, size=wide)
+        yield make(f"{at}.post_norm", "norm", f"{at}.attention_sum", size=wide)
+        yield linear(f"{at}.up", f"{at}.post_norm", hidden, ffn)
+        yield make(f"{at}.gelu", "gelu", f"{at}.up", size=length * ffn)
+        yield linear(f"{at}.down", f"{at}.gelu", ffn, hidden)
+        stream = f"{at}.mlp_sum"
+        yield make(stream, "add", f"{at}.down", f"{at}.attention_sum", size=wide)
+    block = layers + 1
+    yield make("final_norm", "norm", stream, size=wide)
+    yield linear("logits", "final_norm", hidden, vocabulary)
+    yield make("loss", "loss", "logits", size=length)

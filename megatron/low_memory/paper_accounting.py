@@ -18,11 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
-from megatron.low_memory.operation_graph import wide_resnet_graph
+from megatron.low_memory.operation_graph import Graph, wide_resnet_graph
 from megatron.low_memory.strategies import ActivationCourse, Strategy, activation_course
+from megatron.model.dc_transformer_shapes import logical_shapes
 from megatron.model.image_shapes import parameter_shapes, wide_resnet_layers
+
+if TYPE_CHECKING:
+    from megatron.tasks.translation_config import DCTransformerConfig
 
 Shapes = Mapping[str, Sequence[int]]
 Bits = Literal[16, 32]
@@ -130,62 +134,45 @@ def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10)
     )
 
 
-ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
-DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
-"""Kernel widths of fairseq's lightconv_iwslt_de_en, whose gated linear units are off here."""
+@dataclass(frozen=True, kw_only=True)
+class DynamicConvShape:
+    """Sizes of a DC-Transformer: fairseq's lightconv_iwslt_de_en without gated linear units."""
+
+    embed_dim: int = 512
+    ffn_size: int = 1024
+    attention_heads: int = 4
+    encoder_kernels: tuple[int, ...] = (3, 7, 15, 31, 31, 31, 31)
+    decoder_kernels: tuple[int, ...] = (3, 7, 15, 31, 31, 31)
+    decoder_layers: int = 6
+
+
 DICTIONARIES = (8848, 6632)
 """Entries of the German and the English dictionary of IWSLT'14 after 10,000 joint merges."""
 
 
 def dynamic_conv_network(
-    *,
-    hidden: int = 512,
-    ffn: int = 1024,
-    heads: int = 4,
-    encoder_kernels: Sequence[int] = ENCODER_KERNELS,
-    decoder_kernels: Sequence[int] = DECODER_KERNELS,
-    dictionaries: tuple[int, int] = DICTIONARIES,
+    shape: DynamicConvShape | None = None, *, dictionaries: tuple[int, int] = DICTIONARIES
 ) -> CountedNetwork:
-    """Return the DynamicConv Transformer (Wu et al. 2019) of the report, trained with Adam.
+    """Return a DynamicConv Transformer (Wu et al. 2019), trained with Adam.
 
     Sparse are the weights of the fully connected layers and both embeddings, and dense are the
     projections that make a kernel for each position, biases and norms (section 4.3).
 
     Args:
-        hidden: Width of the embeddings and of the hidden states.
-        ffn: Width of the feed-forward layers.
-        heads: Heads of attention and of dynamic convolutions.
-        encoder_kernels: Kernel width of each encoder layer.
-        decoder_kernels: Kernel width of each decoder layer.
+        shape: Sizes of the model; the report's if None.
         dictionaries: Entries of the source and of the target dictionary.
     """
     source, target = dictionaries
-    shapes: dict[str, tuple[int, ...]] = {
-        "encoder.embed_tokens.weight": (source, hidden),
-        "decoder.embed_tokens.weight": (target, hidden),
-    }
-
-    def linear(name: str, outputs: int, inputs: int) -> None:
-        shapes[f"{name}.weight"] = (outputs, inputs)
-        shapes[f"{name}.bias"] = (outputs,)
-
-    def layer(name: str, kernel: int, *, attends: bool) -> None:
-        linear(f"{name}.linear1", hidden, hidden)
-        shapes[f"{name}.conv.weight_linear.weight"] = (heads * kernel, hidden)
-        linear(f"{name}.linear2", hidden, hidden)
-        for projection in ("q_proj", "k_proj", "v_proj", "out_proj") if attends else ():
-            linear(f"{name}.encoder_attn.{projection}", hidden, hidden)
-        linear(f"{name}.fc1", ffn, hidden)
-        linear(f"{name}.fc2", hidden, ffn)
-        for norm in range(3 if attends else 2):
-            shapes[f"{name}.norm{norm}.weight"] = shapes[f"{name}.norm{norm}.bias"] = (hidden,)
-
-    for number, kernel in enumerate(encoder_kernels):
-        layer(f"encoder.layers.{number}", kernel, attends=False)
-    for number, kernel in enumerate(decoder_kernels):
-        layer(f"decoder.layers.{number}", kernel, attends=True)
-    shapes["decoder.output_projection.weight"] = (target, hidden)
+    # The function reads the attributes that both kinds of shapes have.
+    config = cast("DCTransformerConfig", shape or DynamicConvShape())
+    shapes = logical_shapes(config, source_size=source, target_size=target)
     sparse = [name for name, s in shapes.items() if len(s) == 2 and "weight_linear" not in name]
+    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
+
+
+def gpt_network(shapes: Shapes) -> CountedNetwork:
+    """Return a GPT of these parameters, trained with Adam; sparse are all matrices."""
+    sparse = [name for name, shape in shapes.items() if len(shape) == 2]
     return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
 
 
@@ -257,11 +244,41 @@ our counts of model and optimizer leave between 43.45 and 43.54 MB.
 
 
 @dataclass(frozen=True)
-class WideResNetAccount:
-    """A wide residual network's memory in one setting."""
+class PaperAccount:
+    """A network's memory in one setting, with its activations in the course of a step."""
 
     bytes: PaperBytes
     activations: ActivationCourse
+
+
+def account(
+    network: CountedNetwork,
+    graph: Graph,
+    *,
+    bits: Bits = 32,
+    nonzero: float = 1.0,
+    microbatch: int,
+    strategy: Strategy,
+) -> PaperAccount:
+    """Count the training memory of a network.
+
+    Args:
+        network: The parameters.
+        graph: The operations on one sample.
+        bits: Width of values.
+        nonzero: Share of the sparse tensors' entries that exist.
+        microbatch: Samples of a microbatch.
+        strategy: The checkpointing strategy.
+    """
+    model, optimizer = network.states(bits=bits, nonzero=nonzero)
+    course = activation_course(graph, strategy, batch=microbatch, entry_bytes=bits // 8)
+    counted = PaperBytes(
+        model=model,
+        optimizer=optimizer,
+        activations=course.peak.total,
+        statistics=network.statistics if strategy.caches_statistics else 0,
+    )
+    return PaperAccount(counted, course)
 
 
 def wide_resnet_account(
@@ -272,7 +289,7 @@ def wide_resnet_account(
     strategy: Strategy = NONE,
     depth: int = 28,
     width: float = 2,
-) -> WideResNetAccount:
+) -> PaperAccount:
     """Count the training memory of a wide residual network on CIFAR-10 (table 3).
 
     Args:
@@ -283,20 +300,17 @@ def wide_resnet_account(
         depth: Layers of the network.
         width: The factor of its channels.
     """
-    graph = wide_resnet_graph(depth=depth, width=width)
-    network = wide_resnet_network(depth=depth, width=width)
-    model, optimizer = network.states(bits=bits, nonzero=nonzero)
-    course = activation_course(graph, strategy, batch=microbatch, entry_bytes=bits // 8)
-    counted = PaperBytes(
-        model=model,
-        optimizer=optimizer,
-        activations=course.peak.total,
-        statistics=network.statistics if strategy.caches_statistics else 0,
+    return account(
+        wide_resnet_network(depth=depth, width=width),
+        wide_resnet_graph(depth=depth, width=width),
+        bits=bits,
+        nonzero=nonzero,
+        microbatch=microbatch,
+        strategy=strategy,
     )
-    return WideResNetAccount(counted, course)
 
 
-def account_of(row: PaperRow) -> WideResNetAccount:
+def account_of(row: PaperRow) -> PaperAccount:
     """Count the setting of a row of `TABLE_3`."""
     return wide_resnet_account(
         bits=row.bits, nonzero=row.nonzero, microbatch=row.microbatch, strategy=row.strategy

@@ -19,6 +19,17 @@ convolutions). normal 0.01: N(0, 0.01^2), biases 0 (torchvision's linear layers 
 """
 
 
+class _Convolution(nn.Conv2d):
+    # torch's `skip_init` would replace the parameters, which fake tensors do not allow.
+    def reset_parameters(self) -> None:
+        pass
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        pass
+
+
 def convolution(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False, **placed: Any
 ) -> nn.Conv2d:
@@ -33,16 +44,12 @@ def convolution(
         placed: `dtype` and `device` of the parameters.
     """
     options: dict[str, Any] = {"stride": stride, "padding": kernel // 2, "bias": bias}
-    made = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **placed)
-    assert isinstance(made, nn.Conv2d)
-    return made
+    return _Convolution(inputs, outputs, kernel, **options, **placed)
 
 
 def linear(inputs: int, outputs: int, **placed: Any) -> nn.Linear:
     """Return an unfilled linear layer with a bias."""
-    made = nn.utils.skip_init(nn.Linear, inputs, outputs, **placed)
-    assert isinstance(made, nn.Linear)
-    return made
+    return _Linear(inputs, outputs, **placed)
 
 
 def fill(network: nn.Module, *, seed: int, convolutions: Filler, linears: Filler) -> None:
@@ -51,7 +58,7 @@ def fill(network: nn.Module, *, seed: int, convolutions: Filler, linears: Filler
     Values depend on the seed, the logical name and the shape alone.
     """
     for owner, module in network.named_modules():
-        filler = {nn.Conv2d: convolutions, nn.Linear: linears}.get(type(module))
+        filler = {_Convolution: convolutions, _Linear: linears}.get(type(module))
         for leaf, param in module.named_parameters(recurse=False):
             shape, name = tuple(param.shape), f"{owner}.{leaf}"
             if filler is None:

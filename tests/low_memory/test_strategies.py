@@ -121,7 +121,7 @@ def test_a_chain_by_hand() -> None:
 def test_none_counts_what_autograd_saves() -> None:
     """The count of a small network equals torch's saved tensors, but for known differences."""
     network = WideResNet(depth=10, width=0.5, classes=10, seed=1)
-    graph = wide_resnet_graph(depth=10, width=0.5, side=16)
+    graph = wide_resnet_graph(depth=10, width=0.5, height=16, image_width=16)
     own = {param.untyped_storage().data_ptr() for param in network.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

@@ -22,8 +22,8 @@ from megatron.low_memory.paper_accounting import (
     TABLE_4,
     TABLE_4_ACTIVATIONS_MB,
     TABLE_4_BASELINE_MB,
+    PaperAccount,
     PaperRow,
-    WideResNetAccount,
     account_of,
     dynamic_conv_network,
     implied_activations,
@@ -279,7 +279,7 @@ def _setting(row: PaperRow) -> str:
     return f"{row.nonzero:.0%}, {row.bits}, {row.microbatch}, {strategy}"
 
 
-def _as_data(row: PaperRow, account: WideResNetAccount) -> Mapping[str, object]:
+def _as_data(row: PaperRow, account: PaperAccount) -> Mapping[str, object]:
     counted = asdict(account.bytes) | {"total": account.bytes.total}
     return asdict(row) | {"strategy": str(row.strategy)} | counted
 

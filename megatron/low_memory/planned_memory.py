@@ -1,0 +1,359 @@
+"""The planned column of the memory ledger: bytes from formulas and counted shapes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from megatron.config import Config, GPTConfig
+from megatron.data_parallel.bucket_plan import BYTES, ParamShape, RankShapes, plan_buckets
+from megatron.data_parallel.gradient_path import GradientPath
+from megatron.errors import ConfigError
+from megatron.low_memory.checkpoint_interval import recompute_spans
+from megatron.low_memory.operation_graph import Graph, wide_resnet_graph
+from megatron.memory_estimate import Activations, RankGrid, StateBytes, state_bytes
+from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
+from megatron.model.image_shapes import Layer, parameter_shapes
+from megatron.parallel.dims import ParallelDims
+from megatron.pretrain import bucket_elements
+from megatron.tasks.translation_config import TranslationConfig
+from megatron.tasks.vision_config import VisionConfig
+
+BLOCK = 64
+"""Longest sentence that `model.dynamic_convolution` convolves as one band matrix."""
+HEAD = "head"
+"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryColumn:
+    """One way to count a rank's memory, in bytes.
+
+    Attributes:
+        model: Parameters and buffers.
+        optimizer: Gradients, moments and fp32 copies that are not the parameters themselves, with
+            the state of the gradient path.
+        stored: Activations that one microbatch stores in all chunks of the rank.
+        layers: `stored` by layer, in forward order.
+        forward: Activations of all microbatches in flight, at the peak.
+        backward: Gradients of activations, temporaries and recomputed activations at the peak.
+        other: Scratch memory, tables, the batch, messages between stages.
+        total: The peak.
+    """
+
+    model: int
+    optimizer: int
+    stored: int
+    layers: Mapping[str, int] = field(default_factory=dict[str, int])
+    forward: int | None = None
+    backward: int | None = None
+    other: int | None = None
+    total: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes at the peak by the report's kinds, `other` left out."""
+        activations = (self.forward or self.stored) + (self.backward or 0)
+        return {"model": self.model, "optimizer": self.optimizer, "activations": activations}
+
+
+def planned_gpt(
+    config: GPTConfig, dims: ParallelDims, path: GradientPath, *, rank: int, vocabulary: int
+) -> MemoryColumn:
+    """Plan a rank of a GPT by the formulas of `memory_estimate`.
+
+    Args:
+        config: Resolved for the ranks of `dims`.
+        dims: The grid.
+        path: The gradient path.
+        rank: A rank of the grid.
+        vocabulary: Entries of the vocabulary, before padding.
+    """
+    grid = RankGrid(
+        config=config,
+        dims=dims,
+        path=path,
+        vocabulary=vocabulary,
+        cap=bucket_elements(config, dims.dp),
+        device=config.run.device or "cpu",
+    )
+    at = dims.coordinates(rank)
+    shapes = grid.rank(at.pp, at.tp)
+    width = BYTES[config.precision.param_dtype]
+    model, optimizer, other = _states(
+        state_bytes(grid, shapes), shapes, dict.fromkeys(shapes.params, width), config
+    )
+    sizes = Activations(grid)
+    peak = sizes.of_stage(at.pp)
+    layers = _gpt_layers(grid, sizes, at.pp)
+    forward, backward = peak.saved, peak.again + peak.gradients
+    if grid.holds_head(at.pp):
+        # The loss makes an fp32 gradient of the logits while all is stored; the layers, whose
+        # gradients and recomputed activations come later, find the head's activations freed.
+        logits = sizes.logits * 4 // width
+        if logits >= backward - sizes.head:
+            backward = logits
+        else:
+            forward -= sizes.head
+    return MemoryColumn(
+        model=model,
+        optimizer=optimizer,
+        stored=sum(layers.values()),
+        layers=layers,
+        forward=forward,
+        backward=backward,
+        other=other + peak.messages,
+        total=model + optimizer + forward + backward + other + peak.messages,
+    )
+
+
+def _gpt_layers(grid: RankGrid, sizes: Activations, stage: int) -> dict[str, int]:
+    """Return the bytes that each layer of a stage stores for one microbatch."""
+    found: dict[str, int] = {}
+    for chunk, layers in enumerate(grid.split[stage]):
+        if grid.holds_embedding(stage, chunk):
+            found["embedding"] = sizes.embedding
+        for span in recompute_spans(len(layers), grid.config.recompute):
+            for index in range(span.start, span.stop):
+                first = sizes.hidden if index == span.start else 0
+                found[f"layers.{layers[index]}"] = first if span.recomputed else sizes.layer
+        found[f"layers.{layers[0]}"] = found.get(f"layers.{layers[0]}", 0) + sizes.mask
+        if grid.holds_head(stage, chunk):
+            found[HEAD] = sizes.head
+    return {layer: size for layer, size in found.items() if size}
+
+
+def planned_wide_resnet(
+    config: VisionConfig, dims: ParallelDims, path: GradientPath
+) -> MemoryColumn:
+    """Plan a rank of a wide residual network by counted shapes, as torch stores it on a CPU.
+
+    torch's ReLU stores its output, which is the next convolution's input, and not one bit an
+    entry; its batch normalization stores the mean and the inverse deviation of the microbatch.
+
+    Raises:
+        ConfigError: The network is another one.
+    """
+    model = config.model
+    if model.vision_backbone_type != "wide-resnet":
+        raise ConfigError(
+            f"vision_backbone_type: {model.vision_backbone_type} has no planned activations; "
+            "wide-resnet has"
+        )
+    layers = model.layers()
+    widths = _widths(layers, BYTES[config.precision.param_dtype])
+    shapes = _rank_shapes(parameter_shapes(layers), config, dims, path, widths)
+    parameters, optimizer, other = _states(
+        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+    )
+    channels = sum(layer.outputs for layer in layers if layer.kind == "norm")
+    # The running mean and variance, and a shadow of both.
+    buffers = 4 * 4 * channels
+    graph = wide_resnet_graph(
+        depth=model.depth,
+        width=model.width,
+        classes=model.num_classes,
+        height=model.img_h,
+        image_width=model.img_w,
+    )
+    batch = config.training.micro_batch_size
+    width = BYTES[config.precision.param_dtype]
+    stored = _wide_resnet_layers(graph, layers, batch=batch, width=width)
+    forward = sum(stored.values())
+    # The gradient of the last hidden state, made while all is stored.
+    backward = 2 * graph.size("relu") * batch * width
+    return MemoryColumn(
+        model=parameters + buffers,
+        optimizer=optimizer,
+        stored=forward,
+        layers=stored,
+        forward=forward,
+        backward=backward,
+        other=other,
+        total=parameters + buffers + optimizer + forward + backward + other,
+    )
+
+
+def _wide_resnet_layers(
+    graph: Graph, layers: Sequence[Layer], *, batch: int, width: int
+) -> dict[str, int]:
+    """Return the bytes that each block stores, as torch's operators do."""
+    owners = {op.name: _owner(op.name) for op in graph.operations}
+    found: dict[str, int] = dict.fromkeys(owners.values(), 0)
+    seen: set[str] = set()
+    for op in graph.operations:
+        # A ReLU stores its output in place of the signs.
+        names = (op.name,) if op.kind == "relu" else op.needs
+        for name in names:
+            if name in seen:
+                continue
+            seen.add(name)
+            # Cross-entropy stores the logarithms of the probabilities in fp32.
+            entry = 4 if op.kind == "loss" else width
+            found[owners[op.name]] += graph.size(name) * batch * entry
+    for layer in layers:
+        if layer.kind == "norm":
+            found[_owner(layer.name)] += 2 * 4 * layer.outputs
+    found[HEAD] += 4  # the number of images that the loss divides by
+    return found
+
+
+def _owner(operation: str) -> str:
+    """Return the layer of an operation: a block, the first convolution, or the head."""
+    if operation == "conv0":
+        return operation
+    return operation.rpartition(".")[0] or HEAD
+
+
+SENTENCE = 25
+"""Tokens of each sentence of a translation profile: about the mean of IWSLT'14."""
+
+
+def translation_batch(config: TranslationConfig) -> tuple[int, int]:
+    """Return the pairs of a profile's microbatch and the tokens of each sentence, all equal."""
+    tokens = config.data.microbatch_tokens or config.data.max_tokens
+    length = min(SENTENCE, tokens)
+    return max(tokens // length, 1), length
+
+
+def planned_translation(
+    config: TranslationConfig,
+    dims: ParallelDims,
+    path: GradientPath,
+    *,
+    dictionaries: tuple[int, int],
+) -> MemoryColumn:
+    """Plan a rank of a DC-Transformer by counted shapes, as torch stores it on a CPU.
+
+    Args:
+        config: Resolved for the ranks of `dims`.
+        dims: The grid.
+        path: The gradient path.
+        dictionaries: Entries of the source and of the target dictionary.
+    """
+    source, target = dictionaries
+    width = BYTES[config.precision.param_dtype]
+    named = dc_shapes(config.model, source_size=source, target_size=target)
+    widths = dict.fromkeys(named, width)
+    shapes = _rank_shapes(named, config, dims, path, widths)
+    model, optimizer, other = _states(
+        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+    )
+    layers = _translation_layers(config, target, width)
+    stored = sum(layers.values())
+    pairs, length = translation_batch(config)
+    wide = width * pairs * length * config.model.embed_dim
+    # Recomputed layers keep the encoder's output alive without saving it.
+    recomputes = config.recompute.recompute_granularity is not None
+    forward = stored + (wide if recomputes else 0)
+    # The gradient of the logits overwrites them; the projection's is made while all is stored.
+    backward = width * target * config.model.embed_dim + wide
+    return MemoryColumn(
+        model=model,
+        optimizer=optimizer,
+        stored=stored,
+        layers=layers,
+        forward=forward,
+        backward=backward,
+        other=other,
+        total=model + optimizer + forward + backward + other,
+    )
+
+
+def _translation_layers(config: TranslationConfig, target: int, width: int) -> dict[str, int]:
+    """Return the bytes that each layer stores for the microbatch of a profile."""
+    model = config.model
+    pairs, length = translation_batch(config)
+    assert length <= BLOCK, "longer sentences are convolved in blocks"
+    rows, heads = pairs * length, model.attention_heads
+    wide = width * rows * model.embed_dim
+    dropped = wide if model.dropout else 0
+    norm = wide + 2 * width * rows
+
+    def layer(kernel: int) -> int:
+        """Return what encoder and decoder layers share, their own input included."""
+        # The kernels in fp32 before and after DropConnect, the values by head, the band matrix.
+        kernels = 4 * rows * heads * kernel * (2 if model.weight_dropout else 1)
+        band = width * rows * heads * (length + kernel)
+        convolution = 2 * wide + kernels + band
+        feed_forward = wide + width * rows * model.ffn_size + dropped + norm
+        return wide + convolution + wide + dropped + norm + feed_forward
+
+    if model.attention_dropout:
+        # Without a fused kernel queries, keys, values, weights, noise and their product are there
+        # whole, all in fp32, beside the context.
+        attention = 4 * (3 * rows * model.embed_dim + 3 * pairs * heads * length**2) + wide
+    else:
+        # Beside the statistics of each row of weights, the mask as numbers.
+        attention = 4 * wide + 4 * rows * heads + width * rows
+    attention += wide + dropped + norm
+    found: dict[str, int] = {}
+    for side, kernels, more in (
+        ("encoder", model.encoder_kernels, 0),
+        ("decoder", model.decoder_kernels, attention),
+    ):
+        for span in recompute_spans(len(kernels), config.recompute):
+            for number in range(span.start, span.stop):
+                whole = layer(kernels[number]) + more
+                first = wide if number == span.start else 0
+                found[f"{side}.layers.{number}"] = first if span.recomputed else whole
+                if number == 0 and not span.recomputed:
+                    # Which tokens are padding; the encoder's output, which all layers read.
+                    found[f"{side}.layers.0"] += rows if side == "encoder" else wide
+        found[f"{side}.layers.0"] += dropped  # the embedding's
+    found[HEAD] = wide + width * rows * target + 2 * 4 * rows + rows
+    return {name: size for name, size in found.items() if size}
+
+
+def _widths(layers: Sequence[Layer], width: int) -> dict[str, int]:
+    """Return the bytes of an entry of each parameter; normalizations are in fp32."""
+    return {name: 4 if layer.kind == "norm" else width for layer in layers for name in layer.shapes}
+
+
+def _shared_grid(config: Config, dims: ParallelDims, path: GradientPath) -> RankGrid:
+    """Return a grid for `state_bytes`, which reads the sections that all tasks share."""
+    cap = bucket_elements(config, dims.dp)
+    return RankGrid(
+        config=cast(GPTConfig, config), dims=dims, path=path, vocabulary=0, cap=cap, device="cpu"
+    )
+
+
+def _rank_shapes(
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Config,
+    dims: ParallelDims,
+    path: GradientPath,
+    widths: Mapping[str, int],
+) -> RankShapes:
+    params = {
+        name: ParamShape(name=name, logical_shape=shape, rows=shape[0])
+        for name, shape in shapes.items()
+    }
+    stored = path.stored(config, params.values())
+    entries = [p.entry(stored.get(p.name, p.numel), widths[p.name]) for p in params.values()]
+    return RankShapes(
+        params=params,
+        buckets=plan_buckets(reversed(entries), cap=bucket_elements(config, dims.dp)),
+        ranks=dims.dp,
+        device="cpu",
+        stored=stored,
+    )
+
+
+def _states(
+    states: StateBytes, shapes: RankShapes, widths: Mapping[str, int], config: Config
+) -> tuple[int, int, int]:
+    """Return the bytes of model, optimizer and scratch; a shared storage belongs to the model."""
+    model = sum(widths[name] * param.numel for name, param in shapes.params.items())
+    sharded = config.parallel.use_distributed_optimizer and shapes.ranks > 1
+    shared = sum(
+        4 * param.numel
+        for name, param in shapes.params.items()
+        if widths[name] == 4 and name not in shapes.stored and not sharded
+    )
+    kept = dict(states.kept)
+    scratch = kept.pop("scratch", 0) + kept.pop("offload buckets", 0)
+    kept.pop("parameters")
+    optimizer = sum(kept.values()) - shared
+    return model, optimizer, scratch + sum(states.passing.values())
