@@ -38,7 +38,7 @@ from megatron.model.dc_transformer_shapes import parameter_count, training_flops
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.parallel.dims import ParallelDims
 from megatron.parallel.groups import Group, ProcessGroups
-from megatron.pipeline.schedule import CountedOperation, Kind, interleaved
+from megatron.pipeline.schedule import Kind, Operation, interleaved
 from megatron.pipeline.stage import Chunk, Stage
 from megatron.pretrain import Paths, build_engine, build_optimizer, build_parts
 from megatron.tasks.translation_config import TranslationConfig
@@ -209,7 +209,7 @@ class DryRank:
         dtype = getattr(torch, self.config.precision.param_dtype)
         return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)
 
-    def order(self) -> list[CountedOperation]:
+    def order(self) -> list[Operation]:
         """Return the passes of a step, which repeat themselves after some microbatches."""
         training, stages = self.config.training, self.groups.pp.size
         assert training.global_batch_size is not None, "the configuration is resolved"
@@ -219,13 +219,13 @@ class DryRank:
         enough = -(-enough // stages) * stages if chunks > 1 else enough
         return list(interleaved(self.groups.pp.rank, stages, chunks, enough))
 
-    def forward(self, operation: CountedOperation, batch: Batch) -> None:
+    def forward(self, operation: Operation, batch: Batch) -> None:
         """Run the forward pass of a chunk on zeros."""
         begins = self.stage.chunks[operation.chunk].begins
         hidden = None if begins else self.hidden()
         self.stage.forward(0, batch, hidden, chunk=operation.chunk)
 
-    def backward(self, operation: CountedOperation) -> None:
+    def backward(self, operation: Operation) -> None:
         """Run the backward pass of a chunk on a gradient of zeros."""
         ends = self.groups.pp.rank == self.groups.pp.size - 1
         ends = ends and operation.chunk == len(self.stage.chunks) - 1
@@ -275,17 +275,17 @@ class DryRank:
         saved = SavedActivations(self.chunks, known, layer_of)
         for chunk in range(len(self.stage.chunks)):
             with saved.watch():
-                self.forward(CountedOperation(Kind.FORWARD, 0, chunk), batch)
+                self.forward(Operation(Kind.FORWARD, 0, chunk), batch)
         for chunk in reversed(range(len(self.stage.chunks))):
             self.engine.begin(StepContext(t=1))
-            self.backward(CountedOperation(Kind.BACKWARD, 0, chunk))
+            self.backward(Operation(Kind.BACKWARD, 0, chunk))
         return saved
 
     def flops(self) -> PassFlops:
         """Count the products of one microbatch through all chunks of this rank."""
         counts = PassFlops(0, 0)
         for chunk in range(len(self.stage.chunks)):
-            operation = CountedOperation(Kind.FORWARD, 0, chunk)
+            operation = Operation(Kind.FORWARD, 0, chunk)
             self.engine.begin(StepContext(t=1))
             with count_flops() as counter:
                 self.forward(operation, self.batch(0))
