@@ -1,11 +1,10 @@
-"""The gradient path that docs/extending.md writes, as a module. Importing it registers the path."""
+"""The gradient path that docs/extending.md writes, and its task, as a module."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from pretrain_gpt import GRADIENT_PATHS
 from tests.docs.documents import REPO, python_fences
 
 PAGE = REPO / "docs" / "extending.md"
@@ -21,4 +20,3 @@ def _load() -> ModuleType:
 
 
 MODULE = _load()
-GRADIENT_PATHS.setdefault(NAME, MODULE.RandomKPath())

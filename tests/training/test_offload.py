@@ -92,7 +92,7 @@ def on_rank_told(groups: ProcessGroups, flags: str, run_dir: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("clip", "said"), [(0, "as soon as its sum is there"), (1, "--clip-grad 0 overlaps")]
+    ("clip", "said"), [(0, "as soon as its sum has arrived"), (1, "--clip-grad 0 overlaps")]
 )
 def test_the_log_tells_where_states_are_and_what_updates_wait_for(
     ranks: Ranks, tmp_path: Path, clip: int, said: str
