@@ -158,7 +158,7 @@ def memory_ledger(
         columns["planned"] = _planned(opened, config, dims, paths, rank, vocabulary)
     except ConfigError as error:
         missing["planned"] = str(error)
-    build = _Builder(opened, config, paths, dims, rank)
+    build = _LedgerBuilder(opened, config, paths, dims, rank)
     try:
         check_dry(config)
         if measure:  # first, so that no memory that was freed before is used again
@@ -182,7 +182,7 @@ def memory_ledger(
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _LedgerBuilder:
     opened: Profiled
     config: Config
     paths: Paths
@@ -194,7 +194,7 @@ class _Builder:
         groups = played_groups(self.dims, self.rank)
         return DryRank.build(self.opened, self.config, self.paths, groups, device)
 
-    def without_recomputation(self) -> _Builder:
+    def without_recomputation(self) -> _LedgerBuilder:
         """Return the builder of the same rank that stores all activations."""
         config = replace(self.config, recompute=RecomputeConfig())
         return replace(self, config=config, opened=replace(self.opened, config=config))  # type: ignore[type-var]
@@ -214,7 +214,7 @@ def _planned(
     raise ConfigError(f"task: {config.task} has no planned memory")
 
 
-def _tracked(build: _Builder) -> tuple[MemoryColumn, Sequence[MemorySample]]:
+def _tracked(build: _LedgerBuilder) -> tuple[MemoryColumn, Sequence[MemorySample]]:
     with fake_tensors():
         rank = build.rank_on()
         saved = rank.stored()
@@ -235,7 +235,7 @@ def _tracked(build: _Builder) -> tuple[MemoryColumn, Sequence[MemorySample]]:
     return column, recorder.samples
 
 
-def _flops(build: _Builder) -> Flops:
+def _flops(build: _LedgerBuilder) -> Flops:
     """Count a microbatch's FLOPs; recomputation is what a run without recomputation lacks."""
     with fake_tensors():
         with_all = without = build.rank_on().flops()
@@ -249,7 +249,7 @@ def _flops(build: _Builder) -> Flops:
     )
 
 
-def _measured(build: _Builder) -> tuple[MemoryColumn, int]:
+def _measured(build: _LedgerBuilder) -> tuple[MemoryColumn, int]:
     """Run the step on real tensors."""
     device = torch.device(build.config.run.device or "cpu")
     if device.type == "cuda":
@@ -271,7 +271,7 @@ def _measured(build: _Builder) -> tuple[MemoryColumn, int]:
     return column, peak
 
 
-def _measured_on_gpu(build: _Builder, device: torch.device) -> tuple[MemoryColumn, int]:
+def _measured_on_gpu(build: _LedgerBuilder, device: torch.device) -> tuple[MemoryColumn, int]:
     """Ask the allocator: after the build, after a forward pass, and for the peak of a step."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
