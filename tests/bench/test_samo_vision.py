@@ -198,7 +198,8 @@ def test_image_networks_are_measured(tmp_path: Path) -> None:
     for found in report["tables"]:
         rows = {row["method"]: row for row in found["rows"]}
         assert list(rows) == ["compute", "compute-bf16", *names]
-        assert rows["dense"]["bytes_sent"] == 2 * rows["dense-bf16"]["bytes_sent"]
+        # Norms keep fp32 gradients in bf16, a few per cent of so small a network.
+        assert 1.9 < rows["dense"]["bytes_sent"] / rows["dense-bf16"]["bytes_sent"] <= 2
         assert rows["samo-0.9"]["bytes_sent"] < 0.15 * rows["dense-bf16"]["bytes_sent"]
         assert 0.1 < found["stored"]["samo-0.9"] < 0.12
         assert all(len(turns) == 2 for turns in found["turns"].values())

@@ -137,7 +137,7 @@ CASES: dict[str, PageCase] = {
 
 NOT_RUN: dict[str, str] = {
     "scripts/test.sh --all": "runs every test, the one that types it too",
-    "python pretrain_circle.py": "a script that the reader writes; test_extending_task.py trains it",
-    "ENTRY=pretrain_circle.py": "a script that the reader writes; test_extending_task.py trains it",
+    "python pretrain_circle.py": "a script of the reader; test_extending_task.py trains its task",
+    "ENTRY=pretrain_circle.py": "a script of the reader; test_extending_task.py trains its task",
 }
 """Reasons why commands are not run, by the beginning of the command."""
