@@ -207,7 +207,7 @@ class DryRank:
     def hidden(self) -> torch.Tensor:
         """Return a hidden state between two chunks, of zeros."""
         dtype = getattr(torch, self.config.precision.param_dtype)
-        return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)
+        return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)  # pyright: ignore[reportAttributeAccessIssue]
 
     def order(self) -> list[Operation]:
         """Return the passes of a step, which repeat themselves after some microbatches."""
