@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 
-from tools.bench.pruning_rates.page import RATES
-
 from tools.bench.convergence.run import main
+from tools.bench.pruning_rates.page import RATES
 from tools.bench.pruning_rates.study import PLAN
 
 if __name__ == "__main__":
