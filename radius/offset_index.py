@@ -269,7 +269,7 @@ class OffsetIndex(OffsetIndexBase, BucketIndex):
 
 
 class FlushedOffsetIndex(OffsetIndexBase):
-    """The selected positions of an index together with all positions of some ranges, for one step."""
+    """The selected positions of an index and all positions of some ranges, for one step."""
 
     def __init__(
         self, length: int, pieces: Sequence[OffsetPiece], runs: Sequence[IndexRange]
