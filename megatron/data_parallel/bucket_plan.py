@@ -43,7 +43,7 @@ class BucketClass(NamedTuple):
 
 
 class PlannedParam(NamedTuple):
-    """A parameter as the planner sees it: `numel` of its `entries` are stored."""
+    """A parameter to assign to a bucket: `numel` of its `entries` on this rank are stored."""
 
     name: str
     numel: int
@@ -170,7 +170,7 @@ class ParamShape:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the parameter has several axes, decays and may be sent or stored sparsely."""
+        """True if the parameter has several axes, so that it decays and may be sparse."""
         return len(self.logical_shape) > 1
 
     def share(self, count: int) -> int:
@@ -258,7 +258,7 @@ class StepTraffic:
     sent: Sequence[PlannedCollective]
 
     def bytes_sent(self, ranks: int) -> int:
-        """Return the bytes that this rank sends to its data-parallel group in one such step."""
+        """Return the bytes that this rank sends to its data-parallel group in one step."""
         return sum(each.bytes_sent(ranks) for each in self.sent)
 
 
@@ -273,7 +273,8 @@ def mean_traffic(
 ) -> list[StepTraffic]:
     """Return the traffic of a path that averages whole buckets.
 
-    `most` is the maximum number of entries per all-reduce; None means no limit.
+    `sharded`: optimizer states are sharded, so parameters are gathered. `most` is the maximum
+    number of entries per all-reduce; None means no limit.
     """
     sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
