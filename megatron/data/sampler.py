@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """b samples of s tokens: predict labels[i, j] from tokens[i, : j + 1]."""
+    """A microbatch of b samples of s tokens; labels[i, j] follows tokens[i, : j + 1]."""
 
     tokens: NDArray[np.int64]  # [b, s]
     labels: NDArray[np.int64]  # [b, s]
@@ -35,7 +35,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class CollateOptions:
-    """The effects of an end-of-document token; ConfigError if the tokenizer has no such token."""
+    """The effects of the end-of-document token `eod`.
+
+    Raises `ConfigError` for an effect if the tokenizer has no such token.
+    """
 
     eod: int | None = None
     eod_mask_loss: bool = False
