@@ -246,7 +246,7 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
-    """Start MPI within `seconds`, and raise `ConfigError` if its ranks are not the launcher's.
+    """Start MPI within `seconds`; raise `ConfigError` unless the launcher gave MPI all ranks.
 
     All ranks reach the same result. Imports no torch.
     """
@@ -279,9 +279,9 @@ def _ends_within(seconds: float) -> Iterator[None]:
 def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> ModuleType:
     """Return mpi4py's module. Its first import starts MPI.
 
-    If that takes longer than `seconds`, or 300 s, the process ends with exit code 1. `instead_of`
-    names alternatives for the error message. Raises `ConfigError` if mpi4py or an MPI library is
-    not installed, or if MPI lets only one thread call it.
+    The process ends with exit code 1 if the start takes longer than `seconds`, at most 300.
+    `instead_of` names alternatives for the error message. Raises `ConfigError` if mpi4py or an MPI
+    library is not installed, or if MPI lets only one thread call it.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None:

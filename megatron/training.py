@@ -374,8 +374,8 @@ class Trainer:
             # Batch step 1: read this rank's microbatches.
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         counted = self._count(batches)
-        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
-        # or they are summed up.
+        # A mean over ranks divides by their number, so each rank's part is multiplied by it first;
+        # a sum needs no factor.
         summed = sums_gradients(self.config)
         scale = loss_scale * (1 if summed else self.groups.dp.size) / counted
         iteration = self.progress.iteration
@@ -451,7 +451,7 @@ class Trainer:
         """Return the mean of each sum, equal on every rank, from the last stages' sums (Eq. 1)."""
         sums = sums.clone()
         self.groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
-        # Others add 0, which changes no bit.
+        # Stages other than the last add 0, which changes no bit.
         self.groups.pp.all_reduce(sums, dist.ReduceOp.SUM)
         return [total / counted for total in sums.tolist()]
 

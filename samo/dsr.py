@@ -312,8 +312,8 @@ class DsrMaskUpdater(MaskUpdater):
         """
         threshold = self._threshold
         counts = self._count(tensors, threshold)
-        # No paper says what to do where more weights are below the threshold than could grow
-        # elsewhere, which takes a network that is less than half zeros.
+        # The papers leave open what happens if more weights are below the threshold than can grow
+        # elsewhere, which is possible only if less than half of the network is zero.
         while sum(one.pruned - one.free for one in counts.values()) > 0:
             threshold = threshold / GAIN if threshold > LEAST_NORMAL else 0.0
             counts = self._count(tensors, threshold)

@@ -196,7 +196,7 @@ def _recomputes_existing_layers(c: GPTConfig) -> Complaint:
 
 
 def interleaving_fills_stages(c: GPTConfig, dp: int) -> Complaint:
-    """Complain unless batches have a multiple of as many microbatches as stages, if interleaved."""
+    """Complain unless an interleaved pipeline gets groups of as many microbatches as stages."""
     p, t = c.parallel, c.training
     size = p.num_layers_per_virtual_pipeline_stage
     if size is None or size * p.pipeline_model_parallel_size == c.model.num_layers:
@@ -253,7 +253,7 @@ def _scores(c: GPTConfig) -> str:
     )
 
 
-# What torch's attention kernels take on CUDA: ATen/native/transformers/cuda/sdp_utils.cpp,
+# Limits of torch's attention kernels on CUDA: ATen/native/transformers/cuda/sdp_utils.cpp,
 # `check_cudnn_dropout`, `check_cudnn_tensor_shapes`, `check_head_dim_size_flash` and
 # `check_head_dim_size_mem_efficient`; flash attention pads heads in transformers/attention.cpp.
 

@@ -217,7 +217,10 @@ def documents_of(fractions: tuple[float, float], num_documents: int) -> range:
 
 
 def filled_split(text: str, num_documents: int) -> str:
-    """Return `text` with validation and test shares without documents added to the share before."""
+    """Return the split `text` with each empty share added to the share before it.
+
+    A validation or test share is empty if it gets none of `num_documents` documents.
+    """
     shares = split_shares(text)
     for place in (2, 1):
         part = parse_split(",".join(map(str, shares)))[place]

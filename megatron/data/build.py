@@ -219,7 +219,7 @@ class _Builder:
                 (count_tokens(self.opened[prefix], documents[prefix]) - 1) // self.seq_length
                 for prefix in blend.prefixes
             ]
-            # No part has a whole sample. The error comes from the part built first, with numbers.
+            # If no part has a whole sample, the part that is built first raises an error.
             weights = tuple(normalized([max(size, 1) for size in sizes]))
             if count <= sum(sizes):
                 return list(weights), [None] * len(sizes), count

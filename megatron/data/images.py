@@ -333,7 +333,7 @@ def decode(content: bytes, *, where: str) -> Pixels:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images in one folder for each class; files are read when they are asked for."""
+    """Images in one folder for each class; a file is read when its image is."""
 
     folder: Path
     names: tuple[str, ...]

@@ -89,12 +89,12 @@ def collate(
 ) -> Microbatch:
     """Read the samples of one microbatch; `number` becomes its `index`.
 
-    In a `partial` global batch, samples past the end of the data set are its last one again, and
+    In a `partial` global batch, samples past the end of the data set repeat its last sample, and
     the loss mask, which each microbatch then has, leaves them out.
 
-    As in Megatron, an end-of-document token belongs to the document it ends; with `eod_mask_loss`
-    the position whose *input* it is does not count (the start of the next document is not to be
-    predicted from it).
+    As in Megatron, an end-of-document token belongs to the document that it ends. With
+    `eod_mask_loss`, positions with that token as input do not count, since the next document does
+    not follow from it.
     """
     options = options or CollateOptions()
     last = len(dataset) - 1

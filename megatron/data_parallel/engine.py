@@ -331,7 +331,7 @@ class GradientEngine:
     # ---- internals -----------------------------------------------------------------------------
 
     def _grad_dtype_of(self, plan: BucketPlan) -> torch.dtype:
-        # Parameters that stay in fp32 in a 16-bit run, as norms may, have gradients like them.
+        # Parameters that stay in fp32 in a 16-bit run, as norms may, have fp32 gradients.
         mixed = any(info.param.dtype is not torch.float32 for info in self.infos.values())
         return torch.float32 if mixed and plan.kind.dtype is torch.float32 else self._grad_dtype
 

@@ -284,7 +284,7 @@ class ReducedGrads(Protocol):
     def __iter__(self) -> Iterator[ReducedGrad]: ...
 
     def begun(self, index: int, /) -> ReducedGrad:
-        """Return a gradient that may still be arriving; `wait_until` precedes any read."""
+        """Return a gradient that may still be arriving; call its `wait_until` before each read."""
         ...
 
     def clear(self) -> None:

@@ -116,7 +116,7 @@ class Stopwatch:
             steps=self._steps,
             skipped=self._skipped,
             step_seconds=self._seconds / self._steps,
-            # Both totals over all steps: a batch that grows counts as it is.
+            # Totals over all steps, so that a batch that grows counts with its actual size.
             training_days=None
             if length is None
             else training_days(step_seconds=self._seconds, tokens_per_step=self._samples * length),

@@ -404,7 +404,7 @@ class GivenSelection:
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """A selection of runs `[starts, starts + lengths)` of the whole tensor, as far as on this rank.
+    """A selection of runs `[starts, starts + lengths)` of the whole tensor, on this rank's shard.
 
     `starts` and `lengths` are int64 on the CPU, ordered by start.
     """
