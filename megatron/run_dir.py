@@ -92,7 +92,7 @@ def keep_config(config: Config, run_dir: Path) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Return versions, commit and job of this run; variables only from an allow-list."""
+    """Return commit, versions, processor and job of this run; variables from an allow-list only."""
     return {
         "commit": _commit(),
         "python": platform.python_version(),

@@ -290,9 +290,13 @@ def save_checkpoint(
             once), or a mapping of whole tensors that every rank holds; these are then spread over
             the ranks by `owner`.
         state: JSON object; rank 0's is saved.
+        rank: Number of this rank among those that save.
+        world: Number of ranks that save.
+        gather: All-gathers texts over these ranks; called four times.
         grid: Sizes by name; rank 0's are saved.
         packages: Versions by name; rank 0's are saved.
-        gather: All-gathers texts; called four times.
+        log: Receives a line for each folder that is set aside, and if `latest` cannot be written.
+        files: The system calls.
     """
     counts = {**(grid or {}), "size": world}
     manifest = Manifest(step=step, state=state, world=counts, packages=dict(packages or {}))
@@ -331,6 +335,7 @@ class Checkpoint:
         """Open a step folder.
 
         Args:
+            path: The step folder.
             verify: True checks all its contents. Names of files hash those files only, so that
                 ranks can share the work. False reads the manifest, and each file's header at first
                 use.
