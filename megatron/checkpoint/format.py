@@ -85,28 +85,28 @@ def fields(
 
 
 def named(value: Any, where: str, read: Any) -> dict[str, Any]:
-    """Read an object with arbitrary keys, each value through `read(value, where)`."""
+    """Return an object with arbitrary keys, each value converted by `read(value, where)`."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object")
     return {key: read(entry, f"{where}[{show(key)}]") for key, entry in value.items()}
 
 
 def integer(value: Any, where: str, low: int = 0) -> int:
-    """Read a whole number from `low` to 2**62; true and false are not numbers."""
+    """Return a whole number from `low` to 2**62; true and false are not numbers."""
     if type(value) is not int or not low <= value <= LARGEST:
         raise ValueError(f"{where}: must be a whole number from {low} to 2**62, not {show(value)}")
     return value
 
 
 def integers(value: Any, where: str) -> tuple[int, ...]:
-    """Read a list of whole numbers, one per axis."""
+    """Return a list of at most `MOST_AXES` whole numbers, one per axis, as a tuple."""
     if not isinstance(value, list) or len(value) > MOST_AXES:
         raise ValueError(f"{where}: must be a list of at most {MOST_AXES} whole numbers")
     return tuple(integer(entry, where) for entry in value)
 
 
 def text(value: Any, where: str) -> str:
-    """Read a string."""
+    """Return a value that must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: must be text, not {show(value)}")
     return value

@@ -421,7 +421,10 @@ class Checkpoint:
         box_start: Sequence[int] | None = None,
         box_stop: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Read entries `[start, stop)` of the flattened tensor, or of the flattened box: 1-D."""
+        """Read entries `[start, stop)` of the flattened tensor, or of the flattened box: 1-D.
+
+        Raises `CheckpointError` as `read` does, and for entries outside the tensor or box.
+        """
         box = self._box(name, box_start, box_stop)
         if not 0 <= start <= stop <= volume(box):
             raise CheckpointError(

@@ -302,7 +302,10 @@ class IndexedDataset:
         return self.read(int(self._pointers[index]) // self._itemsize + offset, length)
 
     def read(self, start: int, length: int) -> NDArray:
-        """Return tokens [start, start + length) of the whole file, across sequences."""
+        """Return tokens [start, start + length) of the whole file, across sequences.
+
+        Raises `DataError` if the file, not mapped, cannot be read or has become shorter.
+        """
         if self._tokens is not None:
             return self._tokens[start : start + length]
         wanted = length * self._itemsize
@@ -412,7 +415,10 @@ class IndexedDatasetWriter:
         self.end_document()
 
     def append(self, prefix: str | os.PathLike[str]) -> None:
-        """Append every document of another pair, which must have the same dtype."""
+        """Append every document of another pair.
+
+        Raises `DataError` if the pair is damaged or has another dtype, and for disk errors.
+        """
         other = read_index(prefix)
         if other.dtype != self.dtype:
             raise DataError(

@@ -46,7 +46,8 @@ def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[Re
     """Yield batches of rows of the columns `keys`.
 
     `position` is `before` plus the share of the file's bytes that its rows read so far make up.
-    Raises `DataError` for a missing column and for a file that cannot be read.
+    Raises `DataError` for a missing column and for a file that cannot be read, `ConfigError`
+    without the package `pyarrow`.
     """
     try:
         import pyarrow
@@ -72,7 +73,8 @@ def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[Reco
     """Yield rows of a data set that the `datasets` package knows by name, or of a local folder.
 
     A name that is not a local folder is downloaded from the hub before this function returns.
-    `position` counts rows. Raises `DataError` if the data set or a column is missing.
+    `position` counts rows. Raises `DataError` if the data set or a column is missing, `ConfigError`
+    without the package `datasets`.
     """
     try:
         import datasets
@@ -170,7 +172,11 @@ def read_batches(
     text_unit: TextUnit,
     max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[RecordBatch]:
-    """Yield batches of records in the order of the files; a batch never spans two files."""
+    """Yield batches of records in the order of the files; a batch never spans two files.
+
+    Raises `DataError` for a file that cannot be read, `ConfigError` for several `keys` with a plain
+    text file, or if the package that reads Parquet is not installed.
+    """
     before = 0
     for path in files:
         size = path.stat().st_size

@@ -63,7 +63,8 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
 def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecord] | None:
     """Return size and hash of `.bin` and `.idx` when they were written, by suffix.
 
-    None if they were not recorded: there is no sidecar, or an older version wrote it.
+    None if they were not recorded: there is no sidecar, or an older version wrote it. Raises
+    `DataError` if the sidecar is invalid.
     """
     path = sidecar_path(prefix)
     content = _read(path)
