@@ -33,7 +33,7 @@ def losses_of(rows: Sequence[Row]) -> Losses:
 
 
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
-    """The tables, and what is missing."""
+    """Return the tables of the page, with the names of runs that have no row yet."""
     losses = losses_of(rows)
     lines = by_rate(losses)
     lines += [
@@ -81,7 +81,7 @@ def against(losses: Losses) -> list[str]:
 
 
 def rewirings(rows: Sequence[Row]) -> list[str]:
-    """Return the table of what rewirings pruned: their number, the median and the largest."""
+    """Return the table of rewirings by run: their number, and the shares of weights pruned."""
     lines: list[list[str]] = []
     for row in rows:
         if counts := row.get("dsr_pruned"):
@@ -102,7 +102,7 @@ def rewirings(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> bool:
-    """Draw the loss of each row by learning rate; False without matplotlib."""
+    """Draw the mean loss of each group by learning rate; return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
