@@ -44,8 +44,8 @@ class VisionModelConfig:
     )
     width_factor: float | None = option(
         default=None,
-        help="Factor of the channels of all layers behind the first (ours; none = "
-        f"{WIDE_RESNET_WIDTH:g} for wide-resnet, 1 for others).",
+        help="Factor of the hidden channels; the first layer of a wide-resnet keeps its 16 (ours; "
+        f"none = {WIDE_RESNET_WIDTH:g} for wide-resnet, 1 for others).",
         within=between(1 / 16, 64),
     )
     num_classes: int = option(
