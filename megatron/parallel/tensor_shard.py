@@ -101,12 +101,12 @@ class Parameter(Protocol):
 
     @property
     def tp_sharded(self) -> bool:
-        """True if tensor-parallel ranks hold different parts."""
+        """Whether tensor-parallel ranks hold different parts."""
         ...
 
     @property
     def tied(self) -> bool:
-        """True if the first and the last pipeline stage hold a copy each."""
+        """Whether the first and the last pipeline stage hold a copy each."""
         ...
 
 
