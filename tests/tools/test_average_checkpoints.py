@@ -58,7 +58,8 @@ def test_weights_and_buffers_are_means(
 ) -> None:
     run, output = make_run(tmp_path / "run"), tmp_path / "mean"
     assert main([str(run), *choice, "--output", str(output)]) == 0
-    assert f"steps {steps[0]}, {steps[1]}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"the mean of 2 checkpoints of {run}, steps {steps[0]}, {steps[1]}\n" in told
     with Checkpoint.open(output / "checkpoints" / "step_00000006") as saved:
         assert "exp_avg/a.weight" not in saved.names()
         assert saved.state["averaged_steps"] == steps
@@ -107,6 +108,60 @@ def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     refused(capsys, [str(run), "--last", "2", *more], 4, "step_00000004")
     with pytest.raises(SystemExit):
         main([str(run), "--last", "0", *more])
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return every path below a folder, with the bytes of files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "link"])
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("run", "run is "),
+        ("run/averaged", "averaged lies in "),
+        ("run/checkpoints", "checkpoints lies in "),
+        ("link/averaged", "averaged lies in "),
+        ("other/../run", "run is "),
+        ("other", "other holds checkpoints (steps 2, 8)"),
+        ("other/checkpoints", "checkpoints holds checkpoints (steps 2, 8)"),
+        ("started", "started holds a config.yaml"),
+    ],
+)
+def test_no_run_is_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, output: str, words: str
+) -> None:
+    make_run(tmp_path / "run")
+    make_run(tmp_path / "other", steps=(2, 8))
+    (tmp_path / "other" / "config.yaml").unlink()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "config.yaml").write_text("model: {}\n")
+    before = contents(tmp_path)
+    arguments = [str(tmp_path / given), "--last", "2", "--output", str(tmp_path / output)]
+    refused(capsys, arguments, 2, words)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_saves_elsewhere_may_be_averaged_beside_it(tmp_path: Path) -> None:
+    saved = make_run(tmp_path / "run").joinpath("checkpoints").rename(tmp_path / "saved")
+    assert main([str(saved), "--last", "1", "--output", str(tmp_path / "mean")]) == 0
+    assert (tmp_path / "mean" / "checkpoints" / "step_00000006").is_dir()
+
+
+def test_weights_pruned_in_one_step_alone_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masked_step(tmp_path / "run", 1, torch.arange(30).view(6, 5) % 2 == 0)
+    names = ("param/a.weight", "param/a.bias")
+    dense = {name: weights(2)[name] for name in names}
+    save_checkpoint(tmp_path / "run" / "checkpoints", step=2, tensors=dense, state={})
+    given = [str(tmp_path / "run"), "--last", "2", "--output", str(tmp_path / "x")]
+    refused(capsys, given, 4, "step_00000001: param/a.weight is pruned there and not in")
 
 
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
