@@ -151,11 +151,15 @@ class DecoderCache:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Replace the hypotheses by those at `rows` (int64 [b']), in place of this object."""
-        self.window, self.keys, self.values = (
-            part.index_select(0, rows) for part in (self.window, self.keys, self.values)
-        )
+    def reorder(self, rows: torch.Tensor, *, sources: bool) -> None:
+        """Replace the hypotheses by those at `rows` (int64 [b']), in place of this object.
+
+        `sources`: whether the source sentence of any row changes.
+        """
+        self.window = self.window.index_select(0, rows)
+        if sources:
+            self.keys = self.keys.index_select(0, rows)
+            self.values = self.values.index_select(0, rows)
 
 
 class DecoderLayer(_Layer):
@@ -171,7 +175,7 @@ class DecoderLayer(_Layer):
     def forward(
         self,
         hidden: torch.Tensor,
-        memory: torch.Tensor,
+        memory: torch.Tensor | None,
         visible: torch.Tensor,
         cache: DecoderCache | None = None,
     ) -> torch.Tensor:
@@ -179,12 +183,13 @@ class DecoderLayer(_Layer):
 
         Args:
             hidden: outputs of the layer before; with a cache those of the newest position, t = 1.
-            memory: the encoder's output [b, s, c]; not read with a cache.
+            memory: the encoder's output [b, s, c]; None with a cache.
             visible: bool [b, 1, 1, s], False for padding of the source.
             cache: of this layer; takes in the position.
         """
         branch = self.linear1(hidden)
         if cache is None:
+            assert memory is not None, "a cache holds what is read of the memory"
             branch = self.conv(branch)
             keys, values = self.encoder_attn.project(memory)
         else:
@@ -346,7 +351,6 @@ class DCTransformer(nn.Module):
         self,
         tokens: torch.Tensor,
         position: int,
-        memory: torch.Tensor,
         visible: torch.Tensor,
         caches: Sequence[DecoderCache],
     ) -> torch.Tensor:
@@ -355,14 +359,13 @@ class DCTransformer(nn.Module):
         Args:
             tokens: int64 [b], the tokens at `position`.
             position: number of the position, which the caches have not seen.
-            memory: the encoder's output [b, s, c].
             visible: `visible_positions` of the source.
             caches: of `start_decoding`, changed in place.
         """
         assert not self.training, "dropout would be drawn"
         hidden = self._embed(self.decoder.embed_tokens, tokens[:, None], stream=0, first=position)
         for layer, cache in zip(self.decoder.layers, caches, strict=True):
-            hidden = layer(hidden, memory, visible, cache)
+            hidden = layer(hidden, None, visible, cache)
         return self.project(hidden)[:, 0]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -126,11 +126,9 @@ def test_decoding_by_positions_equals_whole_sentences() -> None:
     model = small_translator(decoder_layers=3)
     model.train(False)
     source, inputs, _ = random_pairs([(5, 6), (9, 6)])
-    memory, visible = model.encode(source), visible_positions(source)
-    caches = model.start_decoding(memory)
-    steps = [
-        model.decode_next(inputs[:, t], t, memory, visible, caches) for t in range(inputs.shape[1])
-    ]
+    visible = visible_positions(source)
+    caches = model.start_decoding(model.encode(source))
+    steps = [model.decode_next(inputs[:, t], t, visible, caches) for t in range(inputs.shape[1])]
     torch.testing.assert_close(torch.stack(steps, 1), model(source, inputs), atol=1e-5, rtol=1e-5)
 
 
