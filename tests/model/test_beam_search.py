@@ -123,12 +123,12 @@ def test_sentences_are_searched_as_if_alone() -> None:
 def test_a_translation_is_never_empty(beam: Beam) -> None:
     """The end is the likeliest token everywhere, so the best translation is one token long."""
     model = searched()
-    norm = model.decoder.layers[-1].final_layer_norm
+    values = dict(model.named_parameters())
     with torch.no_grad():
         # Every position has the same logits, whatever came before.
-        norm.weight.zero_()
-        norm.bias.zero_()
-        norm.bias[0] = 1.0
+        values["decoder.layers.1.final_layer_norm.weight"].zero_()
+        values["decoder.layers.1.final_layer_norm.bias"].zero_()
+        values["decoder.layers.1.final_layer_norm.bias"][0] = 1.0
         model.decoder.output_projection.weight[:, 0] = torch.tensor([0.0, 0.0, 5.0, 1.0, 2.0, 1.5])
     source, _, _ = random_pairs([(5, 2), (3, 2)])
     logs = torch.tensor([0.0, 0.0, 5.0, 1.0, 2.0, 1.5]).log_softmax(0).tolist()
