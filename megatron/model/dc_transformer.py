@@ -13,7 +13,7 @@ Shapes: b sentence pairs, s source positions, t target positions, c channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from megatron.data.dictionary import PAD
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.low_memory.checkpoint_interval import Span, recompute_spans
+from megatron.model.chunk import ModelChunk, whole_parameters
 from megatron.model.dynamic_convolution import DynamicConvolution, Matrix
 from megatron.model.init import initial_values, set_parameter, uniform_values
 from megatron.model.label_smoothing import smoothed_sums
@@ -35,7 +36,6 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
 if TYPE_CHECKING:
     from megatron.config import RecomputeConfig
     from megatron.data.pair_reader import PairBatch
-    from megatron.data_parallel.buffers import BufferInfo
     from megatron.tasks.translation_config import DCTransformerConfig
 
 DECODER_EMBEDDING_STREAM = EMBEDDING_STREAM - 1
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         self.output_projection = Matrix(entries, config.embed_dim, **placed)
 
 
-class DCTransformer(nn.Module):
+class DCTransformer(ModelChunk):
     """A DC-Transformer, the only chunk of its pipeline.
 
     Args:
@@ -260,15 +260,7 @@ class DCTransformer(nn.Module):
         self.decoder = Decoder(config, target_size, **placed)
         self._encoder_spans = recompute_spans(len(self.encoder.layers), recompute)
         self._decoder_spans = recompute_spans(len(self.decoder.layers), recompute)
-        self._infos = [
-            ParamInfo(
-                name=name,
-                leaves=(parameter,),
-                logical_shape=tuple(parameter.shape),
-                weight_decay=parameter.ndim >= 2,
-            )
-            for name, parameter in self.named_parameters()
-        ]
+        self._infos = whole_parameters(self)
         initialise(self._infos, seed=seed)
 
     def forward(self, source: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -371,24 +363,6 @@ class DCTransformer(nn.Module):
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project the decoder's output [b, t, c] to logits [b, t, target dictionary]."""
         return multiply(hidden, self.decoder.output_projection.weight)
-
-    def parameter_infos(self) -> list[ParamInfo]:
-        """Return each parameter once, in forward order."""
-        return list(self._infos)
-
-    def buffer_infos(self) -> list[BufferInfo]:
-        """Return no buffer: the model has none that training updates."""
-        return []
-
-    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set every parameter from a tensor of its shape, cast to the parameter's dtype.
-
-        Raises:
-            KeyError: a tensor is missing.
-            ValueError: a shape differs.
-        """
-        for info in self._infos:
-            set_parameter(info, values[info.name])
 
     def _embed(
         self, table: Matrix, tokens: torch.Tensor, *, stream: int, first: int = 0
