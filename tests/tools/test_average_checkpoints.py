@@ -12,14 +12,14 @@ from tests.ranks import Ranks
 from tests.tools.runs import make_model_run
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 from tools.average_checkpoints import main
-from tools.run_model import find_model
+from tools.run_model import CONFIG, PARAM, find_model
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
-        "param/a.weight": torch.randn(6, 5, generator=generator),
-        "param/a.bias": torch.randn(6, generator=generator),
+        f"{PARAM}a.weight": torch.randn(6, 5, generator=generator),
+        f"{PARAM}a.bias": torch.randn(6, generator=generator),
         "buffer/bn.running_mean": torch.randn(3, generator=generator),
         "exp_avg/a.weight": torch.randn(6, 5, generator=generator),
     }
@@ -35,16 +35,16 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 4, 6)) -> Path:
     for step in steps:
         state = {"identity": identity, "progress": {"iteration": step}}
         save_checkpoint(folder / "checkpoints", step=step, tensors=weights(step), state=state)
-    (folder / "config.yaml").write_text("model: {}\n")
+    (folder / CONFIG).write_text("model: {}\n")
     return folder
 
 
 def masked_step(folder: Path, step: int, kept: torch.Tensor) -> None:
-    name, values = "param/a.weight", weights(step)["param/a.weight"]
+    name, values = f"{PARAM}a.weight", weights(step)[f"{PARAM}a.weight"]
     shards = [
         whole("mask/a.weight", kept),
         LocalShard(name, values[kept], (6, 5), (0, 0), (6, 5), mask="mask/a.weight"),
-        whole("param/a.bias", weights(step)["param/a.bias"]),
+        whole(f"{PARAM}a.bias", weights(step)[f"{PARAM}a.bias"]),
     ]
     state = {"identity": {"gradient.grad_path": "samo", "samo.samo_sparsity": 0.5}}
     save_checkpoint(folder / "checkpoints", step=step, tensors=shards, state=state)
@@ -65,10 +65,10 @@ def test_weights_and_buffers_are_means(
         assert saved.state["averaged_steps"] == steps
         identity = saved.state["identity"]
         assert identity == {"model.width": 5, "training.seed": 1, "gradient.grad_path": "dense"}
-        for name in ("param/a.weight", "param/a.bias", "buffer/bn.running_mean"):
+        for name in (f"{PARAM}a.weight", f"{PARAM}a.bias", "buffer/bn.running_mean"):
             wanted = torch.stack([weights(step)[name].double() for step in steps]).mean(0)
             assert torch.equal(saved.read(name), wanted.float())
-    assert (output / "config.yaml").read_text() == "model: {}\n"
+    assert (output / CONFIG).read_text() == "model: {}\n"
 
 
 def test_pruned_weights_stay_pruned(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_pruned_weights_stay_pruned(tmp_path: Path) -> None:
     output = tmp_path / "mean"
     assert main([str(tmp_path / "run"), "--last", "2", "--output", str(output)]) == 0
     with Checkpoint.open(output / "checkpoints" / "step_00000002") as saved:
-        mean = (weights(1)["param/a.weight"].double() + weights(2)["param/a.weight"]) / 2
-        assert torch.equal(saved.read("param/a.weight"), mean.float() * kept)
-        assert saved.mask("param/a.weight") == "mask/a.weight"
+        mean = (weights(1)[f"{PARAM}a.weight"].double() + weights(2)[f"{PARAM}a.weight"]) / 2
+        assert torch.equal(saved.read(f"{PARAM}a.weight"), mean.float() * kept)
+        assert saved.mask(f"{PARAM}a.weight") == "mask/a.weight"
         assert saved.state["identity"]["gradient.grad_path"] == "samo"
         assert saved.state["identity"]["samo.samo_sparsity"] == 0.5
 
@@ -129,7 +129,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
         ("other/../run", "run is "),
         ("other", "other holds checkpoints (steps 2, 8)"),
         ("other/checkpoints", "checkpoints holds checkpoints (steps 2, 8)"),
-        ("started", "started holds a config.yaml"),
+        ("started", f"started holds a {CONFIG}"),
     ],
 )
 def test_no_run_is_written_to(
@@ -137,10 +137,10 @@ def test_no_run_is_written_to(
 ) -> None:
     make_run(tmp_path / "run")
     make_run(tmp_path / "other", steps=(2, 8))
-    (tmp_path / "other" / "config.yaml").unlink()
+    (tmp_path / "other" / CONFIG).unlink()
     (tmp_path / "link").symlink_to("run")
     (tmp_path / "started").mkdir()
-    (tmp_path / "started" / "config.yaml").write_text("model: {}\n")
+    (tmp_path / "started" / CONFIG).write_text("model: {}\n")
     before = contents(tmp_path)
     arguments = [str(tmp_path / given), "--last", "2", "--output", str(tmp_path / output)]
     refused(capsys, arguments, 2, words)
@@ -157,7 +157,7 @@ def test_weights_pruned_in_one_step_alone_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     masked_step(tmp_path / "run", 1, torch.arange(30).view(6, 5) % 2 == 0)
-    names = ("param/a.weight", "param/a.bias")
+    names = (f"{PARAM}a.weight", f"{PARAM}a.bias")
     dense = {name: weights(2)[name] for name in names}
     save_checkpoint(tmp_path / "run" / "checkpoints", step=2, tensors=dense, state={})
     given = [str(tmp_path / "run"), "--last", "2", "--output", str(tmp_path / "x")]
@@ -166,7 +166,7 @@ def test_weights_pruned_in_one_step_alone_are_refused(
 
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=(2,))
-    other = {"param/a.weight": torch.zeros(6, 5), "param/b": torch.zeros(2)}
+    other = {f"{PARAM}a.weight": torch.zeros(6, 5), f"{PARAM}b": torch.zeros(2)}
     save_checkpoint(run / "checkpoints", step=3, tensors=other, state={})
     given = [str(run), "--last", "2", "--output", str(tmp_path / "x")]
     refused(capsys, given, 4, "param/b is not as in")
@@ -181,14 +181,14 @@ def test_a_run_and_tools_take_the_mean(ranks: Ranks, tmp_path: Path) -> None:
     mean: dict[str, torch.Tensor] = {}
     for step in steps:
         with Checkpoint.open(step) as saved:
-            for name in saved.names("param/"):
+            for name in saved.names(PARAM):
                 mean[name] = mean.get(name, 0) + saved.read(name).double() / 3
     # As weights for a new run, as the model at this step, and as the model of a tool.
     for more in (f"--load {output} --finetune", f"--load {output} --no-load-optim"):
         folder = tmp_path / more.replace(" ", "_").replace("/", "_")
         (started,) = ranks.run(1, train, f"{flags} --train-iters 8 {more} --skip-train", folder)
         for name, value in started["params"].items():
-            wanted = mean[f"param/{name}"]
+            wanted = mean[f"{PARAM}{name}"]
             found = value.double()[: len(wanted)]  # without padding of the vocabulary
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
         assert metrics_of(folder, "valid_loss")
