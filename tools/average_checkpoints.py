@@ -1,13 +1,13 @@
 """Average the weights of the last checkpoints of a run, as one checkpoint.
 
-    python tools/average_checkpoints.py RUN --last 10 --output RUN/averaged
+    python tools/average_checkpoints.py RUN --last 10 --output AVERAGED
     python tools/average_checkpoints.py RUN --steps 4000,5000 --output AVERAGED
 
 Works for runs of every task, of any grid. Weights and the buffers of norms are averaged in double
 precision; moments and the gradient path's state are left out. The output is a run folder with the
 configuration and one checkpoint, of the newest step: tools that read the model of a run take it,
-and a run starts from it with --load OUTPUT --no-load-optim. Masks of pruned weights must be equal
-in all steps.
+and a run starts from it with --load OUTPUT --no-load-optim. It lies outside the run that is read
+and is no other run's folder. Masks of pruned weights must be equal in all steps.
 
 Exit code 0 if it is written, 2 for wrong usage, 4 for a missing or damaged checkpoint.
 """
@@ -15,6 +15,7 @@ Exit code 0 if it is written, 2 for wrong usage, 4 for a missing or damaged chec
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,18 +27,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.find import (  # noqa: E402
     CHECKPOINTS,
+    CommittedStep,
     checkpoints_folder,
     list_steps,
 )
+from megatron.checkpoint.io import failing_as  # noqa: E402
 from megatron.checkpoint.verify import open_to_all  # noqa: E402
 from megatron.config.fields import show_plain  # noqa: E402
 from megatron.errors import CheckpointError, ConfigError, SparsetronError  # noqa: E402
 from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
+from tools.run_model import CONFIG, PARAM  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.checkpoint.store import Checkpoint, LocalShard
 
-CONFIG = "config.yaml"
 MOST = 10_000
 
 
@@ -45,13 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
-        folders = find_steps(options.run, last=options.last, steps=_steps(options.steps))
-        written = average(folders, options.output)
-        config = checkpoints_folder(options.run).parent / CONFIG
-        if config.is_file():
-            _copy(config, options.output / CONFIG)
-        names = ", ".join(str(int(folder.name[5:13])) for folder in folders)
-        print(f"wrote {written}: the mean of {len(folders)} checkpoints, steps {names}")
+        check_output(options.run, options.output)
+        found = find_steps(options.run, last=options.last, steps=_steps(options.steps))
+        written = average_run(options.run, found, options.output)
+        count = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}"
+        print(f"wrote {written}: the mean of {count} of {options.run}, {_numbers(found)}")
         print(f"start a run from it with --load {options.output} --no-load-optim")
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,8 +60,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def find_steps(run: Path, *, last: int, steps: Sequence[int] = ()) -> list[Path]:
-    """Return the folders of checkpoints to average, in ascending order of their steps.
+def check_output(run: Path, output: Path) -> None:
+    """Check that writing the run folder `output` changes neither `run` nor another run.
+
+    Raises:
+        ConfigError: `output` is the run that is read or lies in its folder, or holds a run.
+        CheckpointError: A folder cannot be read.
+    """
+    source = _run_root(run)
+    inside = Path(os.path.realpath(output))
+    if inside.is_relative_to(os.path.realpath(source)):
+        where = "is" if inside == Path(os.path.realpath(source)) else "lies in"
+        raise ConfigError(
+            f"--output: {output} {where} {source}, the run that is read; give a folder outside"
+        )
+    with failing_as(output, "read"):
+        if (output / CONFIG).exists():
+            raise ConfigError(f"--output: {output} holds a {CONFIG}; give a new folder")
+        there = checkpoints_folder(output)
+        listing = list_steps(there) if there.is_dir() else None
+    if listing is not None and (listing.committed or listing.damaged):
+        held = _numbers(listing.committed[::-1]) or "damaged steps"
+        raise ConfigError(f"--output: {output} holds checkpoints ({held}); give a new folder")
+
+
+def _run_root(run: Path) -> Path:
+    """Return the run folder of a path that may be its folder of checkpoints."""
+    directory = checkpoints_folder(run)
+    with failing_as(directory, "read"):
+        # --save may name the folder of checkpoints, which then need not lie in a run folder.
+        owned = directory.name == CHECKPOINTS or (directory.parent / CONFIG).is_file()
+    return directory.parent if owned else directory
+
+
+def find_steps(run: Path, *, last: int, steps: Sequence[int] = ()) -> list[CommittedStep]:
+    """Return the checkpoints to average, in ascending order of their steps.
 
     Args:
         run: A run folder, or its folder of checkpoints.
@@ -76,9 +110,9 @@ def find_steps(run: Path, *, last: int, steps: Sequence[int] = ()) -> list[Path]
     if danger := open_to_all(directory):
         raise CheckpointError(f"{directory}: {danger}")
     # Of several folders of one step the first is the one to use.
-    found: dict[int, Path] = {}
+    found: dict[int, CommittedStep] = {}
     for folder in list_steps(directory).committed:
-        found.setdefault(folder.step, folder.path)
+        found.setdefault(folder.step, folder)
     there = ", ".join(map(str, sorted(found))) or "none"
     for step in steps:
         if step not in found:
@@ -91,12 +125,15 @@ def find_steps(run: Path, *, last: int, steps: Sequence[int] = ()) -> list[Path]
     return [found[step] for step in sorted(set(steps) or sorted(found)[-last:])]
 
 
-def average(folders: Sequence[Path], output: Path) -> Path:
-    """Write the mean of checkpoints to `output/checkpoints`, under the step of the last one.
+def average_run(run: Path, steps: Sequence[CommittedStep], output: Path) -> Path:
+    """Write the mean of checkpoints of a run, with its configuration, as the run folder `output`.
+
+    The mean is the checkpoint of the last step.
 
     Args:
-        folders: Step folders; opening them verifies every byte.
-        output: A folder, which is created if it is missing.
+        run: The run folder, or its folder of checkpoints.
+        steps: Steps of the run in ascending order, which are verified.
+        output: A folder, made where it is missing.
 
     Returns:
         The step folder written.
@@ -105,12 +142,20 @@ def average(folders: Sequence[Path], output: Path) -> Path:
         CheckpointError: A checkpoint is damaged or of another model, masks differ, or the disk
             refuses the new one.
     """
+    written = _average(steps, output)
+    config = checkpoints_folder(run).parent / CONFIG
+    if config.is_file():
+        _copy(config, output / CONFIG)
+    return written
+
+
+def _average(steps: Sequence[CommittedStep], output: Path) -> Path:
     from megatron.checkpoint.store import Checkpoint, save_checkpoint
 
     with ExitStack() as stack:
-        saved = [stack.enter_context(Checkpoint.open(folder)) for folder in folders]
+        saved = [stack.enter_context(Checkpoint.open(folder.path)) for folder in steps]
         newest = saved[-1]
-        masked = any(newest.mask(name) for name in newest.names("param/"))
+        masked = any(newest.mask(name) for name in newest.names(PARAM))
         state = dict(newest.state)
         state["identity"] = _without_path(dict(state.get("identity", {})), masked=masked)
         state["averaged_steps"] = [one.step for one in saved]
@@ -125,8 +170,8 @@ def _means(saved: Sequence[Checkpoint]) -> Iterator[LocalShard]:
     from megatron.checkpoint.store import LocalShard, whole
 
     newest = saved[-1]
-    names = (*newest.names("param/"), *newest.names(BUFFER))
-    if not newest.names("param/"):
+    names = (*newest.names(PARAM), *newest.names(BUFFER))
+    if not newest.names(PARAM):
         raise CheckpointError(f"{newest.path}: holds no weights")
     for name in names:
         for other in saved[:-1]:
@@ -186,6 +231,12 @@ def _copy(config: Path, target: Path) -> None:
         shutil.copyfile(config, target)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror}") from error
+
+
+def _numbers(steps: Sequence[CommittedStep]) -> str:
+    """Return the numbers of steps in words; "" for none."""
+    numbers = ", ".join(dict.fromkeys(str(one.step) for one in steps))
+    return numbers and f"step{'s' if ',' in numbers else ''} {numbers}"
 
 
 def _steps(text: str | None) -> list[int]:

@@ -5,10 +5,10 @@
     python tools/preprocess_pairs.py --source-file train.de --target-file train.en \\
         --source-lang de --target-lang en --output-prefix data/de-en
 
-Pairs are shuffled and split by the sentences of one language, so that no sentence of that language
-is in two splits; one of the other language can be. A joint BPE of both languages and a dictionary
-of each are learned from the training pairs; text is lowercased. Exit code 0: done, 2: a flag is
-wrong, 3: the data are wrong. Imports no torch.
+Pairs are shuffled and split by the sentences of one language (--split-by), so that no sentence of
+that language is in two splits, whatever its case and Unicode form. A joint BPE of both languages
+and a dictionary of each are learned from the training pairs; text is lowercased. Exit: 0 done, 2 a
+flag is wrong, 3 the data is. Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "two, else the target)",
     )
     add("--seed", type=int, default=1234, metavar="N", help="seed of the split (1234)")
-    add("--overwrite", action="store_true", help="replace an existing output")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an existing output when the new one is complete",
+    )
     return parser.parse_args(argv)
 
 

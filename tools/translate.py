@@ -4,11 +4,11 @@
     python tools/translate.py RUN --input FILE --beam 4 --length-penalty 1
     python tools/translate.py RUN --bleu [--split test] [--limit 500] [--json]
 
-The tool prints a translation for each line, found by beam search. `--bleu` translates the sources
-of a held-back split, and prints the corpus BLEU of the lowercased translations (Papineni et al.
-2002, by sacrebleu) with its signature. Pairs of the split are not in the training data, but a
-sentence of the language that --split-by did not name can be. `--tokenize none` is for data that was
-tokenized before tools/preprocess_pairs.py read it.
+The tool prints a translation for each line, found by beam search. `--bleu` translates
+the sources of a held-back split, and prints the corpus BLEU of the lowercased translations
+(Papineni et al. 2002, by sacrebleu) with its signature; a sentence of the language that --split-by
+did not name can be in the training data too. `--tokenize none` is for data that was tokenized
+before tools/preprocess_pairs.py read it.
 
 RUN is a run folder, its checkpoints, one step folder of it, or the output of
 tools/average_checkpoints.py; checkpoints of any grid work. Exit code 2 for wrong usage, 3 for bad
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from megatron.model.dc_transformer import DCTransformer
 
 TOKENIZERS = ("13a", "none")
+SPLIT, TOKENIZER = "test", "13a"
+"""Defaults of --split and --tokenize."""
 MOST = 1_000_000
 
 
@@ -104,7 +106,7 @@ def find_translator(place: Path, *, step: int | None, data_path: str | None) -> 
     Raises:
         ConfigError: The folder has no configuration of a translation run.
         DataError: The vocabulary is missing, damaged or not the run's.
-        CheckpointError: The checkpoint is missing or damaged.
+        CheckpointError: The checkpoint is missing, damaged or not of a translation run.
     """
     with failing_as(place, "read"):
         run = run_folder(place)
@@ -122,10 +124,15 @@ def find_translator(place: Path, *, step: int | None, data_path: str | None) -> 
     found = find_checkpoint(place, step=step, log=_log)
     if found is None:
         raise CheckpointError(f"{place}: no checkpoint was committed there; train it first")
-    vocabulary = PairVocabulary.load(pair_paths(config))
-    identity = read_manifest(found).state.get("identity", {})
+    identity = read_manifest(found).state.get("identity")
     known = identity.get("data.vocabulary") if isinstance(identity, Mapping) else None
-    if known is not None and known != list(vocabulary.fingerprints()):
+    if not isinstance(known, list):
+        raise CheckpointError(
+            f"{found}: state.identity: has no data.vocabulary, the BPE and dictionaries of a "
+            "translation run; give a checkpoint of one"
+        )
+    vocabulary = PairVocabulary.load(pair_paths(config))
+    if known != list(vocabulary.fingerprints()):
         raise DataError(
             f"{config.data.data_path}: not the BPE and dictionaries that {found} was trained with; "
             "give the run's own with --data-path"
@@ -164,21 +171,23 @@ def score(translator: Translator, options: argparse.Namespace) -> dict[str, Any]
     except ImportError as error:
         raise missing_extra("sacrebleu", "data") from error
     paths = pair_paths(translator.config)
-    pairs = PairDataset(paths, options.split, translator.vocabulary)
-    references = read_text(paths.text(options.split, paths.target_lang)).splitlines()
+    split = options.split or SPLIT
+    pairs = PairDataset(paths, split, translator.vocabulary)
+    text = paths.text(split, paths.target_lang)
+    references = read_text(text).splitlines()
     if len(references) != len(pairs):
         raise DataError(
-            f"{paths.text(options.split, paths.target_lang)}: {len(references)} lines, but the "
-            f"split has {len(pairs)} pairs; write the data again"
+            f"{text}: {len(references)} lines, but the split has {len(pairs)} pairs; write the "
+            "data again"
         )
     count = min(options.limit or len(pairs), len(pairs))
     sources = [pairs.source(pair).tolist() for pair in range(count)]
     translations = _search(translator, sources, options)
-    metric = BLEU(lowercase=True, tokenize=options.tokenize)
+    metric = BLEU(lowercase=True, tokenize=options.tokenize or TOKENIZER)
     found = metric.corpus_score(translations, [references[:count]])
     return {
         "checkpoint": str(translator.step),
-        "split": options.split,
+        "split": split,
         "pairs": count,
         "bleu": float(found.score),
         "signature": str(metric.get_signature()),
@@ -204,10 +213,12 @@ def _search(
 
 
 def _translate_lines(translator: Translator, options: argparse.Namespace) -> list[str]:
-    """Translate the lines of the input; an empty line stays empty."""
+    """Translate the lines of the input; an empty line stays empty, and no line gives none."""
     lines = _read_lines(options.input)
     texts = [" ".join(line.split()) for line in lines]
     places = [place for place, text in enumerate(texts) if text]
+    if not places:
+        return texts
     symbols = translator.vocabulary.bpe().split([texts[place] for place in places])
     sources = [translator.vocabulary.source.encode(found) for found in symbols]
     translations = [""] * len(lines)
@@ -217,11 +228,14 @@ def _translate_lines(translator: Translator, options: argparse.Namespace) -> lis
 
 
 def _read_lines(path: Path | None) -> list[str]:
-    if path is not None:
-        return read_text(path).removesuffix("\n").split("\n")
+    text = _read_input() if path is None else read_text(path)
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _read_input() -> str:
     raw = sys.stdin.buffer.read()
     try:
-        return raw.decode("utf-8-sig").removesuffix("\n").split("\n")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DataError(f"standard input:{line}: not UTF-8 (byte {error.start})") from error
@@ -240,6 +254,9 @@ def _print_score(found: Mapping[str, Any], *, as_json: bool) -> None:
 def _check(options: argparse.Namespace) -> None:
     if options.bleu and options.input is not None:
         raise ConfigError("--input: not read with --bleu, which translates a split; drop one")
+    for flag in () if options.bleu else ("split", "limit", "tokenize", "json"):
+        if getattr(options, flag):
+            raise ConfigError(f"--{flag}: without --bleu nothing is scored; give both or drop it")
     rules = (
         ("--beam", options.beam, 1 <= options.beam <= 1000, "from 1 to 1000"),
         ("--length-penalty", options.length_penalty, abs(options.length_penalty) < 100, "a number"),
@@ -264,9 +281,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("run", type=Path, metavar="RUN", help="run, checkpoints or step folder")
     add("--input", type=Path, metavar="FILE", help="sentences, one a line (standard input)")
     add("--bleu", action="store_true", help="translate a held-back split and print its BLEU")
-    add("--split", choices=HELD_BACK, default="test", help="split of --bleu (test)")
-    add("--limit", type=int, metavar="N", help="the first N pairs of the split alone")
-    add("--tokenize", choices=TOKENIZERS, default="13a", help="sacrebleu's tokenizer (13a)")
+    add("--split", choices=HELD_BACK, help=f"split of --bleu ({SPLIT})")
+    add("--limit", type=int, metavar="N", help="score the first N pairs of the split")
+    add("--tokenize", choices=TOKENIZERS, help=f"sacrebleu's tokenizer ({TOKENIZER})")
     add("--beam", type=int, default=4, metavar="N", help="hypotheses kept at each position (4)")
     add(
         "--length-penalty",

@@ -81,8 +81,8 @@ class PairDataset:
         vocabulary: The vocabulary that made the data; data of another one are refused.
 
     Raises:
-        DataError: A file is missing, damaged or made with another vocabulary, or the two sides do
-            not belong together.
+        DataError: A file is missing, damaged or made with another vocabulary, a sentence is empty,
+            or the two sides do not belong together.
     """
 
     def __init__(self, paths: PairPaths, split: str, vocabulary: PairVocabulary) -> None:
@@ -98,6 +98,14 @@ class PairDataset:
             )
         self.source_lengths = np.asarray(self._source.sequence_lengths, dtype=np.int64)
         self.target_lengths = np.asarray(self._target.sequence_lengths, dtype=np.int64)
+        for prefix, lengths in zip(
+            self.prefixes, (self.source_lengths, self.target_lengths), strict=True
+        ):
+            if not lengths.min():
+                raise DataError(
+                    f"{prefix}: sentence {lengths.argmin()} is empty, without even an end; write "
+                    "the data again"
+                )
 
     def __len__(self) -> int:
         return len(self._source)

@@ -5,12 +5,17 @@ PREFIX.LANG.dict.txt               the dictionary of a language
 PREFIX.SPLIT.LANG.{bin,idx,json}   token ids, a sentence a sequence, each ended by EOS
 PREFIX.SPLIT.LANG.txt              the sentences of valid and test, lowercased, for BLEU
 
-Each file appears whole or not at all; the BPE comes last, when all others are complete.
+All files are written to a folder beside them first and renamed when they are complete: an error
+before that leaves old files as they were. That of the BPE is renamed last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +23,7 @@ from megatron.data.dictionary import EOS, Dictionary
 from megatron.data.indexed_dataset import IndexedDatasetWriter, optimal_dtype
 from megatron.data.local_file import stat_of
 from megatron.data.pair_bpe import PairBPE, pair_fingerprint, train_pair_bpe
-from megatron.data.raw_pairs import SPLITS, RawPair, split_pairs
+from megatron.data.raw_pairs import SPLITS, RawPair, sentence_key, split_pairs
 from megatron.data.sidecar import write_atomically
 from megatron.errors import ConfigError, DataError
 
@@ -61,10 +66,16 @@ class PairPaths:
         """Return the file of a split's sentences."""
         return Path(f"{self.prefix}.{split}.{language}.txt")
 
-    def written(self) -> list[Path]:
-        """Return the files whose presence means that data were written under the prefix."""
-        pairs = [self.tokens(split, language) for split in SPLITS for language in self.languages]
-        return [self.bpe, *map(self.dictionary, self.languages), *(Path(f"{p}.idx") for p in pairs)]
+    def files(self) -> list[Path]:
+        """Return every file that may be written under the prefix, that of the BPE first."""
+        found = [self.bpe, *map(self.dictionary, self.languages)]
+        for split in SPLITS:
+            for language in self.languages:
+                tokens = self.tokens(split, language)
+                found += [Path(f"{tokens}{suffix}") for suffix in (".bin", ".json", ".idx")]
+                if split in HELD_BACK:
+                    found.append(self.text(split, language))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +112,17 @@ def preprocess_pairs(
         longest: Tokens of the longest sentence, its end included, of pairs that are kept.
         shares: Shares of train, valid and test.
         seed: Seed of the split.
-        split_by: The language whose sentences are in one split each, whatever their case.
+        split_by: The language whose sentences are in one split each, whatever their case and
+            Unicode form.
         overwrite: Whether files under the prefix are replaced.
 
     Raises:
         ConfigError: Files are there already, or a setting is out of range.
         DataError: There are no pairs to train on, or the disk refuses a file.
     """
-    _refuse_existing(paths, overwrite)
+    _check_existing(paths, overwrite)
     of_key = paths.languages.index(split_by)
-    keys = [(pair.source, pair.target)[of_key].lower() for pair in pairs]
+    keys = [sentence_key((pair.source, pair.target)[of_key]) for pair in pairs]
     split = split_pairs(pairs, keys=keys, shares=shares, seed=seed)
     training = split["train"]
     if not training:
@@ -129,7 +141,22 @@ def preprocess_pairs(
     if not kept["train"][0]:
         raise DataError(f"--longest: every training pair is longer than {longest} tokens; raise it")
     dictionaries = [Dictionary.of(side) for side in kept["train"][1]]
-    _prepare_folder(paths)
+    with _draft_of(paths) as draft:
+        _write_all(draft, kept, dictionaries, bpe)
+    return PairCounts(
+        pairs={name: len(found) for name, (found, _) in kept.items()},
+        too_long=too_long,
+        merges=bpe.merges,
+        entries=(len(dictionaries[0]), len(dictionaries[1])),
+    )
+
+
+def _write_all(
+    paths: PairPaths,
+    kept: Mapping[str, tuple[list[RawPair], list[list[list[str]]]]],
+    dictionaries: Sequence[Dictionary],
+    bpe: PairBPE,
+) -> None:
     for name, (found, sides) in kept.items():
         for language, side, dictionary in zip(paths.languages, sides, dictionaries, strict=True):
             _write_tokens(paths.tokens(name, language), side, dictionary, bpe)
@@ -143,14 +170,7 @@ def preprocess_pairs(
                 write_atomically(paths.text(name, language), content.encode())
     for language, dictionary in zip(paths.languages, dictionaries, strict=True):
         dictionary.save(paths.dictionary(language))
-    # Last: its presence says that the rest is complete.
     bpe.save(paths.bpe)
-    return PairCounts(
-        pairs={name: len(found) for name, (found, _) in kept.items()},
-        too_long=too_long,
-        merges=bpe.merges,
-        entries=(len(dictionaries[0]), len(dictionaries[1])),
-    )
 
 
 def _write_tokens(
@@ -171,21 +191,36 @@ def _write_tokens(
         )
 
 
-def _refuse_existing(paths: PairPaths, overwrite: bool) -> None:
-    found = [path for path in paths.written() if stat_of(path) is not None]
-    if found and not overwrite:
-        raise ConfigError(f"--output-prefix: {found[0]} exists; choose another or add --overwrite")
-    for path in found:
-        # An old file must not pass for one of the new data where a split stays empty.
-        try:
-            path.unlink()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be removed: {error.strerror}") from error
+def _check_existing(paths: PairPaths, overwrite: bool) -> None:
+    for path in paths.files():
+        found = stat_of(path)
+        if found is not None and not overwrite:
+            raise ConfigError(f"--output-prefix: {path} exists; choose another or add --overwrite")
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path}: is not a regular file, so it cannot be replaced")
 
 
-def _prepare_folder(paths: PairPaths) -> None:
-    folder = paths.bpe.parent
+@contextmanager
+def _draft_of(paths: PairPaths) -> Iterator[PairPaths]:
+    """Give paths in a new folder beside the files; rename what was written there at the end."""
+    folder, name = os.path.split(paths.prefix)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder or ".", exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder or ".") as place:
+            draft = PairPaths(os.path.join(place, name), paths.source_lang, paths.target_lang)
+            yield draft
+            _publish(draft, paths)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be made: {error.strerror}") from error
+        raise DataError(f"{paths.prefix}: cannot be written: {error.strerror}") from error
+
+
+def _publish(draft: PairPaths, paths: PairPaths) -> None:
+    # The presence of the BPE says that the rest is complete: the old one goes first, the new one
+    # comes last.
+    paths.bpe.unlink(missing_ok=True)
+    for made, path in zip(draft.files()[::-1], paths.files()[::-1], strict=True):
+        if made.exists():
+            os.replace(made, path)
+        else:
+            # An old file must not pass for one of the new data where a split stays empty.
+            path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,6 +85,15 @@ def read_two_files(source: Path, target: Path) -> RawPairs:
             "be the translation of the same line of the other"
         )
     return _clean(zip(sources, targets, strict=True))
+
+
+def sentence_key(sentence: str) -> str:
+    """Return a text that is equal for sentences that differ in case or Unicode form alone.
+
+    Canonical caseless matching (The Unicode Standard, 3.13, D145), without blanks at the ends.
+    """
+    folded = unicodedata.normalize("NFD", sentence).casefold()
+    return unicodedata.normalize("NFC", folded).strip()
 
 
 def split_pairs(

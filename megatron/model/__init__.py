@@ -2,9 +2,9 @@
 
 The modules of GPT know a tensor-parallel group, but no data or pipeline parallelism. gpt.py
 composes embedding.py, layer.py (norm.py, attention.py with rotary.py, mlp.py) and the output layer;
-init.py initializes parameters; flops.py counts operations (without torch); huggingface.py and
-huggingface_config.py convert GPT-2 and Llama; generation.py samples text; likelihood.py scores it.
-blocked_attention.py and gelu.py replace slow CPU code of torch.
+flops.py counts operations (without torch); huggingface.py and huggingface_config.py convert GPT-2
+and Llama; generation.py samples text; likelihood.py scores it. blocked_attention.py and gelu.py
+replace slow CPU code of torch. chunk.py is the base of all models; init.py initializes parameters.
 
 wide_resnet.py, vgg.py and resnet.py are the image classifiers, made of the layers of
 convolution.py and batch_norm.py; image_classifier.py adds the loss and the accuracy, and

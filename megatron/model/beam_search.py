@@ -18,8 +18,8 @@ class Beam:
     `size`: hypotheses that are kept at each position. `length_penalty`: exponent of the length in
     the score, log-likelihood / length ** length_penalty, where the end of the sentence counts as a
     token; 0 for the log-likelihood itself, larger for longer translations. A translation of n
-    source tokens, their end included, has at most `max_len_a` * n + `max_len_b` tokens before its
-    end.
+    source tokens, their end included, has at least 1 token before its end (fairseq's `min_len`) and
+    at most `max_len_a` * n + `max_len_b`.
     """
 
     size: int = 4
@@ -29,7 +29,7 @@ class Beam:
 
     def limit(self, source_length: int) -> int:
         """Return the longest translation of a source, in tokens before its end."""
-        return int(self.max_len_a * source_length + self.max_len_b)
+        return max(int(self.max_len_a * source_length + self.max_len_b), 1)
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,17 @@ def beam_search(model: DCTransformer, source: torch.Tensor, beam: Beam) -> list[
     found = list(sentences)
     size = beam.size
     rows = torch.arange(len(sentences), device=source.device).repeat_interleave(size)
-    memory, visible = model.encode(source)[rows], visible_positions(source)[rows]
-    caches = model.start_decoding(memory)
+    visible = visible_positions(source)[rows]
+    caches = model.start_decoding(model.encode(source))
+    for cache in caches:
+        cache.reorder(rows, sources=True)
     last = torch.full_like(rows, EOS)
     # One hypothesis begins; the other rows of a sentence are dead.
     scores = torch.full((len(sentences), size), -torch.inf, device=source.device)
     scores[:, 0] = 0.0
     position = 0
     while sentences:
-        logits = model.decode_next(last, position, memory, visible, caches)
+        logits = model.decode_next(last, position, visible, caches)
         steps = logits.float().log_softmax(1).unflatten(0, (len(sentences), size))
         totals = scores[:, :, None] + _allowed(steps, sentences, position)
         count, entries = totals.shape[1] * totals.shape[2], totals.shape[2]
@@ -95,16 +97,17 @@ def beam_search(model: DCTransformer, source: torch.Tensor, beam: Beam) -> list[
                 # Dead rows repeat the first.
                 kept += [(kept[0][0], PAD, -torch.inf)] * (size - len(kept))
                 chosen += [(at * size + row, token, value) for row, token, value in kept]
-        sentences = going
-        if not sentences:
+        if not going:
             break
+        fewer, sentences = len(going) < len(sentences), going
         rows = torch.tensor([row for row, _, _ in chosen], device=source.device)
         last = torch.tensor([token for _, token, _ in chosen], device=source.device)
         values = [value for _, _, value in chosen]
         scores = torch.tensor(values, device=source.device).view(len(sentences), size)
-        memory, visible = memory[rows], visible[rows]
+        # The hypotheses of a sentence share its source.
+        visible = visible[rows] if fewer else visible
         for cache in caches:
-            cache.reorder(rows)
+            cache.reorder(rows, sources=fewer)
         position += 1
     return [
         sorted(sentence.finished, key=lambda hypothesis: -hypothesis.score) for sentence in found
@@ -144,7 +147,7 @@ def translate(
 
 def _allowed(steps: torch.Tensor, sentences: Sequence[_Sentence], position: int) -> torch.Tensor:
     """Return log-likelihoods [sentences, size, entries] with -inf for tokens that cannot follow."""
-    steps[:, :, [BOS, PAD]] = -torch.inf
+    steps[:, :, [BOS, PAD] if position else [BOS, PAD, EOS]] = -torch.inf
     for at, sentence in enumerate(sentences):
         if position >= sentence.limit:
             end = steps[at, :, EOS].clone()

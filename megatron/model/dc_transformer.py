@@ -13,7 +13,7 @@ Shapes: b sentence pairs, s source positions, t target positions, c channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from megatron.data.dictionary import PAD
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.low_memory.checkpoint_interval import Span, recompute_spans
+from megatron.model.chunk import ModelChunk, whole_parameters
 from megatron.model.dynamic_convolution import DynamicConvolution, Matrix
 from megatron.model.init import initial_values, set_parameter, uniform_values
 from megatron.model.label_smoothing import smoothed_sums
@@ -35,7 +36,6 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
 if TYPE_CHECKING:
     from megatron.config import RecomputeConfig
     from megatron.data.pair_reader import PairBatch
-    from megatron.data_parallel.buffers import BufferInfo
     from megatron.tasks.translation_config import DCTransformerConfig
 
 DECODER_EMBEDDING_STREAM = EMBEDDING_STREAM - 1
@@ -151,11 +151,15 @@ class DecoderCache:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Keep the hypotheses at `rows` (int64 [b']), in this order; changes this cache."""
-        self.window, self.keys, self.values = (
-            part.index_select(0, rows) for part in (self.window, self.keys, self.values)
-        )
+    def reorder(self, rows: torch.Tensor, *, sources: bool) -> None:
+        """Replace the hypotheses by those at `rows` (int64 [b']), in place of this object.
+
+        `sources`: whether the source sentence of any row changes.
+        """
+        self.window = self.window.index_select(0, rows)
+        if sources:
+            self.keys = self.keys.index_select(0, rows)
+            self.values = self.values.index_select(0, rows)
 
 
 class DecoderLayer(_Layer):
@@ -171,7 +175,7 @@ class DecoderLayer(_Layer):
     def forward(
         self,
         hidden: torch.Tensor,
-        memory: torch.Tensor,
+        memory: torch.Tensor | None,
         visible: torch.Tensor,
         cache: DecoderCache | None = None,
     ) -> torch.Tensor:
@@ -179,12 +183,13 @@ class DecoderLayer(_Layer):
 
         Args:
             hidden: outputs of the layer before; with a cache those of the newest position, t = 1.
-            memory: the encoder's output [b, s, c]; not read with a cache.
+            memory: the encoder's output [b, s, c]; None with a cache.
             visible: bool [b, 1, 1, s], False for padding of the source.
             cache: of this layer; takes in the position.
         """
         branch = self.linear1(hidden)
         if cache is None:
+            assert memory is not None, "a cache holds what is read of the memory"
             branch = self.conv(branch)
             keys, values = self.encoder_attn.project(memory)
         else:
@@ -221,7 +226,7 @@ class Decoder(nn.Module):
         self.output_projection = Matrix(entries, config.embed_dim, **placed)
 
 
-class DCTransformer(nn.Module):
+class DCTransformer(ModelChunk):
     """A DC-Transformer, the only chunk of its pipeline.
 
     Args:
@@ -255,15 +260,7 @@ class DCTransformer(nn.Module):
         self.decoder = Decoder(config, target_size, **placed)
         self._encoder_spans = recompute_spans(len(self.encoder.layers), recompute)
         self._decoder_spans = recompute_spans(len(self.decoder.layers), recompute)
-        self._infos = [
-            ParamInfo(
-                name=name,
-                leaves=(parameter,),
-                logical_shape=tuple(parameter.shape),
-                weight_decay=parameter.ndim >= 2,
-            )
-            for name, parameter in self.named_parameters()
-        ]
+        self._infos = whole_parameters(self)
         initialise(self._infos, seed=seed)
 
     def forward(self, source: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -346,7 +343,6 @@ class DCTransformer(nn.Module):
         self,
         tokens: torch.Tensor,
         position: int,
-        memory: torch.Tensor,
         visible: torch.Tensor,
         caches: Sequence[DecoderCache],
     ) -> torch.Tensor:
@@ -355,37 +351,18 @@ class DCTransformer(nn.Module):
         Args:
             tokens: int64 [b], the tokens at `position`.
             position: number of the position, which the caches have not seen.
-            memory: the encoder's output [b, s, c].
             visible: `visible_positions` of the source.
             caches: of `start_decoding`, changed in place.
         """
         assert not self.training, "dropout would be drawn"
         hidden = self._embed(self.decoder.embed_tokens, tokens[:, None], stream=0, first=position)
         for layer, cache in zip(self.decoder.layers, caches, strict=True):
-            hidden = layer(hidden, memory, visible, cache)
+            hidden = layer(hidden, None, visible, cache)
         return self.project(hidden)[:, 0]
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project the decoder's output [b, t, c] to logits [b, t, target dictionary]."""
         return multiply(hidden, self.decoder.output_projection.weight)
-
-    def parameter_infos(self) -> list[ParamInfo]:
-        """Return each parameter once, in forward order."""
-        return list(self._infos)
-
-    def buffer_infos(self) -> list[BufferInfo]:
-        """Return an empty list, since the model has no buffer that training updates."""
-        return []
-
-    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set every parameter from a tensor of its shape, cast to the parameter's dtype.
-
-        Raises:
-            KeyError: a tensor is missing.
-            ValueError: a shape differs.
-        """
-        for info in self._infos:
-            set_parameter(info, values[info.name])
 
     def _embed(
         self, table: Matrix, tokens: torch.Tensor, *, stream: int, first: int = 0

@@ -6,7 +6,6 @@ that a pipeline stage is the same class with a range of layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,10 @@ from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import recomputed
 from megatron.low_memory.checkpoint_interval import Span, recompute_spans, recomputes_attention
 from megatron.model.attention import KeyValueCache, document_mask
+from megatron.model.chunk import ModelChunk
 from megatron.model.embedding import Embedding, OutputLayer
 from megatron.model.flops import is_of_heads
-from megatron.model.init import initialise, set_parameter
+from megatron.model.init import initialise
 from megatron.model.layer import TransformerLayer
 from megatron.model.norm import NORMALIZATIONS
 from megatron.model.rotary import Rotary, rotary_table
@@ -31,12 +31,11 @@ from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams, Layer
 if TYPE_CHECKING:
     from megatron.config import ModelConfig, RecomputeConfig
     from megatron.data.data_loader import DeviceMicrobatch
-    from megatron.data_parallel.buffers import BufferInfo
 
 _WORD_TABLE = "embedding.word_embeddings.weight"
 
 
-class GPT(nn.Module):
+class GPT(ModelChunk):
     """A decoder-only transformer, or a pipeline stage of one.
 
     Args:
@@ -217,27 +216,6 @@ class GPT(nn.Module):
             losses = losses * self.tp.by_rank(loss_mask).flatten()
         return losses.sum()
 
-    def parameter_infos(self) -> list[ParamInfo]:
-        """Return each logical parameter of this stage once, in forward order.
-
-        A tied table comes first if its embedding is here, else last, with one leaf for each use.
-        """
-        return list(self._infos)
-
-    def buffer_infos(self) -> list[BufferInfo]:
-        """Return an empty list, since the model has no buffer that training updates."""
-        return []
-
-    def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set every parameter from a tensor of its logical shape, cast to the parameter's dtype.
-
-        Raises:
-            KeyError: a tensor is missing.
-            ValueError: a shape differs.
-        """
-        for info in self._infos:
-            set_parameter(info, values[info.name])
-
     def logical_values(self) -> dict[str, torch.Tensor]:
         """Return detached views of this rank's parameters without padding, by logical name."""
         return {info.name: info.param.detach()[: info.local_shape[0]] for info in self._infos}
@@ -306,6 +284,10 @@ class GPT(nn.Module):
         return Rotary(self._rotary.cos[position_ids], self._rotary.sin[position_ids])
 
     def _describe_parameters(self) -> list[ParamInfo]:
+        """Describe the parameters of this stage.
+
+        A tied table comes first if its embedding is here, else last, with one leaf for each use.
+        """
         infos = []
         shards = shards_of(self)
         for name, parameter in self.named_parameters():

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.buffers import BufferInfo
 from megatron.model.batch_norm import batch_norm_buffers
+from megatron.model.chunk import ModelChunk, whole_parameters
 from megatron.tensor_parallel.rng import DropoutStreams
 
 if TYPE_CHECKING:
     from megatron.data.image_reader import ImageBatch
 
 
-class ImageClassifier(nn.Module):
+class ImageClassifier(ModelChunk):
     """A chunk that returns the sum of the cross-entropies and the number of correct predictions.
 
     Args:
@@ -41,6 +41,7 @@ class ImageClassifier(nn.Module):
         self.network = network
         self.device, self.dtype = device, dtype
         self.streams = streams
+        self._infos = whole_parameters(network)
 
     def run(self, iteration: int, batch: ImageBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return the fp32 sums [2] over a microbatch: cross-entropy, correct predictions.
@@ -53,21 +54,6 @@ class ImageClassifier(nn.Module):
         loss = F.cross_entropy(scores, batch.labels, reduction="sum")
         correct = (scores.detach().argmax(dim=1) == batch.labels).sum()
         return torch.stack([loss, correct.float()])
-
-    def parameter_infos(self) -> list[ParamInfo]:
-        """Return every parameter, in the order of the modules.
-
-        Weight decay applies to parameters of two or more axes: not to norms and biases.
-        """
-        return [
-            ParamInfo(
-                name=name,
-                leaves=(param,),
-                logical_shape=tuple(param.shape),
-                weight_decay=param.dim() > 1,
-            )
-            for name, param in self.network.named_parameters()
-        ]
 
     def buffer_infos(self) -> list[BufferInfo]:
         """Return the running statistics of every batch normalization."""

@@ -26,7 +26,8 @@ def smoothed_sums(
         loss = log(sum_i exp z_i) - (1 - smoothing) z_target - smoothing / n * sum_i z_i
 
     Takes ownership of `logits`, as `token_losses` does: **backward overwrites them with their
-    gradient**. The second sum has no gradient.
+    gradient**. The second sum has no gradient. The gradient of a row that does not count is 0, even
+    where the row is not finite.
 
     Args:
         logits: [tokens, n], of any floating dtype; computed in fp32.
@@ -35,7 +36,7 @@ def smoothed_sums(
         ignored: target id of tokens that do not count; an entry of the vocabulary.
     """
     counted = targets != ignored
-    sums = torch.stack(_SmoothedLosses.apply(logits, targets, smoothing))
+    sums = torch.stack(_SmoothedLosses.apply(logits, targets, counted, smoothing))
     # A product would turn a padded row that is not finite into NaN.
     return torch.where(counted, sums, 0.0).sum(1)
 
@@ -43,11 +44,15 @@ def smoothed_sums(
 class _SmoothedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        counted: torch.Tensor,
+        smoothing: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         maximum, exp_sum = maximum_and_exp_sum(logits, ALONE)
         at_target = logits.gather(1, targets[:, None])[:, 0].float()
-        ctx.save_for_backward(logits, targets, maximum, exp_sum)
+        ctx.save_for_backward(logits, targets, counted, maximum, exp_sum)
         ctx.smoothing = smoothing
         # Subtract the large numbers first, so that they cancel.
         logarithm = exp_sum.log()
@@ -61,7 +66,7 @@ class _SmoothedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, targets, maximum, exp_sum = ctx.saved_tensors
+        logits, targets, counted, maximum, exp_sum = ctx.saved_tensors
         scale = grads[0] / exp_sum
         at_target = exp_sum * (ctx.smoothing - 1.0)
         everywhere = exp_sum * (ctx.smoothing / logits.shape[1])
@@ -70,5 +75,7 @@ class _SmoothedLosses(torch.autograd.Function):
             scratch.sub_(everywhere[rows, None])
             scratch.scatter_add_(1, targets[rows, None], at_target[rows, None])
             # Scale in fp32: fp16 would lose small probabilities before the loss scale is applied.
-            logits[rows] = scratch.mul_(scale[rows, None])
-        return logits, None, None
+            scratch.mul_(scale[rows, None])
+            # A product with 0 would leave NaN in a row that is not finite.
+            logits[rows] = scratch.masked_fill_(~counted[rows, None], 0.0)
+        return logits, None, None, None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.data.dictionary import EOS, PAD
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.pair_dataset import (
     Packs,
     PairDataset,
@@ -19,6 +20,7 @@ from megatron.data.pair_dataset import (
 from megatron.data.pair_reader import PackReader
 from megatron.data.preprocess_pairs import PairPaths
 from megatron.data.sampler import MicrobatchSampler
+from megatron.data.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError
 from tests.data.translation_data import write_data
 
@@ -176,6 +178,23 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     refused("train.de.bin", lambda b: b[:-2] + b"\x05\x00", "does not hold ids")
     refused("en.dict.txt", lambda b: b + b"new 1\n", "dictionary")
     refused("train.de.json", lambda b: b[:20], "not JSON")
+
+
+@pytest.mark.parametrize("language", ["de", "en"])
+def test_an_empty_sentence_is_refused_by_number(tmp_path: Path, language: str) -> None:
+    paths = write_data(tmp_path)
+    prefix = paths.tokens("train", language)
+    described = read_sidecar(prefix)
+    assert described is not None
+    data = IndexedDataset(prefix)
+    sentences = [data[number] for number in range(len(data))]
+    with IndexedDatasetWriter(prefix, data.dtype) as writer:
+        for number, tokens in enumerate(sentences):
+            left = tokens[:0] if number in (5, 9) else tokens
+            writer.add_document(left, [len(left)])
+        writer.close(tokenizer=described)
+    with pytest.raises(DataError, match=f"train.{language}: sentence 5 is empty"):
+        PairDataset(paths, "train", PairVocabulary.load(paths))
 
 
 def test_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None:

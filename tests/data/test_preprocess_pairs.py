@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from megatron.data.dictionary import EOS, PAD, UNK, Dictionary
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.pair_bpe import PairBPE, train_pair_bpe
 from megatron.data.pair_dataset import PairVocabulary
-from megatron.data.raw_pairs import SPLITS, read_tatoeba, read_two_files
+from megatron.data.preprocess_pairs import PairPaths
+from megatron.data.raw_pairs import SPLITS, read_tatoeba, read_two_files, sentence_key
 from megatron.errors import ConfigError, DataError
 from tests.data.translation_data import made_up_pairs, write_archive, write_data
 from tools.preprocess_pairs import main
@@ -121,6 +124,38 @@ def test_splits_share_no_english_sentence_and_keep_every_pair(tmp_path: Path) ->
     assert sorted(known) == sorted(pair for pair in lowered if pair in set(known))
 
 
+def test_twins_in_case_or_unicode_form_stay_together(tmp_path: Path) -> None:
+    """Each English sentence occurs in forms that differ in case, composition and sharp s."""
+    words = ["über", "Straße", "café", "Ärger", "groß", "naïve"]
+    sentences = [f"{a} {b} {c}" for a in words for b in words for c in words]
+    forms = (str, str.upper, str.lower, partial(unicodedata.normalize, "NFD"))
+    pairs = [
+        (form(text), f"{number} {place}")
+        for number, text in enumerate(sentences)
+        for place, form in enumerate(forms)
+    ]
+    assert len({english for english, _ in pairs}) > 3 * len(sentences)
+    archive = write_archive(tmp_path / "p.zip", pairs)
+    given = flags(tmp_path, tatoeba=str(archive), merges="60", split="1,1,1")
+    assert main(given) == 0
+    paths = PairPaths(str(tmp_path / "x"), "de", "en")
+    vocabulary = PairVocabulary.load(paths)
+    seen = []
+    for split in SPLITS:
+        source = IndexedDataset(paths.tokens(split, "de"))
+        texts = [PairBPE.join(vocabulary.source.decode(source[i])) for i in range(len(source))]
+        seen.append([text.split()[0] for text in texts])
+    assert sorted(map(len, seen)) == [4 * len(sentences) // 3] * 3
+    assert not set(seen[0]) & set(seen[1]) and not set(seen[0]) & set(seen[2])
+    assert not set(seen[1]) & set(seen[2])
+
+
+def test_keys_hold_apart_what_differs_in_more_than_form() -> None:
+    assert sentence_key(" Straße\u0301 ") == sentence_key("STRASSE\u0301")
+    assert sentence_key("caf\u00e9") == sentence_key("CAFE\u0301")
+    assert len({sentence_key(text) for text in ("cafe", "caf\u00e9", "cafe.", "ca fe")}) == 4
+
+
 def test_held_back_text_is_kept_for_bleu(tmp_path: Path) -> None:
     paths = write_data(tmp_path)
     lines = paths.text("test", "en").read_text().splitlines()
@@ -175,7 +210,39 @@ def test_old_files_are_replaced_only_when_asked(
     assert main(given) == 2
     assert "x.bpe.json exists" in capsys.readouterr().err
     assert main([*given, "--split", "1,0,0", "--overwrite"]) == 0
-    assert not (tmp_path / "x.test.de.idx").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "p.zip",
+        "x.bpe.json",
+        "x.de.dict.txt",
+        "x.en.dict.txt",
+        *(f"x.test.{lang}.txt" for lang in ("de", "en")),
+        *(f"x.train.{lang}.{suffix}" for lang in ("de", "en") for suffix in ("bin", "idx", "json")),
+        *(f"x.valid.{lang}.txt" for lang in ("de", "en")),
+    ]
+
+
+def test_a_failure_keeps_the_old_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = write_archive(tmp_path / "p.zip", made_up_pairs(60))
+    given = flags(tmp_path, tatoeba=str(archive), merges="30")
+    assert main(given) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(self: PairBPE, path: Path) -> None:
+        raise DataError(f"{path}: cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PairBPE, "save", full)  # the file written last
+        assert main([*given, "--seed", "7", "--overwrite"]) == 3
+    assert main([*given, "--longest", "2", "--overwrite"]) == 3
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "x.bpe.json").unlink()
+    (tmp_path / "x.bpe.json").mkdir()
+    capsys.readouterr()
+    assert main([*given, "--overwrite"]) == 3
+    assert "x.bpe.json: is not a regular file" in capsys.readouterr().err
+    assert (tmp_path / "x.test.de.bin").read_bytes() == before["x.test.de.bin"]
 
 
 @pytest.mark.parametrize(

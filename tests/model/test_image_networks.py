@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.model.image_classifier import ImageClassifier
 from megatron.model.image_shapes import (
     Layer,
     parameter_count,
@@ -54,6 +55,26 @@ def test_wide_resnets_have_the_reports_sizes(size: tuple[int, float], count: int
     assert parameter_count(layers) == count
     network = WideResNet(depth=depth, width=width, classes=10, seed=1)
     assert sum(param.numel() for param in network.parameters()) == count
+
+
+def test_a_classifier_takes_the_values_of_another() -> None:
+    first, second = (
+        ImageClassifier(
+            WideResNet(depth=10, width=1, classes=10, seed=seed),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            streams=STREAMS,
+        )
+        for seed in (1, 2)
+    )
+    values = {info.name: info.param.detach() for info in first.parameter_infos()}
+    assert list(values) == [name for name, _ in first.network.named_parameters()]
+    second.load_values(values)
+    for info in second.parameter_infos():
+        assert torch.equal(info.param, values[info.name])
+        assert info.weight_decay == (info.param.ndim > 1)
+    with pytest.raises(ValueError, match="need"):
+        second.load_values({name: torch.zeros(1) for name in values})
 
 
 def test_sparse_tensors_of_wrn_28_2_have_their_share() -> None:

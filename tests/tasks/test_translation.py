@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.find import list_steps
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import parse, resolve, to_yaml
 from megatron.data.pair_dataset import Packs, PairDataset, PairVocabulary
@@ -29,6 +30,7 @@ from tests.data.translation_data import write_data
 from tests.model.translations import slow_logits, slow_sums
 from tests.ranks import Ranks
 from tests.training.harness import metrics_of, train
+from tools.run_model import PARAM
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_translation.py"
 SHAPE = (
@@ -219,7 +221,7 @@ def test_full_validation_counts_each_pair_once(
     vocabulary = PairVocabulary.load(pairs)
     dataset = PairDataset(pairs, "valid", vocabulary)
     with Checkpoint.open(tmp_path / "1" / "checkpoints" / "step_00000002") as saved:
-        values = {n.removeprefix("param/"): saved.read(n) for n in saved.names("param/")}
+        values = {n.removeprefix(PARAM): saved.read(n) for n in saved.names(PARAM)}
     config = parse([*SHORT.split()], paths=GRADIENT_PATHS, task=TranslationConfig)
     sums = torch.zeros(2)
     for pair in range(len(dataset)):
@@ -238,11 +240,12 @@ def test_full_validation_counts_each_pair_once(
 def test_a_resumed_run_equals_a_whole_one(
     run: Callable[..., Any], pairs: PairPaths, tmp_path: Path, path: str, more: str
 ) -> None:
-    """Over the end of an epoch, and in fp16 from a checkpoint right after skipped steps."""
+    """The resumed part crosses the end of an epoch; in fp16 it begins right after skipped steps."""
     dataset = PairDataset(pairs, "train", PairVocabulary.load(pairs))
     epoch = Packs(dataset, max_tokens=200, seed=1234).per_epoch
     steps = epoch // 2 + 4  # of two packs
-    half = 2 if more else epoch // 2 + 1
+    half = 2 if more else epoch // 4
+    assert 0 < 2 * half < epoch < 2 * steps
     flags = f"{DROPOUT} --max-tokens 200 --train-iters {steps} --grad-path {path} {PATHS[path]}"
     if "radius" in path and more:
         flags += " --accumulate-allreduce-grads-in-fp32"
@@ -258,8 +261,12 @@ def test_a_resumed_run_equals_a_whole_one(
 
 
 def test_a_killed_run_goes_on_bitwise(pairs: PairPaths, tmp_path: Path) -> None:
+    """The run is killed at less than half an epoch and ends in the next one."""
+    dataset = PairDataset(pairs, "train", PairVocabulary.load(pairs))
+    epoch = Packs(dataset, max_tokens=60, seed=1234).per_epoch
+    assert 4 * 10 < epoch < 2 * 40
     flags = [*SHORT.split(), "--data-path", pairs.prefix, *DROPOUT.split()]
-    flags += ["--train-iters", "24", "--save-interval", "5"]
+    flags += ["--train-iters", "40", "--save-interval", "5"]
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(PROGRAM), *flags, "--run-dir", str(folder)]
@@ -273,13 +280,16 @@ def test_a_killed_run_goes_on_bitwise(pairs: PairPaths, tmp_path: Path) -> None:
         time.sleep(0.01)
     cut.send_signal(signal.SIGKILL)
     cut.communicate()
+    assert cut.returncode == -signal.SIGKILL
+    steps = list_steps(tmp_path / "cut" / "checkpoints").committed
+    assert 2 * steps[0].step < epoch
     for folder in ("cut", "whole"):
         process = start(tmp_path / folder)
         _, told = process.communicate(timeout=120)
         assert process.returncode == 0, told.decode()
     losses = [metrics_of(tmp_path / folder, "loss") for folder in ("cut", "whole")]
-    assert losses[0] == losses[1] and len(losses[0]) == 24
-    step = "checkpoints/step_00000024"
+    assert losses[0] == losses[1] and len(losses[0]) == 40
+    step = "checkpoints/step_00000040"
     with (
         Checkpoint.open(tmp_path / "cut" / step) as a,
         Checkpoint.open(tmp_path / "whole" / step) as b,

@@ -11,6 +11,7 @@ from megatron.config import parse, resolve, to_yaml
 from megatron.model.gpt import GPT
 from pretrain_gpt import GRADIENT_PATHS
 from tests.model.models import sharpen
+from tools.run_model import CONFIG, PARAM
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
@@ -25,7 +26,7 @@ def make_model_run(folder: Path, flags: str, *, vocab_size: int) -> GPT:
     model = GPT(config.model, vocab_size=vocab_size, seed=3, dtype=torch.float32, device="cpu")
     sharpen(model).eval()
     folder.mkdir()
-    (folder / "config.yaml").write_text(to_yaml(config))
-    weights = {f"param/{name}": value.clone() for name, value in model.logical_values().items()}
+    (folder / CONFIG).write_text(to_yaml(config))
+    weights = {f"{PARAM}{name}": value.clone() for name, value in model.logical_values().items()}
     save_checkpoint(folder / "checkpoints", step=1, tensors=weights, state={})
     return model

@@ -12,14 +12,14 @@ from tests.ranks import Ranks
 from tests.tools.runs import make_model_run
 from tests.training.harness import NO_DROPOUT, TINY, metrics_of, train
 from tools.average_checkpoints import main
-from tools.run_model import find_model
+from tools.run_model import CONFIG, PARAM, find_model
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
-        "param/a.weight": torch.randn(6, 5, generator=generator),
-        "param/a.bias": torch.randn(6, generator=generator),
+        f"{PARAM}a.weight": torch.randn(6, 5, generator=generator),
+        f"{PARAM}a.bias": torch.randn(6, generator=generator),
         "buffer/bn.running_mean": torch.randn(3, generator=generator),
         "exp_avg/a.weight": torch.randn(6, 5, generator=generator),
     }
@@ -35,16 +35,16 @@ def make_run(folder: Path, steps: tuple[int, ...] = (2, 4, 6)) -> Path:
     for step in steps:
         state = {"identity": identity, "progress": {"iteration": step}}
         save_checkpoint(folder / "checkpoints", step=step, tensors=weights(step), state=state)
-    (folder / "config.yaml").write_text("model: {}\n")
+    (folder / CONFIG).write_text("model: {}\n")
     return folder
 
 
 def masked_step(folder: Path, step: int, kept: torch.Tensor) -> None:
-    name, values = "param/a.weight", weights(step)["param/a.weight"]
+    name, values = f"{PARAM}a.weight", weights(step)[f"{PARAM}a.weight"]
     shards = [
         whole("mask/a.weight", kept),
         LocalShard(name, values[kept], (6, 5), (0, 0), (6, 5), mask="mask/a.weight"),
-        whole("param/a.bias", weights(step)["param/a.bias"]),
+        whole(f"{PARAM}a.bias", weights(step)[f"{PARAM}a.bias"]),
     ]
     state = {"identity": {"gradient.grad_path": "samo", "samo.samo_sparsity": 0.5}}
     save_checkpoint(folder / "checkpoints", step=step, tensors=shards, state=state)
@@ -58,16 +58,17 @@ def test_weights_and_buffers_are_means(
 ) -> None:
     run, output = make_run(tmp_path / "run"), tmp_path / "mean"
     assert main([str(run), *choice, "--output", str(output)]) == 0
-    assert f"steps {steps[0]}, {steps[1]}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"the mean of 2 checkpoints of {run}, steps {steps[0]}, {steps[1]}\n" in told
     with Checkpoint.open(output / "checkpoints" / "step_00000006") as saved:
         assert "exp_avg/a.weight" not in saved.names()
         assert saved.state["averaged_steps"] == steps
         identity = saved.state["identity"]
         assert identity == {"model.width": 5, "training.seed": 1, "gradient.grad_path": "dense"}
-        for name in ("param/a.weight", "param/a.bias", "buffer/bn.running_mean"):
+        for name in (f"{PARAM}a.weight", f"{PARAM}a.bias", "buffer/bn.running_mean"):
             wanted = torch.stack([weights(step)[name].double() for step in steps]).mean(0)
             assert torch.equal(saved.read(name), wanted.float())
-    assert (output / "config.yaml").read_text() == "model: {}\n"
+    assert (output / CONFIG).read_text() == "model: {}\n"
 
 
 def test_pruned_weights_stay_pruned(tmp_path: Path) -> None:
@@ -77,9 +78,9 @@ def test_pruned_weights_stay_pruned(tmp_path: Path) -> None:
     output = tmp_path / "mean"
     assert main([str(tmp_path / "run"), "--last", "2", "--output", str(output)]) == 0
     with Checkpoint.open(output / "checkpoints" / "step_00000002") as saved:
-        mean = (weights(1)["param/a.weight"].double() + weights(2)["param/a.weight"]) / 2
-        assert torch.equal(saved.read("param/a.weight"), mean.float() * kept)
-        assert saved.mask("param/a.weight") == "mask/a.weight"
+        mean = (weights(1)[f"{PARAM}a.weight"].double() + weights(2)[f"{PARAM}a.weight"]) / 2
+        assert torch.equal(saved.read(f"{PARAM}a.weight"), mean.float() * kept)
+        assert saved.mask(f"{PARAM}a.weight") == "mask/a.weight"
         assert saved.state["identity"]["gradient.grad_path"] == "samo"
         assert saved.state["identity"]["samo.samo_sparsity"] == 0.5
 
@@ -109,9 +110,63 @@ def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         main([str(run), "--last", "0", *more])
 
 
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return every path below a folder, with the bytes of files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "link"])
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("run", "run is "),
+        ("run/averaged", "averaged lies in "),
+        ("run/checkpoints", "checkpoints lies in "),
+        ("link/averaged", "averaged lies in "),
+        ("other/../run", "run is "),
+        ("other", "other holds checkpoints (steps 2, 8)"),
+        ("other/checkpoints", "checkpoints holds checkpoints (steps 2, 8)"),
+        ("started", f"started holds a {CONFIG}"),
+    ],
+)
+def test_no_run_is_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, output: str, words: str
+) -> None:
+    make_run(tmp_path / "run")
+    make_run(tmp_path / "other", steps=(2, 8))
+    (tmp_path / "other" / CONFIG).unlink()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / CONFIG).write_text("model: {}\n")
+    before = contents(tmp_path)
+    arguments = [str(tmp_path / given), "--last", "2", "--output", str(tmp_path / output)]
+    refused(capsys, arguments, 2, words)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_saves_elsewhere_may_be_averaged_beside_it(tmp_path: Path) -> None:
+    saved = make_run(tmp_path / "run").joinpath("checkpoints").rename(tmp_path / "saved")
+    assert main([str(saved), "--last", "1", "--output", str(tmp_path / "mean")]) == 0
+    assert (tmp_path / "mean" / "checkpoints" / "step_00000006").is_dir()
+
+
+def test_weights_pruned_in_one_step_alone_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masked_step(tmp_path / "run", 1, torch.arange(30).view(6, 5) % 2 == 0)
+    names = (f"{PARAM}a.weight", f"{PARAM}a.bias")
+    dense = {name: weights(2)[name] for name in names}
+    save_checkpoint(tmp_path / "run" / "checkpoints", step=2, tensors=dense, state={})
+    given = [str(tmp_path / "run"), "--last", "2", "--output", str(tmp_path / "x")]
+    refused(capsys, given, 4, "step_00000001: param/a.weight is pruned there and not in")
+
+
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", steps=(2,))
-    other = {"param/a.weight": torch.zeros(6, 5), "param/b": torch.zeros(2)}
+    other = {f"{PARAM}a.weight": torch.zeros(6, 5), f"{PARAM}b": torch.zeros(2)}
     save_checkpoint(run / "checkpoints", step=3, tensors=other, state={})
     given = [str(run), "--last", "2", "--output", str(tmp_path / "x")]
     refused(capsys, given, 4, "param/b is not as in")
@@ -126,14 +181,14 @@ def test_a_run_and_tools_take_the_mean(ranks: Ranks, tmp_path: Path) -> None:
     mean: dict[str, torch.Tensor] = {}
     for step in steps:
         with Checkpoint.open(step) as saved:
-            for name in saved.names("param/"):
+            for name in saved.names(PARAM):
                 mean[name] = mean.get(name, 0) + saved.read(name).double() / 3
     # As weights for a new run, as the model at this step, and as the model of a tool.
     for more in (f"--load {output} --finetune", f"--load {output} --no-load-optim"):
         folder = tmp_path / more.replace(" ", "_").replace("/", "_")
         (started,) = ranks.run(1, train, f"{flags} --train-iters 8 {more} --skip-train", folder)
         for name, value in started["params"].items():
-            wanted = mean[f"param/{name}"]
+            wanted = mean[f"{PARAM}{name}"]
             found = value.double()[: len(wanted)]  # without padding of the vocabulary
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
         assert metrics_of(folder, "valid_loss")

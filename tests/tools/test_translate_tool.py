@@ -9,14 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.checkpoint.store import save_checkpoint
 from megatron.data.preprocess_pairs import PairPaths
 from tests.data.translation_data import ENGLISH, GERMAN, write_data
 from tests.ranks import Ranks
 from tests.training.harness import train
 from tools.average_checkpoints import main as average
 from tools.bench.translation import run as bench
-from tools.translate import main
+from tools.run_model import CONFIG, PARAM
+from tools.translate import Translator, main
 
 FLAGS = (
     "--encoder-layers 1 --decoder-layers 1 --embed-dim 32 --attention-heads 2 --dropout 0 "
@@ -40,7 +43,7 @@ def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pai
     from pretrain_gpt import GRADIENT_PATHS
 
     config = parse(flags.split(), paths=GRADIENT_PATHS, task=TranslationConfig)
-    (folder / "run" / "config.yaml").write_text(to_yaml(resolve(config, 1)))
+    (folder / "run" / CONFIG).write_text(to_yaml(resolve(config, 1)))
     return paths, folder / "run"
 
 
@@ -99,7 +102,11 @@ def test_bleu_is_that_of_sacrebleu_on_the_printed_lines(
     ("flags", "code", "words"),
     [
         (["--beam", "0"], 2, "--beam: 0"),
-        (["--limit", "0"], 2, "--limit: 0"),
+        (["--bleu", "--limit", "0"], 2, "--limit: 0"),
+        (["--limit", "5"], 2, "--limit: without --bleu"),
+        (["--split", "test"], 2, "--split: without --bleu"),
+        (["--tokenize", "13a"], 2, "--tokenize: without --bleu"),
+        (["--json"], 2, "--json: without --bleu"),
         (["--bleu", "--input", "x"], 2, "--input: not read with --bleu"),
         (["--checkpoint-step", "7"], 4, "has no step 7"),
         (["--data-path", "nowhere"], 3, "nowhere.de.dict.txt"),
@@ -116,6 +123,47 @@ def test_mistakes_are_one_line(
     assert main([str(trained[1]), *flags]) == code
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and words in told
+
+
+@pytest.mark.parametrize(("content", "printed"), [("", ""), ("\n", "\n"), (" \n\t", "\n\n")])
+def test_input_without_words_needs_no_model(
+    trained: tuple[PairPaths, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+    printed: str,
+) -> None:
+    def load(self: Translator) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(Translator, "load", load)
+    (tmp_path / "lines").write_text(content)
+    assert main([str(trained[1]), "--input", str(tmp_path / "lines")]) == 0
+    assert capsys.readouterr().out == printed
+    stdin = SimpleNamespace(buffer=io.BytesIO(content.encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main([str(trained[1])]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"identity": []}, {"identity": {"data.data_path": "x"}}], ids=str
+)
+def test_a_checkpoint_that_names_no_vocabulary_is_refused(
+    trained: tuple[PairPaths, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: dict[str, Any],
+) -> None:
+    (tmp_path / CONFIG).write_text((trained[1] / CONFIG).read_text())
+    weights = {f"{PARAM}a": torch.zeros(2)}
+    save_checkpoint(tmp_path / "checkpoints", step=1, tensors=weights, state=state)
+    capsys.readouterr()
+    assert main([str(tmp_path), "--bleu"]) == 4
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    assert "step_00000001: state.identity: has no data.vocabulary" in told
 
 
 def test_data_of_another_run_are_refused(

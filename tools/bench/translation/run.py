@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,11 @@ def score_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     last = steps[-AVERAGED:]
     name = f"mean of steps {last[0]} to {last[-1]}"
     if len(last) == AVERAGED and name not in rows:
-        output = options.work / "averaged"
-        average_checkpoints.average(
-            average_checkpoints.find_steps(options.work, last=AVERAGED), output
-        )
-        config = (options.work / "config.yaml").read_text(encoding="utf-8")
-        (output / "config.yaml").write_text(config, encoding="utf-8")
-        _keep(kept, rows, {"name": name, **tracks[last[-1]], **_score(output, last[-1], options)})
+        averaged = average_checkpoints.find_steps(options.work, last=AVERAGED)
+        with tempfile.TemporaryDirectory() as folder:
+            average_checkpoints.average_run(options.work, averaged, Path(folder))
+            found = _score(Path(folder), last[-1], options)
+        _keep(kept, rows, {"name": name, **tracks[last[-1]], **found})
     return [row for key, row in rows.items() if key.isdigit() or key == name]
 
 
