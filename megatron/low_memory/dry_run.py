@@ -72,7 +72,7 @@ class Profiled(Protocol):
         ...
 
 
-class PlayedGroup(Group):
+class FakeGroup(Group):
     """A group whose other ranks do not exist.
 
     A gathered tensor has this rank's rows from each, and a reduced one this rank's values.
@@ -101,12 +101,12 @@ class PlayedGroup(Group):
         return work()
 
 
-def played_groups(dims: ParallelDims, rank: int) -> ProcessGroups:
+def fake_groups(dims: ParallelDims, rank: int) -> ProcessGroups:
     """Return the groups of a rank of a grid without starting the other ranks."""
 
-    def line(lines: Sequence[tuple[int, ...]]) -> PlayedGroup:
+    def line(lines: Sequence[tuple[int, ...]]) -> FakeGroup:
         mine = next((ranks for ranks in lines if rank in ranks), (rank,))
-        return PlayedGroup(mine, mine.index(rank))
+        return FakeGroup(mine, mine.index(rank))
 
     pipelines = dims.lines("pp")
     return ProcessGroups(

@@ -25,8 +25,8 @@ from megatron.low_memory.dry_run import (
     DryTranslation,
     Profiled,
     check_dry,
+    fake_groups,
     fake_tensors,
-    played_groups,
 )
 from megatron.low_memory.memory_recorder import HEAD, MemorySample
 from megatron.low_memory.planned_memory import (
@@ -191,7 +191,7 @@ class _LedgerBuilder:
 
     def rank_on(self, device: torch.device = CPU) -> DryRank:
         """Build the rank; collectives of its groups are played."""
-        groups = played_groups(self.dims, self.rank)
+        groups = fake_groups(self.dims, self.rank)
         return DryRank.build(self.opened, self.config, self.paths, groups, device)
 
     def without_recomputation(self) -> _LedgerBuilder:

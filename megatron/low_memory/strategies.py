@@ -101,7 +101,7 @@ def _star_keeps(graph: Graph, name: str, op: CountedOperation) -> bool:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TimelinePoint:
     """Bytes at one operation of a pass: activations that are stored, and the gradient on its way.
 
     In forward the bytes are those after the operation, in backward those at the operation.
@@ -127,13 +127,13 @@ class ActivationCourse:
     both of the whole microbatch.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[TimelinePoint, ...]
     training_flops: int
     recomputed_flops: int
     recomputed_entries: int
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> TimelinePoint:
         """Return the moment with the most bytes, of equal ones the first."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -156,7 +156,7 @@ def activation_course(
     """
     count = _Count(graph, strategy)
     moments = tuple(
-        Moment(op.name, back, op.block, _bytes(entries, bits, batch, entry_bytes), each)
+        TimelinePoint(op.name, back, op.block, _bytes(entries, bits, batch, entry_bytes), each)
         for op, back, entries, bits, gradient in count.run()
         for each in [gradient * batch * entry_bytes]
     )
