@@ -91,7 +91,7 @@ def _task_of(flags: Sequence[str]) -> Any:
 
 def _actual(config: Config, world: int, options: argparse.Namespace) -> dict[str, Any]:
     """Print the ledger of a rank, and return its totals."""
-    from megatron.low_memory.ledger import memory_ledger
+    from megatron.low_memory.ledger import COLUMNS, memory_ledger
     from megatron.low_memory.ledger_report import draw_ledger, ledger_lines
 
     opened, vocabulary = _open(config)
@@ -102,7 +102,7 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> dict[str
         world=world,
         rank=options.rank,
         vocabulary=vocabulary,
-        measure=not options.no_measured,
+        columns=COLUMNS[:2] if options.no_measured else COLUMNS,
     )
     print("\n".join(ledger_lines(ledger)))
     if options.out is not None:

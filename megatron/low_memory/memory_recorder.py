@@ -29,8 +29,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-HEAD = "head"
-"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
+from megatron.low_memory.operation_graph import HEAD
+
 BEFORE = ("embedding", "conv0")
 """Layers that come before the first numbered one."""
 

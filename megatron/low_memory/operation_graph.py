@@ -18,6 +18,8 @@ from megatron.model.image_shapes import Layer, blocks_of_group, wide_resnet_laye
 
 INPUT = "image"
 """Name of the network's input."""
+HEAD = "head"
+"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
 Kind = Literal[
     "convolution", "linear", "norm", "relu", "add", "reshape", "pool", "loss",
     "embedding", "gelu", "softmax", "matmul",

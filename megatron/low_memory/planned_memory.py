@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from megatron.config import Config, GPTConfig
 from megatron.data_parallel.bucket_plan import BYTES, ParamShape, RankShapes, plan_buckets
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import recompute_spans
-from megatron.low_memory.operation_graph import Graph, wide_resnet_graph
+from megatron.low_memory.operation_graph import HEAD, Graph, wide_resnet_graph
 from megatron.memory_estimate import Activations, RankGrid, StateBytes, state_bytes
+from megatron.model.dc_transformer_shapes import BLOCK
 from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
 from megatron.model.image_shapes import Layer, parameter_shapes
 from megatron.parallel.dims import ParallelDims
 from megatron.pretrain import bucket_elements
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
-
-BLOCK = 64
-"""Longest sentence that `model.dynamic_convolution` convolves as one band matrix."""
-HEAD = "head"
-"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +48,9 @@ class MemoryColumn:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Return the bytes at the peak by the report's kinds, `other` left out."""
-        activations = (self.forward or self.stored) + (self.backward or 0)
+        """Bytes at the peak by the report's kinds, `other` left out; without a peak, `stored`."""
+        forward = self.stored if self.forward is None else self.forward
+        activations = forward + (0 if self.backward is None else self.backward)
         return {"model": self.model, "optimizer": self.optimizer, "activations": activations}
 
 
@@ -145,7 +141,7 @@ def planned_wide_resnet(
     widths = _widths(layers, BYTES[config.precision.param_dtype])
     shapes = _rank_shapes(parameter_shapes(layers), config, dims, path, widths)
     parameters, optimizer, other = _states(
-        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+        state_bytes(_Settings(config, path), shapes), shapes, widths, config
     )
     channels = sum(layer.outputs for layer in layers if layer.kind == "norm")
     # The running mean and variance, and a shadow of both.
@@ -238,7 +234,7 @@ def planned_translation(
     widths = dict.fromkeys(named, width)
     shapes = _rank_shapes(named, config, dims, path, widths)
     model, optimizer, other = _states(
-        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+        state_bytes(_Settings(config, path), shapes), shapes, widths, config
     )
     layers = _translation_layers(config, target, width)
     stored = sum(layers.values())
@@ -311,12 +307,10 @@ def _widths(layers: Sequence[Layer], width: int) -> dict[str, int]:
     return {name: 4 if layer.kind == "norm" else width for layer in layers for name in layer.shapes}
 
 
-def _shared_grid(config: Config, dims: ParallelDims, path: GradientPath) -> RankGrid:
-    """Return a grid for `state_bytes`, which reads the sections that all tasks share."""
-    cap = bucket_elements(config, dims.dp)
-    return RankGrid(
-        config=cast(GPTConfig, config), dims=dims, path=path, vocabulary=0, cap=cap, device="cpu"
-    )
+@dataclass(frozen=True)
+class _Settings:
+    config: Config
+    path: GradientPath
 
 
 def _rank_shapes(
