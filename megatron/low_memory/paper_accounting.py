@@ -54,12 +54,12 @@ class PaperBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds."""
+        """Bytes of all kinds."""
         return self.model + self.optimizer + self.activations + self.statistics
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return each kind's share of the total, as in figure 1."""
+        """Each kind's share of the total, as in figure 1, statistics left out."""
         return {kind: getattr(self, kind) / self.total for kind in KINDS}
 
 
@@ -81,19 +81,19 @@ class CountedNetwork:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters."""
+        """Number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def prunable(self) -> int:
-        """Return the number of entries of the sparse tensors."""
+        """Number of entries of the sparse tensors."""
         return sum(math.prod(self.shapes[name]) for name in self.sparse)
 
     @property
     def statistics(self) -> int:
-        """Return the bytes of an fp32 mean and inverse deviation of each normalized channel.
+        """Bytes of an fp32 mean and inverse deviation of each channel of a batch normalization.
 
-        Batch normalizations have as many weights and biases.
+        Batch normalizations, the parameters of full precision, have as many weights and biases.
         """
         return 4 * sum(math.prod(self.shapes[name]) for name in self.full_precision)
 

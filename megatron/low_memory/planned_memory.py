@@ -236,7 +236,7 @@ def planned_translation(
     model, optimizer, other = _states(
         state_bytes(_Settings(config, path), shapes), shapes, widths, config
     )
-    layers = _translation_layers(config, target, width)
+    layers, again = _translation_layers(config, target, width)
     stored = sum(layers.values())
     pairs, length = translation_batch(config)
     wide = width * pairs * length * config.model.embed_dim
@@ -245,6 +245,9 @@ def planned_translation(
     forward = stored + (wide if recomputes else 0)
     # The gradient of the logits overwrites them; the projection's is made while all is stored.
     backward = width * target * config.model.embed_dim + wide
+    # The last layers of the decoder, which are recomputed first, find the head's activations freed.
+    if again + wide > backward + layers[HEAD]:
+        forward, backward = forward - layers[HEAD], again + wide
     return MemoryColumn(
         model=model,
         optimizer=optimizer,
@@ -257,8 +260,13 @@ def planned_translation(
     )
 
 
-def _translation_layers(config: TranslationConfig, target: int, width: int) -> dict[str, int]:
-    """Return the bytes that each layer stores for the microbatch of a profile."""
+def _translation_layers(
+    config: TranslationConfig, target: int, width: int
+) -> tuple[dict[str, int], int]:
+    """Return the bytes that each layer stores for the microbatch of a profile.
+
+    The second value is the bytes that the last recomputed layers of the decoder store again.
+    """
     model = config.model
     pairs, length = translation_batch(config)
     assert length <= BLOCK, "longer sentences are convolved in blocks"
@@ -285,21 +293,24 @@ def _translation_layers(config: TranslationConfig, target: int, width: int) -> d
         attention = 4 * wide + 4 * rows * heads + width * rows
     attention += wide + dropped + norm
     found: dict[str, int] = {}
+    again = 0
     for side, kernels, more in (
         ("encoder", model.encoder_kernels, 0),
         ("decoder", model.decoder_kernels, attention),
     ):
         for span in recompute_spans(len(kernels), config.recompute):
+            wholes = [layer(kernels[number]) + more for number in range(span.start, span.stop)]
+            again = sum(wholes) - wide if span.recomputed else 0
             for number in range(span.start, span.stop):
-                whole = layer(kernels[number]) + more
                 first = wide if number == span.start else 0
+                whole = wholes[number - span.start]
                 found[f"{side}.layers.{number}"] = first if span.recomputed else whole
                 if number == 0 and not span.recomputed:
                     # Which tokens are padding; the encoder's output, which all layers read.
                     found[f"{side}.layers.0"] += rows if side == "encoder" else wide
         found[f"{side}.layers.0"] += dropped  # the embedding's
     found[HEAD] = wide + width * rows * target + 2 * 4 * rows + rows
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in found.items() if size}, again
 
 
 def _widths(layers: Sequence[Layer], width: int) -> dict[str, int]:

@@ -50,7 +50,7 @@ class Strategy:
 
     @property
     def caches_statistics(self) -> bool:
-        """Return whether normalizations are recomputed from a cached mean and deviation."""
+        """Whether normalizations are recomputed from a cached mean and deviation."""
         return self.name in ("no-norm", "residual-star")
 
     def segments(self, graph: Graph) -> list[int]:
@@ -115,7 +115,7 @@ class TimelinePoint:
 
     @property
     def total(self) -> int:
-        """Return the bytes of both."""
+        """Bytes of both."""
         return self.stored + self.gradient
 
 
@@ -134,12 +134,12 @@ class ActivationCourse:
 
     @property
     def peak(self) -> TimelinePoint:
-        """Return the moment with the most bytes, of equal ones the first."""
+        """The point with the most bytes, of equal ones the first."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def flops_ratio(self) -> float:
-        """Return FLOPs of forward, backward and recomputation divided by those of the first two."""
+        """FLOPs of forward, backward and recomputation divided by those of the first two."""
         return 1 + self.recomputed_flops / self.training_flops
 
 
