@@ -1,7 +1,7 @@
 """One rank's training step in one process, on fake or on real tensors, whatever the grid is.
 
 The rank is built by the code that trains: chunks of the task, gradient engine, optimizer. Only its
-groups are played: collectives have the shapes of the grid and move nothing. On fake tensors nothing
+groups are fake: collectives have the shapes of the grid and send nothing. On fake tensors nothing
 is computed and nothing allocated, so that a model of any size fits.
 """
 
@@ -185,7 +185,7 @@ class DryRank:
         return recorder
 
     def states(self) -> list[torch.Tensor]:
-        """Return gradients in buckets, fp32 copies and moments."""
+        """Return the storages of gradients in buckets, fp32 copies and moments."""
         held = [bucket.grad for bucket in self.engine.buckets]
         held += [b.storage for b in self.engine.buckets if b.storage is not None]
         for state in self.optimizer.states:
@@ -219,7 +219,10 @@ class DryRank:
         return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)
 
     def order(self) -> list[Operation]:
-        """Return the passes of a step, which repeat themselves after some microbatches."""
+        """Return the passes of a step, of at most two microbatches for each chunk of the pipeline.
+
+        Further microbatches repeat the memory of these.
+        """
         training, stages = self.config.training, self.groups.pp.size
         assert training.global_batch_size is not None, "the configuration is resolved"
         microbatches = training.num_microbatches(training.global_batch_size, self.groups.dp.size)

@@ -46,7 +46,7 @@ class MemorySample:
         model: Parameters and buffers.
         optimizer: Gradients in buckets, moments, fp32 copies.
         forward: Activations that the forward pass made.
-        backward: Gradients of activations, temporaries of backward and of recomputation.
+        backward: Gradients of activations, temporaries of backward, recomputed activations.
         other: The batch, tables, scratch memory, temporaries of the update.
     """
 

@@ -1,4 +1,4 @@
-"""What checkpointing strategies keep and recompute, counted operation by operation. No torch.
+"""Tensors that checkpointing strategies keep and recompute, by operation. Imports no torch.
 
 The strategies are those of Sohoni et al. 2019, section 3.4, on an `operation_graph.Graph`:
 
@@ -85,7 +85,7 @@ class Strategy:
         return frozenset(crosses)
 
     def retains(self, graph: Graph) -> Callable[[str, CountedOperation], bool]:
-        """Return whether a tensor, recomputed for the backward of an operation, is kept on."""
+        """Return the test whether a tensor, recomputed for an operation's backward, stays stored."""
         if self.name == "no-norm":
             return lambda name, op: False
         if self.name == "residual-star":
