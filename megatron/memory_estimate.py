@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from megatron.config import GPTConfig, ModelConfig
+from megatron.config import Config, GPTConfig, ModelConfig
 from megatron.data_parallel.bucket_plan import (
     BYTES,
     ParamShape,
@@ -301,7 +301,21 @@ class StateBytes:
         return sum(self.kept.values()) + sum(self.passing.values())
 
 
-def state_bytes(grid: RankGrid, rank: RankShapes) -> StateBytes:
+class StateSettings(Protocol):
+    """The part of a `RankGrid` that `state_bytes` reads, which every task has."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        ...
+
+    @property
+    def path(self) -> GradientPath:
+        """The gradient path."""
+        ...
+
+
+def state_bytes(grid: StateSettings, rank: RankShapes) -> StateBytes:
     """Return the bytes of a rank's model state and of its gradient path's state."""
     config = grid.config
     own = grid.path.plan_bytes(config, rank)

@@ -18,7 +18,7 @@ LAYERS = (
     ("training", "fault_tolerance", "checkpoint.checkpointer", "checkpoint.compatibility")
     + ("run_dir", "metrics", "report", "profiling", "memory_estimate", "preflight"),
     ("pretrain", "tasks", "low_memory.planned_memory", "low_memory.dry_run")
-    + ("low_memory.ledger", "low_memory.ledger_report"),
+    + ("low_memory.ledger", "low_memory.ledger_report", "low_memory.paper_accounting"),
 )
 LAYER = {f"megatron.{name}": depth for depth, names in enumerate(LAYERS) for name in names}
 ENTRIES = tuple(path.stem for path in sorted(REPO.glob("pretrain_*.py")))

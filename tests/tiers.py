@@ -105,6 +105,7 @@ LONGEST = (
     "tests/pipeline/test_mpi_transport.py",
     "tests/training/test_radius.py",
     "tests/planner/test_simulate.py",
+    "tests/low_memory/test_ledger.py",
 )
 """Files that start first, as they take longest: a worker that begins one last keeps all waiting."""
 

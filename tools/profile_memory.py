@@ -1,14 +1,15 @@
 """Profile the memory of a training step: planned, tracked on fake tensors, measured.
 
-    python tools/profile_memory.py CONFIG [--accounting {actual,paper}] [--json] [--out FOLDER]
-        [--world-size N] [--rank R] [--no-measured] [FLAGS OF the entry script]
+    python tools/profile_memory.py CONFIG [--task {gpt,vision,translation}]
+        [--accounting {actual,paper}] [--json] [--out FOLDER] [--world-size N] [--rank R]
+        [--no-measured] [FLAGS OF the entry script]
 
 Bytes by the kinds of "Low-Memory Neural Network Training" (model, optimizer, activations), by layer
 and over the course of a step, with the operator at the peak, and FLOPs with recomputation apart.
-CONFIG is a file of pretrain_gpt.py, pretrain_vision.py or pretrain_translation.py; its section
-`model` tells which. `--accounting paper` counts by the report's own rules, from shapes alone, with
-`--strategy` and `--nonzero`. `--out` writes ledger.json and memory.png, a pie and a timeline.
-`--json` prints the totals as one line of JSON, the last one.
+CONFIG is a file of pretrain_TASK.py. `--accounting paper` counts by the report's own rules, from
+shapes alone, with `--strategy` and `--nonzero`, and refuses settings that the rules do not cover.
+`--out` writes ledger.json and then memory.png, a pie and a timeline. `--json` prints the totals as
+one line of JSON, the last one.
 
 Exit code 2 for wrong settings. Only the columns `tracked` and `measured` load torch.
 """
@@ -19,32 +20,33 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from megatron.closed_pipe import end_with_reader  # noqa: E402
 from megatron.config import Config, GPTConfig, parse, resolve  # noqa: E402
-from megatron.config.parsing import fields_by_section, read_entries  # noqa: E402
 from megatron.errors import ConfigError, SparsetronError  # noqa: E402
-from megatron.low_memory.operation_graph import gpt_graph, wide_resnet_graph  # noqa: E402
+from megatron.low_memory.operation_graph import Graph, gpt_graph, wide_resnet_graph  # noqa: E402
 from megatron.low_memory.paper_accounting import (  # noqa: E402
     DICTIONARIES,
+    KINDS,
     MB,
     CountedNetwork,
-    DynamicConvShape,
     PaperAccount,
     account,
+    check_covered,
     dynamic_conv_network,
     gpt_network,
     wide_resnet_network,
 )
 from megatron.low_memory.strategies import Strategy, StrategyName  # noqa: E402
-from megatron.memory_estimate import logical_shapes  # noqa: E402
+from megatron.memory_estimate import RankGrid  # noqa: E402
+from megatron.parallel.dims import ParallelDims  # noqa: E402
 from megatron.tasks.translation_config import TranslationConfig  # noqa: E402
 from megatron.tasks.vision_config import VisionConfig  # noqa: E402
 from pretrain_gpt import GPT_TASK, GRADIENT_PATHS  # noqa: E402
@@ -52,46 +54,47 @@ from pretrain_translation import TRANSLATION_TASK  # noqa: E402
 from pretrain_vision import VISION_TASK  # noqa: E402
 from tools.plan import vocabulary_of  # noqa: E402
 
-TASKS = (GPT_TASK, VISION_TASK, TRANSLATION_TASK)
+if TYPE_CHECKING:
+    from megatron.low_memory.dry_run import Profiled
+
+TASKS = {task.config.task: task for task in (GPT_TASK, VISION_TASK, TRANSLATION_TASK)}
+"""Tasks by the name in their entry script, `pretrain_<name>.py`."""
+NAMES: tuple[StrategyName, ...] = ("none", "no-norm", "every", "residual", "residual-star")
 STRATEGY = re.compile(r"(none|no-norm)|(every|residual|residual-star)-([1-9]\d*)")
 
 
+ASSUMED_DICTIONARIES = (
+    f"dictionaries of {DICTIONARIES[0]:,} and {DICTIONARIES[1]:,} entries are assumed"
+)
+Profile = tuple[dict[str, Any], Callable[[Path], None] | None]
+"""The totals of an accounting, and the function that draws its picture to a file, if it has one."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     try:
         options, flags = _arguments(list(sys.argv[1:] if arguments is None else arguments))
-        config = parse(flags, paths=GRADIENT_PATHS, task=_task_of(flags).config)
+        config = parse(flags, paths=GRADIENT_PATHS, task=TASKS[options.task].config)
         world = options.world_size or config.parallel.model_parallel_size
         config = resolve(config, world)
         profile = _paper if options.accounting == "paper" else _actual
-        data = profile(config, world, options)
+        data, draw = profile(config, world, options)
+        if options.json:
+            print(json.dumps(data))
         if options.out is not None:
             text = json.dumps(data, indent=1) + "\n"
             (options.out / "ledger.json").write_text(text, encoding="utf-8")
-        if options.json:
-            print(json.dumps(data))
+            if draw is not None:  # last, since it may lack matplotlib
+                draw(options.out / "memory.png")
     except SparsetronError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _task_of(flags: Sequence[str]) -> Any:
-    """Return the task whose section `model` has the keys of the file; GPT without a file."""
-    if "--config" not in flags:
-        return GPT_TASK
-    path = flags[flags.index("--config") + 1]
-    keys = {entry.key for entry in read_entries(path)}
-    known = {
-        task: {field.name for field in fields_by_section(GRADIENT_PATHS, task.config)["model"]}
-        for task in TASKS
-    }
-    return max(TASKS, key=lambda task: len(keys & known[task]))
-
-
-def _actual(config: Config, world: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Print the ledger of a rank, and return its totals."""
-    from megatron.low_memory.ledger import memory_ledger
+def _actual(config: Config, world: int, options: argparse.Namespace) -> Profile:
+    """Print the ledger of a rank, and return its totals and its picture."""
+    from megatron.low_memory.ledger import COLUMNS, memory_ledger
     from megatron.low_memory.ledger_report import draw_ledger, ledger_lines
 
     opened, vocabulary = _open(config)
@@ -102,15 +105,13 @@ def _actual(config: Config, world: int, options: argparse.Namespace) -> dict[str
         world=world,
         rank=options.rank,
         vocabulary=vocabulary,
-        measure=not options.no_measured,
+        columns=COLUMNS[:2] if options.no_measured else COLUMNS,
     )
     print("\n".join(ledger_lines(ledger)))
-    if options.out is not None:
-        draw_ledger(options.out / "memory.png", ledger)
-    return ledger.as_data()
+    return ledger.as_data(), lambda file: draw_ledger(file, ledger)
 
 
-def _open(config: Config) -> tuple[Any, int]:
+def _open(config: Config) -> tuple[Profiled, int]:
     """Return the model of a configuration without its data, and the vocabulary of a GPT."""
     if isinstance(config, GPTConfig):
         from megatron.data.vocabulary import Vocabulary
@@ -123,12 +124,14 @@ def _open(config: Config) -> tuple[Any, int]:
         return VISION_TASK.open(config), 0
     from megatron.low_memory.dry_run import DryTranslation
 
-    print(f"note: dictionaries of {DICTIONARIES[0]:,} and {DICTIONARIES[1]:,} entries are assumed")
-    return DryTranslation(cast(TranslationConfig, config), *DICTIONARIES), 0
+    assert isinstance(config, TranslationConfig), "the last of TASKS"
+    print(f"note: {ASSUMED_DICTIONARIES}")
+    return DryTranslation(config, *DICTIONARIES), 0
 
 
-def _paper(config: Config, world: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Print the report's accounting of a model, and return its totals."""
+def _paper(config: Config, world: int, options: argparse.Namespace) -> Profile:
+    """Print the report's accounting of a model, and return its totals and its picture."""
+    check_covered(config, world)
     bits = 32 if config.precision.param_dtype == "float32" else 16
     title, network, graph, microbatch = _counted(config)
     model, optimizer = network.states(bits=bits, nonzero=options.nonzero)
@@ -142,6 +145,7 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> dict[str,
             microbatch=microbatch,
             strategy=options.strategy,
         )
+    title = f"{title}, {bits} bit, {network.optimizer}"
     print("\n".join(_paper_lines(title, model, optimizer, counted, options.strategy)))
     data: dict[str, Any] = {
         "accounting": "paper",
@@ -153,20 +157,22 @@ def _paper(config: Config, world: int, options: argparse.Namespace) -> dict[str,
         "model": model,
         "optimizer": optimizer,
     }
-    if counted is not None:
-        peak = counted.activations.peak
-        data |= asdict(counted.bytes) | {
-            "total": counted.bytes.total,
-            "peak_at": peak.operation,
-            "training_flops": counted.activations.training_flops,
-            "recomputed_flops": counted.activations.recomputed_flops,
-        }
-        if options.out is not None:
-            from megatron.low_memory.ledger_report import draw_course
+    if counted is None:
+        return data, None
+    each, course = counted.bytes, counted.activations
+    data |= asdict(each) | {
+        "total": each.total,
+        "peak_at": course.peak.operation,
+        "training_flops": course.training_flops,
+        "recomputed_flops": course.recomputed_flops,
+    }
 
-            kinds = {k: float(getattr(counted.bytes, k)) for k in counted.bytes.shares}
-            draw_course(options.out / "memory.png", title, kinds, counted.activations)
-    return data
+    def draw(file: Path) -> None:
+        from megatron.low_memory.ledger_report import draw_course
+
+        draw_course(file, title, {kind: float(getattr(each, kind)) for kind in KINDS}, course)
+
+    return data, draw
 
 
 def _paper_lines(
@@ -189,58 +195,65 @@ def _paper_lines(
     )
 
 
-def _counted(config: Config) -> tuple[str, CountedNetwork, Any, int]:
+def _counted(config: Config) -> tuple[str, CountedNetwork, Graph | None, int]:
     """Return a model's title, parameters, operations and samples of a microbatch."""
-    batch = config.training.micro_batch_size
+    batch, optimizer = config.training.micro_batch_size, config.optimizer.optimizer
     if isinstance(config, VisionConfig):
         model = config.model
-        if model.vision_backbone_type != "wide-resnet":
-            raise ConfigError(
-                f"vision_backbone_type: {model.vision_backbone_type} is no network of the report; "
-                "give wide-resnet, or leave out --accounting paper"
-            )
         size = {"depth": model.depth, "width": model.width, "classes": model.num_classes}
         graph = wide_resnet_graph(**size, height=model.img_h, image_width=model.img_w)
-        return model.title, wide_resnet_network(**size), graph, batch
+        return model.title, wide_resnet_network(**size, optimizer=optimizer), graph, batch
     if isinstance(config, GPTConfig):
-        vocabulary, _ = vocabulary_of(config)
-        shapes = logical_shapes(
-            config, GRADIENT_PATHS[config.gradient.grad_path], vocabulary=vocabulary
-        )
+        vocabulary, note = vocabulary_of(config)
+        print(f"note: {note}\n" if note else "", end="")
         model = config.model
         graph = gpt_graph(
             layers=model.num_layers,
             hidden=model.hidden_size,
             heads=model.num_attention_heads,
             ffn=model.ffn_size,
-            vocabulary=vocabulary,
+            vocabulary=model.padded_vocab_size(vocabulary),
             length=model.seq_length,
         )
-        return f"GPT of {model.num_layers} layers", gpt_network(shapes), graph, batch
-    shape = cast(TranslationConfig, config).model
-    network = dynamic_conv_network(
-        DynamicConvShape(
-            embed_dim=shape.embed_dim,
-            ffn_size=shape.ffn_size,
-            attention_heads=shape.attention_heads,
-            encoder_kernels=shape.encoder_kernels,
-            decoder_kernels=shape.decoder_kernels,
-            decoder_layers=shape.decoder_layers,
-        )
+        network = gpt_network(_padded_shapes(config, vocabulary), optimizer=optimizer)
+        return f"GPT of {model.num_layers} layers", network, graph, batch
+    assert isinstance(config, TranslationConfig), "the last of TASKS"
+    print(f"note: {ASSUMED_DICTIONARIES}")
+    return "DC-Transformer", dynamic_conv_network(config.model, optimizer=optimizer), None, batch
+
+
+def _padded_shapes(config: GPTConfig, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a GPT's parameters with the vocabulary padded, as they are trained."""
+    path = GRADIENT_PATHS[config.gradient.grad_path]
+    # Shapes do not depend on the buckets or the device.
+    grid = RankGrid(
+        config=config,
+        dims=ParallelDims(tp=1, dp=1, pp=1),
+        path=path,
+        vocabulary=vocabulary,
+        cap=1,
+        device="cpu",
     )
-    return "DC-Transformer", network, None, batch
+    params = grid.rank().params.values()
+    return {param.name: (param.rows, *param.logical_shape[1:]) for param in params}
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's own options, and what is left for the configuration."""
+    """Return this tool's own options, and the arguments that are left for the configuration."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _ProfileParser(
-        usage="tools/profile_memory.py CONFIG [--accounting {actual,paper}] [--json] "
-        "[--out FOLDER] [--world-size N] [--rank R] [--no-measured] [--strategy NAME] "
-        "[--nonzero X] [FLAGS OF the entry script]",
+        usage="tools/profile_memory.py CONFIG [--task {gpt,vision,translation}] "
+        "[--accounting {actual,paper}] [--json] [--out FOLDER] [--world-size N] [--rank R] "
+        "[--no-measured] [--strategy NAME] [--nonzero X] [FLAGS OF the entry script]",
         description=(__doc__ or "").split("\n")[0],
-        epilog="pretrain_gpt.py --help lists the flags of a run.",
+        epilog="pretrain_TASK.py --help lists the flags of a run.",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--task",
+        choices=tuple(TASKS),
+        default=GPT_TASK.config.task,
+        help="task of CONFIG, as in the name of its entry script, pretrain_TASK.py (gpt)",
     )
     parser.add_argument(
         "--accounting",
@@ -273,7 +286,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 class _ProfileParser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see tools/profile_memory.py --help")
 
 
@@ -289,8 +302,7 @@ def _strategy(text: str) -> Strategy:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no strategy: none, no-norm, every-M, residual-M, residual-star-M"
         )
-    name = cast(StrategyName, found[1] or found[2])
-    return Strategy(name, int(found[3] or 1))
+    return Strategy(NAMES[NAMES.index(found[1] or found[2])], int(found[3] or 1))
 
 
 def _share(text: str) -> float:

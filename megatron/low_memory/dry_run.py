@@ -1,7 +1,7 @@
 """One rank's training step in one process, on fake or on real tensors, whatever the grid is.
 
 The rank is built by the code that trains: chunks of the task, gradient engine, optimizer. Only its
-groups are played: collectives have the shapes of the grid and move nothing. On fake tensors nothing
+groups are fake: collectives have the shapes of the grid and send nothing. On fake tensors nothing
 is computed and nothing allocated, so that a model of any size fits.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -47,11 +47,16 @@ from megatron.tasks.vision_config import VisionConfig
 WORD = 5
 """The id that all tokens of a translation profile have."""
 DRY_PATHS = ("dense",)
-"""Gradient paths whose step does not depend on values, so that it runs on fake tensors."""
+"""Gradient paths without states of their own, whose step does not depend on values."""
 
 
 class Profiled(Protocol):
-    """The part of a `LoadedTask` that a profile needs; no data are read."""
+    """The part of a `LoadedTask` that a profile needs: a dataclass with a field `config`.
+
+    No data are read.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def summary(self) -> str:
@@ -71,8 +76,12 @@ class Profiled(Protocol):
         """Build the chunks of this rank's stage."""
         ...
 
+    def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
+        """Return the shape of the tensor that one chunk hands to the next."""
+        ...
 
-class PlayedGroup(Group):
+
+class FakeGroup(Group):
     """A group whose other ranks do not exist.
 
     A gathered tensor has this rank's rows from each, and a reduced one this rank's values.
@@ -101,12 +110,12 @@ class PlayedGroup(Group):
         return work()
 
 
-def played_groups(dims: ParallelDims, rank: int) -> ProcessGroups:
+def fake_groups(dims: ParallelDims, rank: int) -> ProcessGroups:
     """Return the groups of a rank of a grid without starting the other ranks."""
 
-    def line(lines: Sequence[tuple[int, ...]]) -> PlayedGroup:
+    def line(lines: Sequence[tuple[int, ...]]) -> FakeGroup:
         mine = next((ranks for ranks in lines if rank in ranks), (rank,))
-        return PlayedGroup(mine, mine.index(rank))
+        return FakeGroup(mine, mine.index(rank))
 
     pipelines = dims.lines("pp")
     return ProcessGroups(
@@ -176,7 +185,7 @@ class DryRank:
         return recorder
 
     def states(self) -> list[torch.Tensor]:
-        """Return gradients in buckets, fp32 copies and moments."""
+        """Return the storages of gradients in buckets, fp32 copies and moments."""
         held = [bucket.grad for bucket in self.engine.buckets]
         held += [b.storage for b in self.engine.buckets if b.storage is not None]
         for state in self.optimizer.states:
@@ -207,10 +216,13 @@ class DryRank:
     def hidden(self) -> torch.Tensor:
         """Return a hidden state between two chunks, of zeros."""
         dtype = getattr(torch, self.config.precision.param_dtype)
-        return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.zeros(self.opened.message_shape(self.groups), dtype=dtype, device=self.device)
 
     def order(self) -> list[Operation]:
-        """Return the passes of a step, which repeat themselves after some microbatches."""
+        """Return the passes of a step, of at most two microbatches for each chunk of the pipeline.
+
+        Further microbatches repeat the memory of these.
+        """
         training, stages = self.config.training, self.groups.pp.size
         assert training.global_batch_size is not None, "the configuration is resolved"
         microbatches = training.num_microbatches(training.global_batch_size, self.groups.dp.size)
@@ -342,6 +354,10 @@ class DryTranslation:
             )
         ]
 
+    def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
+        """Return one axis: there is one chunk, which hands nothing on."""
+        return (1,)
+
     @property
     def _sizes(self) -> dict[str, int]:
         return {"source_size": self.source_size, "target_size": self.target_size}
@@ -384,8 +400,12 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def check_dry(config: Config) -> None:
-    """Raise `ConfigError` where a step cannot run without values or other threads."""
+def check_tracked(config: Config) -> None:
+    """Check that a step needs neither values, which fake tensors do not have, nor other threads.
+
+    Raises:
+        ConfigError: The gradient path or the optimizer needs them.
+    """
     if config.gradient.grad_path not in DRY_PATHS:
         raise ConfigError(
             f"grad_path: {config.gradient.grad_path} chooses entries by value, which fake tensors "
@@ -394,6 +414,24 @@ def check_dry(config: Config) -> None:
     if config.offload.optimizer_cpu_offload:
         raise ConfigError(
             "optimizer_cpu_offload: updates run in threads of their own and are not tracked"
+        )
+
+
+def check_measured(config: Config) -> None:
+    """Check that `DryRank.states` has all states of the rank, and none in another memory.
+
+    Raises:
+        ConfigError: The gradient path or the optimizer keeps other states.
+    """
+    if config.gradient.grad_path not in DRY_PATHS:
+        raise ConfigError(
+            f"grad_path: {config.gradient.grad_path} keeps masks or residuals, which are not "
+            f"measured; only {', '.join(DRY_PATHS)} is"
+        )
+    if config.offload.optimizer_cpu_offload:
+        raise ConfigError(
+            "optimizer_cpu_offload: fp32 copies and moments are in the host's memory, which is not "
+            "measured apart from the model's"
         )
 
 

@@ -10,10 +10,10 @@ Kinds are those of Sohoni et al. 2019, section 2.1: model, optimizer, activation
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,11 +24,13 @@ from megatron.low_memory.dry_run import (
     DryRank,
     DryTranslation,
     Profiled,
-    check_dry,
+    check_measured,
+    check_tracked,
+    fake_groups,
     fake_tensors,
-    played_groups,
 )
-from megatron.low_memory.memory_recorder import HEAD, MemorySample
+from megatron.low_memory.memory_recorder import MemorySample
+from megatron.low_memory.operation_graph import HEAD
 from megatron.low_memory.planned_memory import (
     MemoryColumn,
     planned_gpt,
@@ -41,8 +43,9 @@ from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
 
 CPU = torch.device("cpu")
-NEAR_PEAK = 0.999
-"""An operator that brings the bytes so close to the peak is the one that the peak names."""
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+ColumnName = Literal["planned", "tracked", "measured"]
+COLUMNS: tuple[ColumnName, ...] = ("planned", "tracked", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +66,10 @@ class MemoryLedger:
         summary: The model in a few words.
         rank: The rank, of `world` ranks.
         world: The number of ranks.
-        columns: Columns by name, those of `planned`, `tracked` and `measured` that exist.
-        missing: The reason for each column that does not exist.
+        columns: Columns by name: those of `COLUMNS` that were asked for and could be counted.
+        missing: The reason for each column that was asked for and could not be counted.
         samples: Bytes by kind after every operator of the tracked step.
-        flops: FLOPs of one microbatch; None without a tracked step.
-        process_peak: Growth of the process's resident memory over the measured step, or the
-            allocator's peak on a GPU.
+        flops: FLOPs of one microbatch; None if they were not asked for or no step was tracked.
     """
 
     summary: str
@@ -78,11 +79,10 @@ class MemoryLedger:
     missing: Mapping[str, str]
     samples: Sequence[MemorySample]
     flops: Flops | None
-    process_peak: int | None
 
     @property
     def peak_text(self) -> str:
-        """Return a sentence that names the operator of the tracked peak."""
+        """A clause that names the operator of the tracked peak."""
         peak = self.peak
         if peak is None:
             return "the peak is not tracked"
@@ -90,8 +90,14 @@ class MemoryLedger:
 
     @property
     def peak(self) -> MemorySample | None:
-        """Return the operator at which the tracked step needs most."""
-        return peak_of(self.samples)
+        """The sample with the most bytes of the tracked step, the first of equal ones."""
+        return max(self.samples, key=lambda sample: sample.total, default=None)
+
+    @property
+    def process_peak(self) -> int | None:
+        """Bytes by which the process grew in the measured step; on a GPU, the allocator's peak."""
+        measured = self.columns.get("measured")
+        return None if measured is None else measured.total
 
     def as_data(self) -> dict[str, Any]:
         """Return the totals as JSON can hold them, without the course of the step."""
@@ -109,14 +115,6 @@ class MemoryLedger:
         }
 
 
-def peak_of(samples: Sequence[MemorySample]) -> MemorySample | None:
-    """Return the first sample within a thousandth of the most bytes, with these bytes."""
-    if not samples:
-        return None
-    most = max(sample.total for sample in samples)
-    return next(sample for sample in samples if sample.total >= NEAR_PEAK * most)
-
-
 def memory_ledger(
     opened: Profiled,
     config: Config,
@@ -125,18 +123,21 @@ def memory_ledger(
     world: int = 1,
     rank: int = 0,
     vocabulary: int = 0,
-    measure: bool = True,
+    columns: Collection[ColumnName] = COLUMNS,
+    flops: bool = True,
 ) -> MemoryLedger:
-    """Count the memory of a rank's training step in three ways.
+    """Count the memory of a rank's training step in up to three ways.
 
     Args:
-        opened: The task's model and data, for its chunks.
+        opened: The task's model, for its chunks.
         config: Resolved for `world` ranks.
         paths: The gradient paths by name.
         world: The number of ranks.
         rank: The rank whose memory is counted.
         vocabulary: Entries of a GPT's vocabulary.
-        measure: Whether to run the step on real tensors too.
+        columns: The columns to count. `tracked` and `measured` each build the rank once.
+        flops: Whether to count FLOPs too, on the tracked rank. A configuration that recomputes
+            builds the rank once more, without recomputation.
 
     Raises:
         ConfigError: The rank is not in the grid.
@@ -150,34 +151,30 @@ def memory_ledger(
     )
     if not 0 <= rank < world:
         raise ConfigError(f"rank: {rank} is not a rank of {world}; choose 0 to {world - 1}")
-    columns: dict[str, MemoryColumn] = {}
-    missing: dict[str, str] = {}
-    samples: Sequence[MemorySample] = ()
-    flops = process_peak = None
-    try:
-        columns["planned"] = _planned(opened, config, dims, paths, rank, vocabulary)
-    except ConfigError as error:
-        missing["planned"] = str(error)
     build = _LedgerBuilder(opened, config, paths, dims, rank)
-    try:
-        check_dry(config)
-        if measure:  # first, so that no memory that was freed before is used again
-            measured, process_peak = _measured(build)
-        columns["tracked"], samples = _tracked(build)
-        flops = _flops(build)
-        if measure:
-            columns["measured"] = measured
-    except ConfigError as error:
-        missing["tracked"] = missing["measured"] = str(error)
+    tracking = _Tracking(build, flops)
+    ways: dict[ColumnName, Callable[[], MemoryColumn]] = {
+        # First, so that the process does not use memory again that an earlier column has freed.
+        "measured": lambda: _measured(build),
+        "planned": lambda: _planned(opened, config, dims, paths, rank, vocabulary),
+        "tracked": tracking.column,
+    }
+    found: dict[str, MemoryColumn] = {}
+    missing: dict[str, str] = {}
+    for name, count in ways.items():
+        if name in columns:
+            try:
+                found[name] = count()
+            except ConfigError as error:
+                missing[name] = str(error)
     return MemoryLedger(
         summary=opened.summary,
         rank=rank,
         world=world,
-        columns=columns,
-        missing=missing,
-        samples=samples,
-        flops=flops,
-        process_peak=process_peak,
+        columns={name: found[name] for name in COLUMNS if name in found},
+        missing={name: missing[name] for name in COLUMNS if name in missing},
+        samples=tracking.samples,
+        flops=tracking.flops,
     )
 
 
@@ -190,14 +187,14 @@ class _LedgerBuilder:
     rank: int
 
     def rank_on(self, device: torch.device = CPU) -> DryRank:
-        """Build the rank; collectives of its groups are played."""
-        groups = played_groups(self.dims, self.rank)
+        """Build the rank on fake groups."""
+        groups = fake_groups(self.dims, self.rank)
         return DryRank.build(self.opened, self.config, self.paths, groups, device)
 
     def without_recomputation(self) -> _LedgerBuilder:
         """Return the builder of the same rank that stores all activations."""
         config = replace(self.config, recompute=RecomputeConfig())
-        return replace(self, config=config, opened=replace(self.opened, config=config))  # type: ignore[type-var]
+        return replace(self, config=config, opened=replace(self.opened, config=config))
 
 
 def _planned(
@@ -214,43 +211,62 @@ def _planned(
     raise ConfigError(f"task: {config.task} has no planned memory")
 
 
-def _tracked(build: _LedgerBuilder) -> tuple[MemoryColumn, Sequence[MemorySample]]:
-    with fake_tensors():
-        rank = build.rank_on()
-        saved = rank.stored()
-        recorder = rank.recorder()
-        rank.step(recorder)
-        model, optimizer = rank.state_bytes()
-    most = max(recorder.samples, key=lambda sample: sample.total)
-    column = MemoryColumn(
-        model=model,
-        optimizer=optimizer,
-        stored=saved.total,
-        layers=saved.by_layer,
-        forward=most.forward,
-        backward=most.backward,
-        other=most.other,
-        total=most.total,
-    )
-    return column, recorder.samples
+class _Tracking:
+    """The step on fake tensors: its column, and beside it the samples and the FLOPs."""
 
+    def __init__(self, build: _LedgerBuilder, count_flops: bool) -> None:
+        self._build, self._count_flops = build, count_flops
+        self.samples: Sequence[MemorySample] = ()
+        self.flops: Flops | None = None
 
-def _flops(build: _LedgerBuilder) -> Flops:
-    """Count a microbatch's FLOPs; recomputation is what a run without recomputation lacks."""
-    with fake_tensors():
-        with_all = without = build.rank_on().flops()
+    def column(self) -> MemoryColumn:
+        """Run the step and return its column.
+
+        Raises:
+            ConfigError: The configuration needs values or other threads.
+        """
+        check_tracked(self._build.config)
+        with fake_tensors():
+            rank = self._build.rank_on()
+            saved = rank.stored()
+            flops = self._flops(rank) if self._count_flops else None
+            recorder = rank.recorder()
+            rank.step(recorder)
+            model, optimizer = rank.state_bytes()
+        self.samples, self.flops = recorder.samples, flops
+        most = max(recorder.samples, key=lambda sample: sample.total)
+        return MemoryColumn(
+            model=model,
+            optimizer=optimizer,
+            stored=saved.total,
+            layers=saved.by_layer,
+            forward=most.forward,
+            backward=most.backward,
+            other=most.other,
+            total=most.total,
+        )
+
+    def _flops(self, rank: DryRank) -> Flops:
+        """Count a microbatch's FLOPs; recomputation is what a run without recomputation lacks."""
+        build = self._build
+        with_all = without = rank.flops()
         if build.config.recompute.recompute_granularity is not None:
             without = build.without_recomputation().rank_on().flops()
-    return Flops(
-        formula=build.opened.flops_per_sample * build.config.training.micro_batch_size,
-        forward=with_all.forward,
-        backward=without.backward,
-        recomputed=with_all.backward - without.backward,
-    )
+        return Flops(
+            formula=build.opened.flops_per_sample * build.config.training.micro_batch_size,
+            forward=with_all.forward,
+            backward=without.backward,
+            recomputed=with_all.backward - without.backward,
+        )
 
 
-def _measured(build: _LedgerBuilder) -> tuple[MemoryColumn, int]:
-    """Run the step on real tensors."""
+def _measured(build: _LedgerBuilder) -> MemoryColumn:
+    """Run the step on real tensors.
+
+    Raises:
+        ConfigError: The rank has states that are not measured, or Linux does not tell its memory.
+    """
+    check_measured(build.config)
     device = torch.device(build.config.run.device or "cpu")
     if device.type == "cuda":
         return _measured_on_gpu(build, device)
@@ -261,17 +277,16 @@ def _measured(build: _LedgerBuilder) -> tuple[MemoryColumn, int]:
     peak = resident("VmHWM") - before
     model, optimizer = rank.state_bytes()
     saved = rank.stored()
-    column = MemoryColumn(
+    return MemoryColumn(
         model=model,
         optimizer=optimizer,
         stored=saved.total,
         layers=saved.by_layer,
         total=peak,
     )
-    return column, peak
 
 
-def _measured_on_gpu(build: _LedgerBuilder, device: torch.device) -> tuple[MemoryColumn, int]:
+def _measured_on_gpu(build: _LedgerBuilder, device: torch.device) -> MemoryColumn:
     """Ask the allocator: after the build, after a forward pass, and for the peak of a step."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
@@ -282,7 +297,7 @@ def _measured_on_gpu(build: _LedgerBuilder, device: torch.device) -> tuple[Memor
     torch.cuda.reset_peak_memory_stats(device)
     rank.step()
     peak = torch.cuda.max_memory_allocated(device) - before
-    column = MemoryColumn(
+    return MemoryColumn(
         model=model,
         optimizer=optimizer,
         stored=saved.total,
@@ -290,21 +305,34 @@ def _measured_on_gpu(build: _LedgerBuilder, device: torch.device) -> tuple[Memor
         other=held - model - optimizer,
         total=peak,
     )
-    return column, peak
 
 
 def resident(field: str) -> int:
-    """Return VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes (Linux)."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+    """Return VmRSS, the resident memory of this process, or VmHWM, its peak, in bytes (Linux).
+
+    Raises:
+        ConfigError: The system does not tell the memory of a process.
+    """
+    try:
+        lines = STATUS.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{STATUS}: {error.strerror}; only Linux is measured") from None
+    for line in lines:
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
-    raise AssertionError(f"Linux tells {field} of every process")
+    raise ConfigError(f"{STATUS}: has no {field}; only Linux is measured")
 
 
 def restart_peak() -> None:
-    """Let VmHWM start again from the memory that is resident now (Linux)."""
+    """Make VmHWM start again from the memory that is resident now (Linux).
+
+    Raises:
+        ConfigError: The system does not permit it, so that VmHWM is older than the step.
+    """
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass  # the peak is then that of the process so far
+        CLEAR_REFS.write_text("5", encoding="ascii")
+    except OSError as error:
+        raise ConfigError(
+            f"{CLEAR_REFS}: {error.strerror}; the peak of the step cannot be told from an older one"
+        ) from None

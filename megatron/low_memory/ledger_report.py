@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import missing_extra
+from megatron.errors import ConfigError, missing_extra
 from megatron.low_memory.ledger import MemoryLedger
 from megatron.low_memory.memory_recorder import MemorySample
 from megatron.low_memory.planned_memory import MemoryColumn
@@ -62,29 +62,31 @@ def draw_ledger(file: Path, ledger: MemoryLedger) -> None:
     """Write a PNG with the pie and the timeline of a ledger.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: The ledger has no column, or matplotlib is not installed.
     """
-    columns = ledger.columns
-    column = columns.get("tracked") or columns.get("planned")
-    assert column is not None, "a ledger has one of these columns"
+    names = ("tracked", "planned", "measured")
+    column = next((ledger.columns[name] for name in names if name in ledger.columns), None)
+    if column is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in ledger.missing.items())
+        raise ConfigError(f"{file}: no column is there to be drawn; {reasons}")
     figure = _figure()
     grid = figure.add_gridspec(1, 3)
     _pie(figure.add_subplot(grid[0, 0]), column, ledger.summary)
     axes = figure.add_subplot(grid[0, 1:])
-    samples = thin(ledger.samples)
-    if samples:
+    samples = thin(ledger.samples, MOST_POINTS)
+    peak = ledger.peak
+    if peak is not None:
         kinds = [[getattr(sample, kind) / MB for sample in samples] for kind in KINDS]
         axes.stackplot(range(len(samples)), *kinds, labels=KINDS, colors=PALETTE[: len(KINDS)])
-        most = max(range(len(samples)), key=lambda number: samples[number].total)
         axes.annotate(
             ledger.peak_text,
-            (most, samples[most].total / MB),
+            (samples.index(peak), peak.total / MB),
             textcoords="offset points",
             xytext=(0, 6),
             ha="center",
             fontsize=8,
         )
-        axes.set_ylim(0, 1.15 * samples[most].total / MB)
+        axes.set_ylim(0, 1.15 * peak.total / MB)
         for number, sample in enumerate(samples[1:], 1):
             if sample.phase != samples[number - 1].phase:
                 axes.axvline(number, color="#6b7280", linewidth=0.6)
@@ -136,8 +138,11 @@ def _slices(axes: Any, kinds: Any, title: str) -> None:
     axes.legend(shares, loc="upper center", bbox_to_anchor=(0.5, 0), fontsize=8, frameon=False)
 
 
-def thin(samples: Sequence[MemorySample], most: int = MOST_POINTS) -> list[MemorySample]:
-    """Return at most `most` samples, of each run of neighbours in one phase the largest."""
+def thin(samples: Sequence[MemorySample], most: int) -> list[MemorySample]:
+    """Return at most `most` samples: of each run of neighbours, the first with the most bytes.
+
+    The first sample with the most bytes of all is among them.
+    """
     size = -(-len(samples) // most) if samples else 1
     return [
         max(samples[start : start + size], key=lambda sample: sample.total)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-HEAD = "head"
-"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
+from megatron.low_memory.operation_graph import HEAD
+
 BEFORE = ("embedding", "conv0")
 """Layers that come before the first numbered one."""
 
@@ -47,7 +46,7 @@ class MemorySample:
         model: Parameters and buffers.
         optimizer: Gradients in buckets, moments, fp32 copies.
         forward: Activations that the forward pass made.
-        backward: Gradients of activations, temporaries of backward and of recomputation.
+        backward: Gradients of activations, temporaries of backward, recomputed activations.
         other: The batch, tables, scratch memory, temporaries of the update.
     """
 
@@ -62,7 +61,7 @@ class MemorySample:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds."""
+        """Bytes of all kinds."""
         return self.model + self.optimizer + self.forward + self.backward + self.other
 
 
@@ -114,7 +113,7 @@ class MemoryRecorder(MemTracker):
             self._phase, self._in_opt = None, False
 
     def now(self, operator: str = "") -> MemorySample:
-        """Return the bytes of this moment."""
+        """Return a sample of the present bytes."""
         kinds = self._kinds()
         # fp32 parameters share their storages with the fp32 copies, whose gaps are no parameters.
         shared = kinds.get("Parameter", 0)
@@ -141,16 +140,14 @@ class MemoryRecorder(MemTracker):
         inner = max(self._mod_tracker.parents, key=len, default="")
         return inner.partition(".")[2]
 
-    # The tracker's own hooks keep statistics of each module, and refuse a second microbatch. Only
-    # the part that tells recomputation from backward is needed here.
+    # The tracker's own hooks keep statistics of each module, and refuse a second microbatch. They
+    # also count recomputed activations as those of forward, where here they are of backward.
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        if self._mod_tracker.is_bw and self._ac_mod is None:
-            self._ac_mod, self._in_ac = weakref.ref(module), True
+        pass
 
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._ac_mod is not None and self._ac_mod() is module:
-            self._ac_mod, self._in_ac = None, False
+        pass
 
     def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
         pass
@@ -226,7 +223,7 @@ class SavedActivations:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all layers."""
+        """Bytes of all layers."""
         return sum(self.by_layer.values())
 
     @contextmanager

@@ -18,6 +18,8 @@ from megatron.model.image_shapes import Layer, blocks_of_group, wide_resnet_laye
 
 INPUT = "image"
 """Name of the network's input."""
+HEAD = "head"
+"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
 Kind = Literal[
     "convolution", "linear", "norm", "relu", "add", "reshape", "pool", "loss",
     "embedding", "gelu", "softmax", "matmul",
@@ -52,7 +54,7 @@ class CountedOperation:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the names of the tensors that backward needs, one for each storage."""
+        """Names of the tensors that backward needs, one for each storage."""
         if self.kind == "relu":
             return (bits_of(self.name),)
         if self.kind == "softmax":
@@ -76,13 +78,13 @@ class Graph:
 
     @cached_property
     def producer(self) -> Mapping[str, CountedOperation]:
-        """Return the operation that computes each tensor, signs of a ReLU included."""
+        """The operation that computes each tensor, signs of a ReLU included."""
         found = {op.name: op for op in self.operations}
         return found | {bits_of(op.name): op for op in self.operations if op.kind == "relu"}
 
     @cached_property
     def last_use(self) -> Mapping[str, int]:
-        """Return the position of the first operation that reads each tensor.
+        """The position of the first operation that reads each tensor or needs it in backward.
 
         Backward passes that operation last: the tensor can be freed behind it.
         """
@@ -94,7 +96,7 @@ class Graph:
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """Return all tensors that some backward needs."""
+        """Names of all tensors that some backward needs."""
         return frozenset(name for op in self.operations for name in op.needs)
 
     def bits(self, name: str) -> bool:
@@ -111,12 +113,12 @@ class Graph:
 
     @property
     def forward_flops(self) -> int:
-        """Return the products' operations of one forward pass of a sample."""
+        """FLOPs of the products of one forward pass of a sample."""
         return sum(op.flops for op in self.operations)
 
     @property
     def training_flops(self) -> int:
-        """Return operations of forward and backward, which makes no gradient of the input."""
+        """FLOPs of the products of forward and backward, which makes no gradient of the input."""
         to_input = sum(op.flops for op in self.operations if INPUT in op.inputs)
         return 3 * self.forward_flops - to_input
 

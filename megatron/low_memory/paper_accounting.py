@@ -1,7 +1,7 @@
 """Training memory as Sohoni et al. 2019 count it: model, optimizer and activations. No torch.
 
-The conventions (sections 2.1, 2.2 and 3.1 of the report) that give the totals of its tables 3 and
-4, with MB = 10^6 bytes:
+The conventions (sections 2.1, 2.2 and 3.1 of the report) give the memory column of its table 3
+within 0.06 MB, and that of table 4 with one fitted number for activations. MB are 10^6 bytes:
 
 - Model: all parameters. Optimizer: a gradient and the momentum buffers, 1 with SGD and 2 with Adam.
 - A sparse tensor of shape c_o x ... is a matrix of c_o rows in compressed-row storage: z values and
@@ -18,21 +18,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
+from megatron.config import Config, GPTConfig
+from megatron.errors import ConfigError
 from megatron.low_memory.operation_graph import Graph, wide_resnet_graph
 from megatron.low_memory.strategies import ActivationCourse, Strategy, activation_course
 from megatron.model.dc_transformer_shapes import logical_shapes
 from megatron.model.image_shapes import parameter_shapes, wide_resnet_layers
-
-if TYPE_CHECKING:
-    from megatron.tasks.translation_config import DCTransformerConfig
+from megatron.tasks.translation_config import DCTransformerConfig
+from megatron.tasks.vision_config import VisionConfig
 
 Shapes = Mapping[str, Sequence[int]]
 Bits = Literal[16, 32]
 Optimizer = Literal["sgd", "adam"]
 MOMENTA: Mapping[Optimizer, int] = {"sgd": 1, "adam": 2}
 MB = 1e6
+KINDS = ("model", "optimizer", "activations")
+"""The kinds of memory of section 2.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +54,13 @@ class PaperBytes:
 
     @property
     def total(self) -> int:
-        """Return the bytes of all kinds."""
+        """Bytes of all kinds."""
         return self.model + self.optimizer + self.activations + self.statistics
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return each kind's share of the total, as in figure 1."""
-        kinds = ("model", "optimizer", "activations")
-        return {kind: getattr(self, kind) / self.total for kind in kinds}
+        """Each kind's share of the total, as in figure 1, statistics left out."""
+        return {kind: getattr(self, kind) / self.total for kind in KINDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +81,19 @@ class CountedNetwork:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters."""
+        """Number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def prunable(self) -> int:
-        """Return the number of entries of the sparse tensors."""
+        """Number of entries of the sparse tensors."""
         return sum(math.prod(self.shapes[name]) for name in self.sparse)
 
     @property
     def statistics(self) -> int:
-        """Return the bytes of an fp32 mean and inverse deviation of each normalized channel.
+        """Bytes of an fp32 mean and inverse deviation of each channel of a batch normalization.
 
-        Batch normalizations have as many weights and biases.
+        Batch normalizations, the parameters of full precision, have as many weights and biases.
         """
         return 4 * sum(math.prod(self.shapes[name]) for name in self.full_precision)
 
@@ -117,8 +119,10 @@ def column_bits(shape: Sequence[int]) -> int:
     return (math.prod(shape[1:]) - 1).bit_length()
 
 
-def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10) -> CountedNetwork:
-    """Return a wide residual network, trained with SGD.
+def wide_resnet_network(
+    *, depth: int = 28, width: float = 2, classes: int = 10, optimizer: Optimizer = "sgd"
+) -> CountedNetwork:
+    """Return a wide residual network.
 
     Sparse are the convolutions of the residual blocks: neither the first convolution nor the
     classifier nor the normalizations (footnote 2 of the report).
@@ -130,20 +134,8 @@ def wide_resnet_network(*, depth: int = 28, width: float = 2, classes: int = 10)
         shapes=shapes,
         sparse=[name for name in shapes if ".conv" in name],
         full_precision=[f"{norm}.{leaf}" for norm in norms for leaf in ("weight", "bias")],
-        optimizer="sgd",
+        optimizer=optimizer,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicConvShape:
-    """Sizes of a DC-Transformer: fairseq's lightconv_iwslt_de_en without gated linear units."""
-
-    embed_dim: int = 512
-    ffn_size: int = 1024
-    attention_heads: int = 4
-    encoder_kernels: tuple[int, ...] = (3, 7, 15, 31, 31, 31, 31)
-    decoder_kernels: tuple[int, ...] = (3, 7, 15, 31, 31, 31)
-    decoder_layers: int = 6
 
 
 DICTIONARIES = (8848, 6632)
@@ -151,29 +143,83 @@ DICTIONARIES = (8848, 6632)
 
 
 def dynamic_conv_network(
-    shape: DynamicConvShape | None = None, *, dictionaries: tuple[int, int] = DICTIONARIES
+    model: DCTransformerConfig | None = None,
+    *,
+    dictionaries: tuple[int, int] = DICTIONARIES,
+    optimizer: Optimizer = "adam",
 ) -> CountedNetwork:
-    """Return a DynamicConv Transformer (Wu et al. 2019), trained with Adam.
+    """Return a DynamicConv Transformer (Wu et al. 2019).
 
     Sparse are the weights of the fully connected layers and both embeddings, and dense are the
     projections that make a kernel for each position, biases and norms (section 4.3).
 
     Args:
-        shape: Sizes of the model; the report's if None.
+        model: Sizes of the model; the report's, which are the defaults of a run, if None.
         dictionaries: Entries of the source and of the target dictionary.
+        optimizer: The optimizer.
     """
     source, target = dictionaries
-    # The function reads the attributes that both kinds of shapes have.
-    config = cast("DCTransformerConfig", shape or DynamicConvShape())
-    shapes = logical_shapes(config, source_size=source, target_size=target)
+    sizes = DCTransformerConfig() if model is None else model
+    shapes = logical_shapes(sizes, source_size=source, target_size=target)
     sparse = [name for name, s in shapes.items() if len(s) == 2 and "weight_linear" not in name]
-    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
+    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer=optimizer)
 
 
-def gpt_network(shapes: Shapes) -> CountedNetwork:
-    """Return a GPT of these parameters, trained with Adam; sparse are all matrices."""
+def gpt_network(shapes: Shapes, *, optimizer: Optimizer = "adam") -> CountedNetwork:
+    """Return a GPT of these parameters; sparse are all matrices."""
     sparse = [name for name, shape in shapes.items() if len(shape) == 2]
-    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer="adam")
+    return CountedNetwork(shapes=shapes, sparse=sparse, full_precision=(), optimizer=optimizer)
+
+
+def check_covered(config: Config, world: int) -> None:
+    """Check that the report's rules cover a configuration.
+
+    They cover one rank with dense gradients, wide residual networks, DC-Transformers (model and
+    optimizer) and GPTs as `gpt_graph` describes them. Strategies and sparsity are arguments of the
+    accounting and not settings of a run.
+
+    Raises:
+        ConfigError: A setting is not covered.
+    """
+    parallel = config.parallel
+    # Each setting with its value and the value that is covered.
+    settings: list[tuple[str, object, object]] = [
+        ("tensor_model_parallel_size", parallel.tensor_model_parallel_size, 1),
+        ("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, 1),
+        ("world_size", world, 1),
+        ("sequence_parallel", parallel.sequence_parallel, False),
+        ("use_distributed_optimizer", parallel.use_distributed_optimizer, False),
+        ("optimizer_cpu_offload", config.offload.optimizer_cpu_offload, False),
+        ("recompute_granularity", config.recompute.recompute_granularity, None),
+        ("grad_path", config.gradient.grad_path, "dense"),
+    ]
+    if isinstance(config, GPTConfig):
+        model = config.model
+        settings += [
+            ("swiglu", model.swiglu, False),
+            ("normalization", model.normalization, "LayerNorm"),
+            ("qk_layernorm", model.qk_layernorm, False),
+            ("position_embedding_type", model.position_embedding_type, "learned_absolute"),
+            ("num_query_groups", model.query_groups, model.num_attention_heads),
+            ("kv_channels", model.head_dim, model.hidden_size // model.num_attention_heads),
+            ("attention_dropout", model.attention_dropout, 0.0),
+            ("hidden_dropout", model.hidden_dropout, 0.0),
+        ]
+    if isinstance(config, VisionConfig):
+        kind = config.model.vision_backbone_type
+        settings.append(("vision_backbone_type", kind, "wide-resnet"))
+    for name, value, covered in settings:
+        if value != covered:
+            raise ConfigError(
+                f"{name} {_told(value)}: the report's accounting covers {_told(covered)} alone; "
+                "change it, or leave out --accounting paper"
+            )
+
+
+def _told(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +256,7 @@ TABLE_3 = tuple(
     )
     for nonzero, bits, microbatch, strategy, mb, reduction in _WIDE_RESNET
 )
-"""WRN-28-2 on CIFAR-10; the microbatch is in images."""
+"""WRN-28-2 on CIFAR-10 (table 3 of the report); the microbatch is in images."""
 _DYNAMIC_CONV: Sequence[tuple[float, Bits, float, float]] = (
     (1.0, 32, 662, 4.4),
     (1.0, 16, 331, 8.7),
@@ -232,9 +278,9 @@ TABLE_4 = tuple(
     )
     for nonzero, bits, mb, reduction in _DYNAMIC_CONV
 )
-"""DC-Transformer on IWSLT'14; the microbatch is in tokens."""
+"""DC-Transformer on IWSLT'14 (table 4 of the report); the microbatch is in tokens."""
 TABLE_4_BASELINE_MB = 2896
-"""MB of 4,000 tokens in fp32 without checkpointing (figure 1b)."""
+"""MB of 4,000 tokens in fp32 without checkpointing (caption of table 4)."""
 TABLE_4_ACTIVATIONS_MB = 43.5
 """MB of activations in fp32, half of it in 16 bit, that give every total of table 4.
 
@@ -320,7 +366,12 @@ def account_of(row: PaperRow) -> PaperAccount:
 def translation_total(row: PaperRow) -> float:
     """Return the MB of a row of `TABLE_4`: model and optimizer counted, activations fitted."""
     states = dynamic_conv_network().states(bits=row.bits, nonzero=row.nonzero)
-    return sum(states) / MB + TABLE_4_ACTIVATIONS_MB * row.bits / 32
+    return sum(states) / MB + fitted_activations(row)
+
+
+def fitted_activations(row: PaperRow) -> float:
+    """Return the MB of activations of a row of `TABLE_4`, which are fitted and not counted."""
+    return TABLE_4_ACTIVATIONS_MB * row.bits / 32
 
 
 def implied_activations(row: PaperRow) -> float:

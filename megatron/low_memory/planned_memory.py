@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from megatron.config import Config, GPTConfig
 from megatron.data_parallel.bucket_plan import BYTES, ParamShape, RankShapes, plan_buckets
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
 from megatron.low_memory.checkpoint_interval import recompute_spans
-from megatron.low_memory.operation_graph import Graph, wide_resnet_graph
+from megatron.low_memory.operation_graph import HEAD, Graph, wide_resnet_graph
 from megatron.memory_estimate import Activations, RankGrid, StateBytes, state_bytes
+from megatron.model.dc_transformer_shapes import BLOCK
 from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
 from megatron.model.image_shapes import Layer, parameter_shapes
 from megatron.parallel.dims import ParallelDims
 from megatron.pretrain import bucket_elements
 from megatron.tasks.translation_config import TranslationConfig
 from megatron.tasks.vision_config import VisionConfig
-
-BLOCK = 64
-"""Longest sentence that `model.dynamic_convolution` convolves as one band matrix."""
-HEAD = "head"
-"""The layer of what follows the last numbered layer: final norm, output layer, loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +48,9 @@ class MemoryColumn:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Return the bytes at the peak by the report's kinds, `other` left out."""
-        activations = (self.forward or self.stored) + (self.backward or 0)
+        """Bytes at the peak by the report's kinds, `other` left out; without a peak, `stored`."""
+        forward = self.stored if self.forward is None else self.forward
+        activations = forward + (0 if self.backward is None else self.backward)
         return {"model": self.model, "optimizer": self.optimizer, "activations": activations}
 
 
@@ -145,7 +141,7 @@ def planned_wide_resnet(
     widths = _widths(layers, BYTES[config.precision.param_dtype])
     shapes = _rank_shapes(parameter_shapes(layers), config, dims, path, widths)
     parameters, optimizer, other = _states(
-        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+        state_bytes(_Settings(config, path), shapes), shapes, widths, config
     )
     channels = sum(layer.outputs for layer in layers if layer.kind == "norm")
     # The running mean and variance, and a shadow of both.
@@ -238,9 +234,9 @@ def planned_translation(
     widths = dict.fromkeys(named, width)
     shapes = _rank_shapes(named, config, dims, path, widths)
     model, optimizer, other = _states(
-        state_bytes(_shared_grid(config, dims, path), shapes), shapes, widths, config
+        state_bytes(_Settings(config, path), shapes), shapes, widths, config
     )
-    layers = _translation_layers(config, target, width)
+    layers, again = _translation_layers(config, target, width)
     stored = sum(layers.values())
     pairs, length = translation_batch(config)
     wide = width * pairs * length * config.model.embed_dim
@@ -249,6 +245,9 @@ def planned_translation(
     forward = stored + (wide if recomputes else 0)
     # The gradient of the logits overwrites them; the projection's is made while all is stored.
     backward = width * target * config.model.embed_dim + wide
+    # The last layers of the decoder, which are recomputed first, find the head's activations freed.
+    if again + wide > backward + layers[HEAD]:
+        forward, backward = forward - layers[HEAD], again + wide
     return MemoryColumn(
         model=model,
         optimizer=optimizer,
@@ -261,8 +260,13 @@ def planned_translation(
     )
 
 
-def _translation_layers(config: TranslationConfig, target: int, width: int) -> dict[str, int]:
-    """Return the bytes that each layer stores for the microbatch of a profile."""
+def _translation_layers(
+    config: TranslationConfig, target: int, width: int
+) -> tuple[dict[str, int], int]:
+    """Return the bytes that each layer stores for the microbatch of a profile.
+
+    The second value is the bytes that the last recomputed layers of the decoder store again.
+    """
     model = config.model
     pairs, length = translation_batch(config)
     assert length <= BLOCK, "longer sentences are convolved in blocks"
@@ -289,21 +293,24 @@ def _translation_layers(config: TranslationConfig, target: int, width: int) -> d
         attention = 4 * wide + 4 * rows * heads + width * rows
     attention += wide + dropped + norm
     found: dict[str, int] = {}
+    again = 0
     for side, kernels, more in (
         ("encoder", model.encoder_kernels, 0),
         ("decoder", model.decoder_kernels, attention),
     ):
         for span in recompute_spans(len(kernels), config.recompute):
+            wholes = [layer(kernels[number]) + more for number in range(span.start, span.stop)]
+            again = sum(wholes) - wide if span.recomputed else 0
             for number in range(span.start, span.stop):
-                whole = layer(kernels[number]) + more
                 first = wide if number == span.start else 0
+                whole = wholes[number - span.start]
                 found[f"{side}.layers.{number}"] = first if span.recomputed else whole
                 if number == 0 and not span.recomputed:
                     # Which tokens are padding; the encoder's output, which all layers read.
                     found[f"{side}.layers.0"] += rows if side == "encoder" else wide
         found[f"{side}.layers.0"] += dropped  # the embedding's
     found[HEAD] = wide + width * rows * target + 2 * 4 * rows + rows
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in found.items() if size}, again
 
 
 def _widths(layers: Sequence[Layer], width: int) -> dict[str, int]:
@@ -311,12 +318,10 @@ def _widths(layers: Sequence[Layer], width: int) -> dict[str, int]:
     return {name: 4 if layer.kind == "norm" else width for layer in layers for name in layer.shapes}
 
 
-def _shared_grid(config: Config, dims: ParallelDims, path: GradientPath) -> RankGrid:
-    """Return a grid for `state_bytes`, which reads the sections that all tasks share."""
-    cap = bucket_elements(config, dims.dp)
-    return RankGrid(
-        config=cast(GPTConfig, config), dims=dims, path=path, vocabulary=0, cap=cap, device="cpu"
-    )
+@dataclass(frozen=True)
+class _Settings:
+    config: Config
+    path: GradientPath
 
 
 def _rank_shapes(

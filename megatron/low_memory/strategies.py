@@ -1,4 +1,4 @@
-"""What checkpointing strategies keep and recompute, counted operation by operation. No torch.
+"""Tensors that checkpointing strategies keep and recompute, by operation. Imports no torch.
 
 The strategies are those of Sohoni et al. 2019, section 3.4, on an `operation_graph.Graph`:
 
@@ -50,7 +50,7 @@ class Strategy:
 
     @property
     def caches_statistics(self) -> bool:
-        """Return whether normalizations are recomputed from a cached mean and deviation."""
+        """Whether normalizations are recomputed from a cached mean and deviation."""
         return self.name in ("no-norm", "residual-star")
 
     def segments(self, graph: Graph) -> list[int]:
@@ -85,7 +85,7 @@ class Strategy:
         return frozenset(crosses)
 
     def retains(self, graph: Graph) -> Callable[[str, CountedOperation], bool]:
-        """Return whether a tensor, recomputed for the backward of an operation, is kept on."""
+        """Return the test whether a tensor, recomputed for an operation's backward, stays stored."""
         if self.name == "no-norm":
             return lambda name, op: False
         if self.name == "residual-star":
@@ -101,7 +101,7 @@ def _star_keeps(graph: Graph, name: str, op: CountedOperation) -> bool:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TimelinePoint:
     """Bytes at one operation of a pass: activations that are stored, and the gradient on its way.
 
     In forward the bytes are those after the operation, in backward those at the operation.
@@ -115,7 +115,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Return the bytes of both."""
+        """Bytes of both."""
         return self.stored + self.gradient
 
 
@@ -127,19 +127,19 @@ class ActivationCourse:
     both of the whole microbatch.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[TimelinePoint, ...]
     training_flops: int
     recomputed_flops: int
     recomputed_entries: int
 
     @property
-    def peak(self) -> Moment:
-        """Return the moment with the most bytes, of equal ones the first."""
+    def peak(self) -> TimelinePoint:
+        """The point with the most bytes, of equal ones the first."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def flops_ratio(self) -> float:
-        """Return FLOPs of forward, backward and recomputation divided by those of the first two."""
+        """FLOPs of forward, backward and recomputation divided by those of the first two."""
         return 1 + self.recomputed_flops / self.training_flops
 
 
@@ -156,7 +156,7 @@ def activation_course(
     """
     count = _Count(graph, strategy)
     moments = tuple(
-        Moment(op.name, back, op.block, _bytes(entries, bits, batch, entry_bytes), each)
+        TimelinePoint(op.name, back, op.block, _bytes(entries, bits, batch, entry_bytes), each)
         for op, back, entries, bits, gradient in count.run()
         for each in [gradient * batch * entry_bytes]
     )

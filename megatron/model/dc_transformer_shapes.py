@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.tasks.translation_config import DCTransformerConfig
 
+BLOCK = 64
+"""Longest run of positions that one band matrix of `dynamic_convolution` covers.
+
+A band matrix has k taps in each of its rows of BLOCK + k - 1 entries: longer rows waste products,
+shorter rows copy more overlapping inputs."""
 FORMULA = (
     "2 operations for each multiplication with an addition of linear layers, attention and the "
     "taps of convolutions, forward, and twice as many backward, no recomputation; padding of a "

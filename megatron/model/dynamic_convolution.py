@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-BLOCK = 64
-"""Longest run of positions that one band matrix covers.
-
-A band matrix has k taps in each of its rows of BLOCK + k - 1 entries: longer rows waste products,
-shorter rows copy more overlapping inputs."""
+from megatron.model.dc_transformer_shapes import BLOCK
 
 
 class Matrix(nn.Module):

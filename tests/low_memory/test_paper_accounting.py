@@ -10,12 +10,14 @@ from megatron.low_memory.paper_accounting import (
     MB,
     TABLE_3,
     TABLE_4,
+    TABLE_4_ACTIVATIONS_MB,
     TABLE_4_BASELINE_MB,
     CountedNetwork,
     PaperRow,
     account_of,
     column_bits,
     dynamic_conv_network,
+    implied_activations,
     translation_total,
     wide_resnet_account,
     wide_resnet_network,
@@ -73,6 +75,18 @@ def test_states_of_table_4_leave_the_same_activations_in_every_row(row: PaperRow
     assert round(translation_total(row)) == row.printed_mb
     reduction = TABLE_4_BASELINE_MB / translation_total(row)
     assert reduction == pytest.approx(row.printed_reduction, abs=0.06)
+
+
+def test_the_totals_of_table_4_leave_the_documented_range_for_activations() -> None:
+    # A total is rounded to whole MB, and 16-bit activations are half of the 32-bit ones.
+    ranges = [
+        ((left - 0.5) * 32 / row.bits, (left + 0.5) * 32 / row.bits)
+        for row in TABLE_4
+        for left in [implied_activations(row)]
+    ]
+    low, high = max(low for low, _ in ranges), min(high for _, high in ranges)
+    assert (round(low, 2), round(high, 2)) == (43.45, 43.54)
+    assert low < TABLE_4_ACTIVATIONS_MB < high
 
 
 def test_states_of_the_translation_baseline_are_those_of_figure_1b() -> None:

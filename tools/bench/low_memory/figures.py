@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.low_memory.paper_accounting import (
+    KINDS,
     MB,
     TABLE_3,
     TABLE_4_BASELINE_MB,
@@ -18,7 +19,6 @@ from megatron.low_memory.strategies import Strategy
 from megatron.report.charts import PALETTE
 from tools.bench.common.figures import plain_axes, save
 
-KINDS = ("model", "optimizer", "activations")
 LETTERS = {
     "A": Strategy("none"),
     "B": Strategy("no-norm"),
