@@ -539,6 +539,8 @@ def start(launch: Launch, config: Config) -> Runtime:
     backend = _choose_backend(device, config.parallel.distributed_backend)
     if "OMP_NUM_THREADS" not in os.environ and device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+    # torch's defaults round operands of fp32 convolutions, unlike those of products, to TF32.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

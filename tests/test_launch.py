@@ -260,6 +260,20 @@ def test_only_a_device_has_hardware_queues(device: str, monkeypatch: pytest.Monk
         launch_module.start(launch, read(*stages))
 
 
+def test_fp32_products_and_convolutions_are_not_rounded_to_tf32() -> None:
+    backends = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [backend.allow_tf32 for backend in backends]
+    launch = Launch(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+    try:
+        for backend in backends:
+            backend.allow_tf32 = True
+        launch_module.start(launch, read())
+        assert [backend.allow_tf32 for backend in backends] == [False, False]
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+
+
 def test_finding_the_rank_needs_no_torch() -> None:
     code = "import sys; from megatron.launch import detect_launch; detect_launch(); "
     code += "print('torch' in sys.modules)"

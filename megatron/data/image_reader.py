@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.data.batches import fingerprint_of
-from megatron.data.images import ImageSource, Pixels, frozen_random
+from megatron.data.images import ImageSource, Pixels, frozen_random, image_fingerprint
 from megatron.data.sampler import MicrobatchSampler
 from megatron.errors import missing_extra
 from megatron.transfer import to_device
@@ -88,8 +87,12 @@ class ImageTransform:
 
     def normalize(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return images [b, height, width, 3] as float32 [b, 3, height, width]."""
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        return np.ascontiguousarray(((images - mean) / std).transpose(0, 3, 1, 2))
+        batch, height, width, channels = images.shape
+        normal = np.empty((batch, channels, height, width), np.float32)
+        pixels = normal.transpose(0, 2, 3, 1)
+        np.subtract(images, np.array(self.mean, np.float32), out=pixels)
+        np.divide(pixels, np.array(self.std, np.float32), out=pixels)
+        return normal
 
 
 def _window(have: int, want: int, padding: int, draw: float | None) -> NDArray[np.int64]:
@@ -177,12 +180,8 @@ class ImageReader:
             )
 
     def fingerprint(self) -> str:
-        """Return the number of images, and a digest of three of them with their labels."""
-
-        def content(index: int) -> bytes:
-            return bytes([self.source.label(index) % 256]) + self.source.image(index).tobytes()
-
-        return fingerprint_of(self.samples, content)
+        """Return the number of images, and a digest of three of them with labels and shapes."""
+        return image_fingerprint(self.source)
 
     def _read(self, sample: int) -> tuple[Pixels, int]:
         """Return the pixels and the label of a sample."""

@@ -11,7 +11,9 @@ images need Pillow (extra `data`).
                             `scan` (uint8, the entropy-coded bytes of all images without their end
                             marks), `lengths` (bytes of scan of each image), `labels`
 `train/`, `val/`, `test/`   one folder for each class, in the order of their names, with one file
-                            for each image; `test/` may be absent
+                            for each image, at any depth; `test/` may be absent. Files without an
+                            extension of `IMAGE_EXTENSIONS` are no images, as in torchvision's
+                            `ImageFolder`, and names that begin with a dot are skipped
 ==========================  ======================================================================
 """
 
@@ -20,8 +22,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.batches import fingerprint_of
 from megatron.data.local_file import is_file, is_folder, one_line, read_bytes, require_regular
 from megatron.errors import DataError, missing_extra
 
@@ -41,6 +42,8 @@ CIFAR10_SIDE = 32
 CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
 ARCHIVE_TRAIN, ARCHIVE_TEST = "train.npz", "test.npz"
+IMAGE_EXTENSIONS = tuple(".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp".split())
+"""Ends of the names of images in a folder of a class, in any case: torchvision's."""
 END_OF_IMAGE = b"\xff\xd9"
 _NAMES: dict[Literal["binary", "archive"], tuple[str, ...]] = {
     "binary": (*CIFAR10_TRAIN, CIFAR10_TEST),
@@ -120,19 +123,34 @@ class ImageFiles:
         """Return facts by which a resumed run finds that its images changed, by path.
 
         A file has `bytes` and `modified` (ns since 1970); a folder of classes the number of its
-        images as `bytes`, and a digest of their names as `sha256`.
+        images as `bytes`, and as `sha256` a digest of the names of all images and of the labels,
+        shapes and pixels of three images.
+
+        Raises:
+            DataError: A file is missing or cannot be read.
         """
         found: dict[str, dict[str, Any]] = {}
         for path in self.paths:
             if self.kind == "folder":
                 images = ImageFolder.open(path)
-                names = "\n".join(str(image.relative_to(path)) for image in images.paths)
-                digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+                names = [str(image.relative_to(path)) for image in images.paths]
+                text = "\n".join([*names, image_fingerprint(images)])
+                digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
                 found[str(path)] = {"bytes": len(images), "modified": 0, "sha256": digest}
             else:
                 stat = require_regular(path)
                 found[str(path)] = {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
         return found
+
+
+def image_fingerprint(source: ImageSource) -> str:
+    """Return the number of images, and a digest of three of them with their labels and shapes."""
+
+    def content(index: int) -> bytes:
+        image = source.image(index)
+        return f"{source.label(index)} {image.shape} ".encode() + image.tobytes()
+
+    return fingerprint_of(len(source), content)
 
 
 def open_images(folder: str, *, classes: int, held_out: int = 0) -> ImageSplits:
@@ -258,8 +276,8 @@ def read_archive(file: Path) -> ImageArray:
     """Read and decode an archive of JPEG images of CIFAR-10.
 
     Raises:
-        DataError: The file is missing or damaged, an array is absent or does not fit the others,
-            or an image cannot be decoded; the text names the image by its number from 0.
+        DataError: The file is missing, damaged or empty, an array is absent or does not fit the
+            others, or an image cannot be decoded; the text names the image by its number from 0.
         ConfigError: Pillow is not installed.
     """
     arrays = _archive_arrays(file)
@@ -270,6 +288,8 @@ def read_archive(file: Path) -> ImageArray:
             f"{file}: {len(lengths)} lengths of {lengths.sum()} bytes and {len(arrays['labels'])} "
             f"labels do not fit a scan of {len(scan)} bytes; the file is damaged"
         )
+    if not len(lengths):
+        raise DataError(f"{file}: holds no images")
     header, ends = arrays["header"].tobytes(), np.cumsum(lengths)
     pixels = np.empty((len(lengths), CIFAR10_SIDE, CIFAR10_SIDE, 3), np.uint8)
     for index, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
@@ -288,14 +308,18 @@ def read_archive(file: Path) -> ImageArray:
 def _archive_arrays(file: Path) -> dict[str, NDArray[Any]]:
     require_regular(file)
     wanted = ("header", "scan", "lengths", "labels")
+    # numpy and zipfile raise errors of many classes for damaged files.
     try:
-        with open(file, "rb") as stream, np.load(stream) as archive:  # refuses pickles
-            absent = [name for name in wanted if name not in archive]
-            if absent:
-                raise DataError(f"{file}: has no array {absent[0]}; wanted {', '.join(wanted)}")
-            found = {name: archive[name] for name in wanted}
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        with open(file, "rb") as stream:
+            archive = np.load(stream)  # refuses pickles
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("a .npy file of one array")
+            found = {name: archive[name] for name in wanted if name in archive.files}
+    except Exception as error:
         raise DataError(f"{file}: not a readable .npz archive: {one_line(error)}") from error
+    for name in wanted:
+        if name not in found:
+            raise DataError(f"{file}: has no array {name}; wanted {', '.join(wanted)}")
     for name, array in found.items():
         kinds = "u" if name in ("header", "scan") else "iu"
         if array.ndim != 1 or array.dtype.kind not in kinds:
@@ -326,8 +350,8 @@ def decode(content: bytes, *, where: str) -> Pixels:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.asarray(image.convert("RGB"))
-    # Pillow raises these and, for headers, several others of its own.
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    # Pillow's readers raise errors of many classes for damaged files.
+    except Exception as error:
         raise DataError(f"{where}: not a readable image: {one_line(error)}") from error
 
 
@@ -342,7 +366,7 @@ class ImageFolder:
 
     @classmethod
     def open(cls, folder: Path) -> ImageFolder:
-        """List the classes and their files, both in the order of their names.
+        """List the classes and their images, both in the order of their names.
 
         Raises:
             DataError: There is no such folder, it has no classes, or a class has no images.
@@ -355,9 +379,12 @@ class ImageFolder:
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(names):
-            files = [folder / name / entry.name for entry in _listed(folder / name)]
+            files = _images_below(folder / name)
             if not files:
-                raise DataError(f"{folder / name}: a class without images")
+                raise DataError(
+                    f"{folder / name}: a class without images; their names end in "
+                    f"{', '.join(IMAGE_EXTENSIONS)}"
+                )
             paths += files
             labels += [label] * len(files)
         return cls(folder, tuple(names), tuple(paths), np.array(labels, np.int64))
@@ -382,6 +409,18 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed: {error.strerror}") from error
     return sorted(entries, key=lambda entry: entry.name)
+
+
+def _images_below(folder: Path) -> list[Path]:
+    """Return the images in a folder and the folders below it, sorted by folder and name."""
+    paths: list[Path] = []
+    for entry in _listed(folder):
+        # `is_dir` of a circle of links would raise `OSError`.
+        if is_folder(entry.path) if entry.is_symlink() else entry.is_dir():
+            paths += _images_below(folder / entry.name)
+        elif entry.name.lower().endswith(IMAGE_EXTENSIONS):
+            paths.append(folder / entry.name)
+    return paths
 
 
 _PATTERN = 4

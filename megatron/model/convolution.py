@@ -6,9 +6,12 @@ import math
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from megatron.model.init import initial_values, uniform_values
+from megatron.tensor_parallel.products import multiply, must_widen
 
 Filler = Literal["fan-in uniform", "fan-out normal", "normal 0.01"]
 """Distributions of initial weights.
@@ -24,10 +27,58 @@ class _Convolution(nn.Conv2d):
     def reset_parameters(self) -> None:
         pass
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if must_widen(input.dtype, input.device):
+            geometry = (self.stride, self.padding)
+            return _WidenedConvolution.apply(input, self.weight, self.bias, *geometry)
+        return super().forward(input)
+
+
+class _WidenedConvolution(torch.autograd.Function):
+    """A convolution of 16-bit tensors in fp32, which saves the 16-bit tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(images, weight)
+        ctx.stride, ctx.padding = stride, padding
+        wide_bias = None if bias is None else bias.float()
+        out = F.conv2d(images.float(), weight.float(), wide_bias, stride, padding)
+        return out.to(images.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        images, weight = ctx.saved_tensors
+        found = torch.ops.aten.convolution_backward(
+            grads[0].float(),
+            images.float(),
+            weight.float(),
+            bias_sizes=[weight.shape[0]],
+            stride=ctx.stride,
+            padding=ctx.padding,
+            dilation=[1, 1],
+            transposed=False,
+            output_padding=[0, 0],
+            groups=1,
+            output_mask=ctx.needs_input_grad[:3],
+        )
+        rounded = [None if grad is None else grad.to(images.dtype) for grad in found]
+        return (*rounded, None, None)
+
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return multiply(input, self.weight, self.bias)
 
 
 def convolution(

@@ -30,7 +30,7 @@ from megatron.model.dynamic_convolution import DynamicConvolution, Matrix
 from megatron.model.init import initial_values, set_parameter, uniform_values
 from megatron.model.label_smoothing import smoothed_sums
 from megatron.model.norm import LayerNorm
-from megatron.tensor_parallel.products import multiply
+from megatron.tensor_parallel.products import multiply, widen
 from megatron.tensor_parallel.rng import EMBEDDING_STREAM, DropoutStreams
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class EncoderAttention(nn.Module):
     ) -> torch.Tensor:
         """Attend: [b, t, c] -> [b, t, c]. `visible`: bool [b, 1, 1, s], False for padding."""
         context = F.scaled_dot_product_attention(
-            self._by_head(self.q_proj(hidden)),
-            keys,
-            values,
+            widen(self._by_head(self.q_proj(hidden))),
+            widen(keys),
+            widen(values),
             attn_mask=visible,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.out_proj(context.transpose(1, 2).flatten(2))
+        return self.out_proj(context.transpose(1, 2).flatten(2).to(hidden.dtype))
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(2, (self.heads, -1)).transpose(1, 2)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.dc_transformer_shapes import BLOCK
+from megatron.tensor_parallel.products import batched_product, multiply
 
 
 class Matrix(nn.Module):
@@ -71,11 +72,11 @@ class DynamicConvolution(nn.Module):
         assert self.padding == self.kernel_size - 1, "a later position would be needed"
         kernels = self.kernels(hidden)[:, 0]  # [b, h, k]
         taps = window.unflatten(2, (self.heads, -1)).permute(0, 2, 1, 3)  # [b, h, k, c / h]
-        return (kernels[:, :, None] @ taps).flatten(1)[:, None]
+        return batched_product(kernels[:, :, None], taps).flatten(1)[:, None]
 
     def kernels(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the kernels [b, t, h, k] of every position, in the dtype of `hidden`."""
-        logits = F.linear(hidden, self.weight_linear.weight)
+        logits = multiply(hidden, self.weight_linear.weight)
         logits = logits.unflatten(2, (self.heads, self.kernel_size))
         kernels = logits.softmax(-1, dtype=torch.float32)
         return F.dropout(kernels, self.weight_dropout, self.training).to(hidden.dtype)
@@ -100,14 +101,16 @@ def convolve(hidden: torch.Tensor, kernels: torch.Tensor, *, padding: int) -> to
     kernels = kernels.transpose(1, 2)  # [b, h, t, k]
     if length <= BLOCK:
         # Columns of positions outside the sentence are left out.
-        sums = band_matrix(kernels)[..., padding : padding + length] @ values
+        band = band_matrix(kernels)[..., padding : padding + length]
+        # Contiguous, as torch's own product stores its operands: memory plans count on it.
+        sums = batched_product(band, values.contiguous())
     else:
         blocks = -(-length // BLOCK)
         rest = blocks * BLOCK - length
         kernels = F.pad(kernels, (0, 0, 0, rest)).unflatten(2, (blocks, BLOCK))
         values = F.pad(values, (0, 0, padding, width - 1 - padding + rest))
         values = values.unfold(2, BLOCK + width - 1, BLOCK)  # [b, h, blocks, c / h, inputs]
-        sums = band_matrix(kernels) @ values.transpose(-1, -2)
+        sums = batched_product(band_matrix(kernels), values.transpose(-1, -2))
         sums = sums.flatten(2, 3)[:, :, :length]
     return sums.transpose(1, 2).flatten(2)
 

@@ -41,7 +41,8 @@ SMALLEST_IMAGE = 32
 class Layer:
     """A layer with parameters.
 
-    `positions` is the number of pixels of the layer's output, for which each weight is used once.
+    `positions` is the number of pixels of the layer's output, for which each weight is used once:
+    a normalization has so many values of each channel of an image.
     """
 
     name: str
@@ -91,17 +92,17 @@ def wide_resnet_layers(
     layers = [_convolution("conv0", 3, channels, 3, size)]
     for group, outputs in enumerate(scaled(WIDE_RESNET_GROUPS, width)):
         for block in range(blocks):
-            name = f"groups.{group}.{block}"
+            name, before = f"groups.{group}.{block}", size
             if group and not block:
                 size = _halved(size)
             layers += [
-                _norm(f"{name}.bn1", channels),
+                _norm(f"{name}.bn1", channels, before),
                 _convolution(f"{name}.conv1", channels, outputs, 3, size),
-                _norm(f"{name}.bn2", outputs),
+                _norm(f"{name}.bn2", outputs, size),
                 _convolution(f"{name}.conv2", outputs, outputs, 3, size),
             ]
             channels = outputs
-    return [*layers, _norm("bn", channels), _linear("fc", channels, classes)]
+    return [*layers, _norm("bn", channels, size), _linear("fc", channels, classes)]
 
 
 def blocks_of_group(depth: int) -> int:
@@ -153,7 +154,7 @@ def wide_resnet101_layers(
     size = _halved((height, image_width))
     planes_of_stages = scaled(RESNET_PLANES, width)
     channels = planes_of_stages[0]
-    layers = [_convolution("conv1", 3, channels, 7, size), _norm("bn1", channels)]
+    layers = [_convolution("conv1", 3, channels, 7, size), _norm("bn1", channels, size)]
     size = _halved(size)  # the maximum pooling
     stages = zip(RESNET101_BLOCKS, planes_of_stages, strict=True)
     for stage, (blocks, planes) in enumerate(stages, 1):
@@ -164,16 +165,16 @@ def wide_resnet101_layers(
                 size = _halved(size)
             layers += [
                 _convolution(f"{name}.conv1", channels, inner, 1, before),
-                _norm(f"{name}.bn1", inner),
+                _norm(f"{name}.bn1", inner, before),
                 _convolution(f"{name}.conv2", inner, inner, 3, size),
-                _norm(f"{name}.bn2", inner),
+                _norm(f"{name}.bn2", inner, size),
                 _convolution(f"{name}.conv3", inner, outputs, 1, size),
-                _norm(f"{name}.bn3", outputs),
+                _norm(f"{name}.bn3", outputs, size),
             ]
             if not block:
                 layers += [
                     _convolution(f"{name}.downsample.0", channels, outputs, 1, size),
-                    _norm(f"{name}.downsample.1", outputs),
+                    _norm(f"{name}.downsample.1", outputs, size),
                 ]
             channels = outputs
     return [*layers, _linear("fc", channels, classes)]
@@ -218,8 +219,10 @@ def _convolution(
     )
 
 
-def _norm(name: str, channels: int) -> Layer:
-    return Layer(name=name, kind="norm", inputs=channels, outputs=channels)
+def _norm(name: str, channels: int, size: tuple[int, int]) -> Layer:
+    return Layer(
+        name=name, kind="norm", inputs=channels, outputs=channels, positions=math.prod(size)
+    )
 
 
 def _linear(name: str, inputs: int, outputs: int) -> Layer:

@@ -162,6 +162,20 @@ def _depth_is_whole_blocks(c: VisionConfig) -> Complaint:
     return f"num_layers {depth} is not 6 n + 4; nearest: {below}, {below + 6}"
 
 
+def _batch_norm_has_a_variance(c: VisionConfig) -> Complaint:
+    if c.training.micro_batch_size > 1 or c.training.skip_train:
+        return None
+    norms = (layer for layer in c.model.layers() if layer.kind == "norm")
+    single = [norm.name for norm in norms if norm.positions == 1]
+    if not single:
+        return None
+    return (
+        f"micro_batch_size 1 with vision_backbone_type {c.model.vision_backbone_type}, img_h "
+        f"{c.model.img_h} and img_w {c.model.img_w}: batch normalization {single[0]} has one value "
+        "of each channel, and needs two; give --micro-batch-size 2 or larger images"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(Config):
     """Every setting of a run that trains an image classifier."""
@@ -174,7 +188,7 @@ class VisionConfig(Config):
     example: ClassVar[str] = "configs/wrn28_2_cifar10.yaml"
     refused_pairs: ClassVar[tuple[RefusedPair, ...]] = VISION_PAIRS
     alternatives: ClassVar[tuple[Alternatives, ...]] = VISION_ALTERNATIVES
-    rules: ClassVar = (_depth_is_whole_blocks,)
+    rules: ClassVar = (_depth_is_whole_blocks, _batch_norm_has_a_variance)
 
     def own_notices(self) -> Iterator[str]:
         """Yield lines about settings that are not read."""

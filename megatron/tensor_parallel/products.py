@@ -36,7 +36,7 @@ def multiply(
     """
     if _one_dnn_serves(inputs, weight):
         return _OneDnnLinear.apply(inputs, weight, bias)
-    if _must_widen(inputs):
+    if must_widen(inputs.dtype, inputs.device):
         return _WidenedLinear.apply(inputs, weight, bias)
     return F.linear(inputs, weight, bias)
 
@@ -51,9 +51,37 @@ def product(
     """
     if _one_dnn_serves(left, right):
         return _product(left, right, bias)
-    if _must_widen(left):
+    if must_widen(left.dtype, left.device):
         return _widened_product(left, right, bias)
     return F.linear(left, right, bias)
+
+
+def batched_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compute `left @ right`: [..., n, k] and [..., k, m], of the same batches -> [..., n, m]."""
+    if must_widen(left.dtype, left.device):
+        return _WidenedBatchedProduct.apply(left, right)
+    return left @ right
+
+
+def must_widen(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether products of a dtype on a device are computed in fp32 instead.
+
+    True on a CPU without multiply-add units for the dtype; see `megatron.processor`.
+    """
+    # Compiled code keeps torch's functions, for which the compiler has its own kernels.
+    return (
+        not torch.compiler.is_compiling()
+        and device.type == "cpu"
+        and not multiplies_natively(dtype)
+    )
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an operand of a product in the dtype of the arithmetic: fp32 where `must_widen`.
+
+    Casts are differentiable. The caller casts the result back.
+    """
+    return tensor.float() if must_widen(tensor.dtype, tensor.device) else tensor
 
 
 def _one_dnn_serves(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -64,15 +92,6 @@ def _one_dnn_serves(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
         and inputs.numel() * weight.shape[0] >= _WORTHWHILE
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
-
-
-def _must_widen(inputs: torch.Tensor) -> bool:
-    # Compiled code keeps `F.linear`, for which the compiler has its own kernels.
-    return (
-        not torch.compiler.is_compiling()
-        and inputs.device.type == "cpu"
-        and not multiplies_natively(inputs.dtype)
     )
 
 
@@ -134,6 +153,27 @@ class _WidenedLinear(torch.autograd.Function):
                 grad_weight[part] = some.t() @ rows
         grad_inputs = None if sums is None else sums.to(inputs.dtype).view(inputs.shape)
         return grad_inputs, grad_weight, grad.sum(0) if ctx.has_bias else None
+
+
+class _WidenedBatchedProduct(torch.autograd.Function):
+    """Products of 16-bit matrices in fp32, which save the 16-bit matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        return (left.float() @ right.float()).to(left.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        left, right = ctx.saved_tensors
+        wants_left, wants_right = ctx.needs_input_grad
+        grad, grad_left, grad_right = grads[0].float(), None, None
+        if wants_left:
+            grad_left = (grad @ right.float().transpose(-1, -2)).to(left.dtype)
+        if wants_right:
+            grad_right = (left.float().transpose(-1, -2) @ grad).to(right.dtype)
+        return grad_left, grad_right
 
 
 def _widened_product(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -150,3 +152,30 @@ def test_fingerprints_tell_other_images_apart() -> None:
     changed.labels[0] = 9
     other.source = changed
     assert one.fingerprint() != other.fingerprint()
+    source = numbered()
+    found = {one.fingerprint()}
+    for pixels, labels in (
+        (source.pixels, source.labels + 256),
+        (source.pixels.reshape(COUNT, 16, 64, 3), source.labels),
+        (255 - source.pixels, source.labels),
+    ):
+        other.source = ImageArray(pixels, labels)
+        found.add(other.fingerprint())
+    assert len(found) == 4
+
+
+def test_normalized_images_are_written_once() -> None:
+    """One array of fp32 is made, with the values of the formula to the bit."""
+    made = transform(mean=(125.3, 123.0, 113.9), std=(63.0, 62.1, 66.7))
+    images = np.random.default_rng(0).integers(0, 256, (50, 32, 32, 3), np.uint8)
+    tracemalloc.start()
+    try:
+        found = made.normalize(images)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    mean, std = np.array(made.mean, np.float32), np.array(made.std, np.float32)
+    assert np.array_equal(found, ((images - mean) / std).transpose(0, 3, 1, 2))
+    assert found.flags.c_contiguous
+    # numpy casts its operands through buffers of a fixed size.
+    assert found.nbytes <= peak < 1.5 * found.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron.data.images import (
     MockImages,
     mock_splits,
     open_images,
+    read_archive,
 )
 from megatron.data.indexed_dataset import changes
 from megatron.errors import ConfigError, DataError
@@ -29,9 +29,6 @@ from tests.data.image_files import (
     write_cifar10,
     write_folder,
 )
-
-JPEG_IMAGES = os.environ.get("CIFAR10_JPEG", "")
-"""A folder with the whole data set as JPEG archives, for a test of its own."""
 
 
 def refused(folder: Path, **options: int) -> str:
@@ -98,8 +95,16 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     assert f"{train}: not a readable .npz archive" in refused(tmp_path)
     train.write_bytes(b"")
     assert str(train) in refused(tmp_path)
+    np.save(tmp_path / "one.npy", labels_of(12))
+    train.write_bytes((tmp_path / "one.npy").read_bytes())
+    assert f"{train}: not a readable .npz archive: a .npy file" in refused(tmp_path)
 
     assert "has no array labels" in rewritten(labels=None)
+    nothing = np.zeros(0, np.uint8)
+    message = rewritten(scan=nothing, lengths=nothing, labels=nothing)
+    assert message == f"{train}: holds no images"
+    assert "scan is uint8 [1, 7]" in rewritten(scan=np.zeros((1, 7), np.uint8))
+    assert "header is int64" in rewritten(header=np.zeros(7, np.int64))
     assert "lengths is float64" in rewritten(lengths=np.ones(12))
     assert "label 10" in rewritten(labels=np.full(12, 10))
     assert "11 labels do not fit" in rewritten(labels=labels_of(11))
@@ -110,6 +115,27 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     assert f"{train}: image 0: not a readable image" in message
     message = rewritten(**archive_arrays(smooth_images(12, seed=1, side=16), labels_of(12)))
     assert f"{train}: image 0: is 16 x 16 pixels" in message
+
+
+def test_any_damage_of_an_archive_is_named_or_harmless(tmp_path: Path) -> None:
+    write_archives(tmp_path)
+    train, random = tmp_path / "train.npz", np.random.default_rng(1)
+    whole, told = train.read_bytes(), 0
+    for round_ in range(100):
+        damaged = bytearray(whole)
+        if round_ % 4 == 0:
+            del damaged[random.integers(len(whole)) :]
+        else:
+            for place in random.integers(len(whole), size=3):
+                damaged[place] ^= random.integers(1, 256)
+        train.write_bytes(damaged)
+        try:
+            read_archive(train)
+        except DataError as error:
+            assert str(train) in str(error) and str(error).isprintable()
+            told += 1
+    # Bytes of the padding of zip and of its dates may differ without harm.
+    assert told >= 90
 
 
 def test_archives_with_pickles_are_refused(tmp_path: Path) -> None:
@@ -166,6 +192,75 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
         images.image(1)
 
 
+@pytest.mark.parametrize("extension", ["png", "jpg", "tif", "bmp", "webp", "ppm"])
+def test_any_damage_of_a_file_is_named_or_harmless(extension: str, tmp_path: Path) -> None:
+    path, random = tmp_path / "a" / f"000.{extension}", np.random.default_rng(1)
+    path.parent.mkdir()
+    Image.fromarray(smooth_images(1, seed=1)[0]).save(path)
+    images, whole, told = ImageFolder.open(tmp_path), path.read_bytes(), 0
+    for round_ in range(100):
+        damaged = bytearray(whole)
+        if round_ % 4 == 0:
+            del damaged[random.integers(len(whole)) :]
+        else:
+            for place in random.integers(min(len(whole), 200), size=3):
+                damaged[place] ^= random.integers(1, 256)
+        path.write_bytes(damaged)
+        try:
+            images.image(0)
+        except DataError as error:
+            assert str(path) in str(error) and str(error).isprintable()
+            told += 1
+    assert told >= 25, "each truncated file"
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError, Image.DecompressionBombError])
+def test_every_error_of_pillow_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    write_folder(tmp_path, {"a": 1}, seed=1)
+
+    def broken(*args: object) -> None:
+        raise error("while it decodes")
+
+    monkeypatch.setattr(Image, "open", broken)
+    with pytest.raises(DataError, match="000.png: not a readable image: .*while it decodes"):
+        ImageFolder.open(tmp_path).image(0)
+
+
+def test_a_decompression_bomb_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, {"a": 1}, seed=1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 32 * 32 // 2 - 1)
+    with pytest.raises(DataError, match="000.png: not a readable image: Image size"):
+        ImageFolder.open(tmp_path).image(0)
+
+
+def test_files_without_an_images_extension_are_no_images(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 2, "b": 1}, seed=1)
+    for name in ("Thumbs.db", "list.txt", ".hidden.png", "000.png.md5"):
+        (tmp_path / "a" / name).write_text("no image")
+    (tmp_path / "README.md").write_text("beside the classes")
+    (tmp_path / "a" / "more").mkdir()
+    shutil.move(tmp_path / "a" / "001.png", tmp_path / "a" / "more" / "x.JPeG")
+    found = ImageFolder.open(tmp_path)
+    names = [str(path.relative_to(tmp_path)) for path in found.paths]
+    assert names == ["a/000.png", "a/more/x.JPeG", "b/000.png"]
+    assert found.names == ("a", "b") and labels_in(found) == [0, 0, 1]
+    found.image(1)  # the content tells the format
+    (tmp_path / "b" / "000.png").rename(tmp_path / "b" / "000.gif")
+    with pytest.raises(DataError, match=r"b: a class without images; their names end in \.jpg"):
+        ImageFolder.open(tmp_path)
+
+
+def test_a_circle_of_links_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"a": 1}, seed=1)
+    (tmp_path / "a" / "again").symlink_to(tmp_path / "a")
+    with pytest.raises(DataError, match="again.*: cannot be looked at: Too many levels"):
+        ImageFolder.open(tmp_path)
+
+
 def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_archives(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
@@ -191,6 +286,20 @@ def test_facts_tell_that_images_changed(tmp_path: Path) -> None:
     shutil.move(tmp_path / "folder/train/a/001.png", tmp_path / "folder/train/a/002.png")
     (change,) = changes(before, ImageFiles.find(str(tmp_path / "folder")).facts())
     assert change == f"{tmp_path / 'folder' / 'train'}: other contents"
+
+
+def test_facts_tell_labels_shapes_and_pixels(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_folder(tmp_path / split, {"a": 1, "b": 1}, seed=1)
+    first = tmp_path / "train" / "a" / "000.png"
+    pixels = np.asarray(Image.open(first))
+    before = ImageFiles.find(str(tmp_path)).facts()
+    for changed in (pixels.reshape(64, 16, 3), 255 - pixels):
+        Image.fromarray(changed).save(first)
+        (change,) = changes(before, ImageFiles.find(str(tmp_path)).facts())
+        assert change == f"{tmp_path / 'train'}: other contents"
+    Image.fromarray(pixels).save(first)
+    assert changes(before, ImageFiles.find(str(tmp_path)).facts()) == []
 
 
 def test_held_out_images_are_part_of_training_for_nobody(tmp_path: Path) -> None:
@@ -234,9 +343,8 @@ def test_mock_images_show_their_classes() -> None:
         assert distances.argmin() == label
 
 
-@pytest.mark.skipif(not JPEG_IMAGES, reason="CIFAR10_JPEG names no folder of JPEG archives")
-def test_the_real_archive_is_read() -> None:
-    found = open_images(JPEG_IMAGES, classes=10, held_out=5000)
+def test_the_real_archive_is_read(shared_data: Path) -> None:
+    found = open_images(str(shared_data / "cifar10-jpeg"), classes=10, held_out=5000)
     assert np.bincount(labels_in(found.test)).tolist() == [1000] * 10
     assert (len(found.train), len(found.valid)) == (45_000, 5_000)
     mean = np.stack([found.test.image(i) for i in range(2000)]).mean(axis=(0, 1, 2))

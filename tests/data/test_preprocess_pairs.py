@@ -20,9 +20,6 @@ from megatron.errors import ConfigError, DataError
 from tests.data.translation_data import made_up_pairs, write_archive, write_data
 from tools.preprocess_pairs import main
 
-_ARCHIVE = Path("shared", "data", "tatoeba-de-en", "deu-eng.zip")
-TATOEBA = next((p / _ARCHIVE for p in Path(__file__).parents if (p / _ARCHIVE).is_file()), None)
-
 
 def flags(folder: Path, **changes: str) -> list[str]:
     given = {
@@ -321,10 +318,9 @@ def test_merges_out_of_range_are_refused() -> None:
         train_pair_bpe(["a"], merges=2_000_000)
 
 
-@pytest.mark.skipif(TATOEBA is None, reason="the archive of Tatoeba is not here")
-def test_tatoebas_archive_is_read() -> None:
-    assert TATOEBA is not None
-    found = read_tatoeba(TATOEBA, source_lang="de", target_lang="en")
+def test_tatoebas_archive_is_read(shared_data: Path) -> None:
+    archive = shared_data / "tatoeba-de-en" / "deu-eng.zip"
+    found = read_tatoeba(archive, source_lang="de", target_lang="en")
     assert len(found.pairs) == 169_813 and found.empty == 0
     assert (found.pairs[0].source, found.pairs[0].target) == ("Hallo!", "Hi.")
 

@@ -12,6 +12,8 @@ from megatron.parallel.groups import ALONE, ProcessGroups
 from tests.ranks import Ranks
 
 CHANNELS = 6
+VALUES = 5 * 7 * 3
+"""Values of each channel in a batch of `images`."""
 
 
 def pair() -> tuple[BatchNorm2d, nn.BatchNorm2d]:
@@ -29,40 +31,76 @@ def images(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (3 * torch.randn(5, CHANNELS, 7, 3, generator=generator) + 2).to(dtype)
 
 
+def rounding(terms: torch.Tensor) -> float:
+    """The largest difference of fp32 sums of VALUES terms each that are added in two orders.
+
+    Each of the additions rounds a partial sum, which is at most VALUES times the largest term, by
+    half of epsilon; both orders may be wrong.
+    """
+    return VALUES * torch.finfo(torch.float32).eps * VALUES * float(terms.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_is_torchs_in_fp32(dtype: torch.dtype) -> None:
     ours, theirs = pair()
     buffers = BufferSet(batch_norm_buffers(ours), ALONE)
 
-    def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    def close(found: torch.Tensor, expected: torch.Tensor, *terms: torch.Tensor) -> None:
+        """Compare means, or other sums over VALUES that are divided by VALUES."""
+        assert found.dtype == expected.dtype
         if dtype == torch.float32:
-            assert torch.equal(found, expected)
+            assert torch.equal(found, expected), "the same kernel"
             return
-        # Kernels for 16-bit images sum in fp32 in another order: one rounding of the result, and
-        # fp32 rounding where terms cancel.
-        rtol = 1.01 * torch.finfo(expected.dtype).eps if found.dtype == dtype else 1e-4
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
+        # Kernels for 16-bit images compute in fp32, in another order; a 16-bit result is rounded
+        # once more, to one of two neighbours.
+        rtol = torch.finfo(dtype).eps if found.dtype == dtype else 0.0
+        atol = sum(rounding(each) for each in terms) / VALUES
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
     for seed in range(3):
         mine, other = images(dtype, seed).requires_grad_(), images(dtype, seed).requires_grad_()
         made, wanted = ours(mine), theirs(other.float())
-        assert made.dtype == dtype
-        close(made, wanted.to(dtype))
-        (made.float() * wanted.detach()).sum().backward()
-        (wanted.to(dtype).float() * wanted.detach()).sum().backward()
+        upstream = wanted.detach()
+        (made.float() * upstream).sum().backward()
+        (wanted.to(dtype).float() * upstream).sum().backward()
         assert mine.grad is not None and other.grad is not None
-        close(mine.grad, other.grad)
-        for name in ("weight", "bias"):
-            close(getattr(ours, name).grad, getattr(theirs, name).grad)
+        values = mine.detach().float()
+        std, mean = torch.std_mean(values, dim=(0, 2, 3), keepdim=True, correction=0)
+        unit = (values - mean) / std
+        weight = ours.weight.detach().view(1, -1, 1, 1)
+        close(made, wanted.to(dtype), unit * weight, ours.bias.detach())
+        # The gradient of the images is weight / std * (g - mean(g) - unit * mean(g * unit)).
+        factor, kept = weight / std, (upstream * unit).abs().mean((0, 2, 3), keepdim=True)
+        close(mine.grad, other.grad, 2 * factor * upstream, factor * unit * kept)
+        close(ours.weight.grad, theirs.weight.grad, VALUES * upstream * unit)
+        close(ours.bias.grad, theirs.bias.grad, VALUES * upstream)
         buffers.commit()
         statistics = dict(theirs.named_buffers())
-        close(ours.running_mean, statistics["running_mean"])
-        # Unbiased: over 5 x 7 x 3 - 1.
-        close(ours.running_var, statistics["running_var"])
+        close(ours.running_mean, statistics["running_mean"], values)
+        # Unbiased: over VALUES - 1.
+        close(ours.running_var, statistics["running_var"], (values - mean).square())
     for module in (ours, theirs):
         module.eval()
-    close(ours(images(dtype, 9)), theirs(images(dtype, 9).float()).to(dtype))
+    new = images(dtype, 9)
+    scale = ours.weight.detach() / ours.running_var.sqrt()
+    terms = (new.float() * scale.view(1, -1, 1, 1), ours.running_mean * scale, ours.bias.detach())
+    close(ours(new), theirs(new.float()).to(dtype), *terms)
     assert all(tensor.dtype == torch.float32 for _, tensor in buffers.tensors())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_a_step_of_one_rank_has_torchs_statistics_after_as_many_calls(microbatches: int) -> None:
+    ours, theirs = pair()
+    buffers = BufferSet(batch_norm_buffers(ours), ALONE)
+    for step in range(3):
+        for number in range(microbatches):
+            batch = images(torch.float32, 10 * step + number)
+            ours(batch)
+            theirs(batch)
+        buffers.commit()
+        for name, expected in theirs.named_buffers():
+            if name != "num_batches_tracked":
+                assert torch.equal(getattr(ours, name), expected), name
 
 
 def test_statistics_change_with_a_committed_step_alone() -> None:
@@ -121,3 +159,26 @@ def test_a_commit_is_one_mean_over_ranks(ranks: Ranks) -> None:
     # All-reduce of two vectors at once; without buffers, and after a skipped step, nothing.
     assert [rank["quiet"] for rank in found] == [0, 0]
     assert [rank["sent"] for rank in found] == [2 * CHANNELS * 4] * 2
+
+
+def after_a_step(groups: ProcessGroups) -> torch.Tensor:
+    """The running mean after a step of two microbatches, spread over the ranks."""
+    norm = BatchNorm2d(CHANNELS, device="cpu")
+    nn.init.ones_(norm.weight)
+    nn.init.zeros_(norm.bias)
+    buffers = BufferSet(batch_norm_buffers(norm), groups.dp)
+    for number in range(groups.dp.rank, 2, groups.dp.size):
+        norm(images(torch.float32, number))
+    buffers.commit()
+    return norm.running_mean.clone()
+
+
+def test_statistics_depend_on_how_many_ranks_share_the_microbatches(ranks: Ranks) -> None:
+    """Two microbatches of a rank weigh 0.09 and 0.1, those of two ranks 0.1 / 2 each."""
+    means = [images(torch.float32, number).mean((0, 2, 3)) for number in range(2)]
+    weights = {1: (0.9 * 0.1, 0.1), 2: (0.05, 0.05)}
+    for world, shares in weights.items():
+        expected = shares[0] * means[0] + shares[1] * means[1]
+        for found in ranks.run(world, after_a_step):
+            atol = rounding(images(torch.float32, 0)) / VALUES
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)

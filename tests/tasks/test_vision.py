@@ -371,6 +371,12 @@ def test_missing_and_wrong_images_are_told_with_their_exit_codes(
     assert "has 10 classes, num_classes is 11" in capfd.readouterr().err
     assert code_of(f"{short} --tensor-model-parallel-size 2", tmp_path / "d") == 2
     assert "tensor_model_parallel_size 2" in capfd.readouterr().err
+    # Before anything of the wide network is allocated.
+    one = "--vision-backbone-type wide-resnet101 --width-factor 1 --micro-batch-size 1"
+    depth = f"{short} --num-layers none {one}"
+    assert code_of(depth, tmp_path / "one") == 2
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1 and "batch normalization layer4.0.bn2 has one value" in told
 
     good = f"{short} --data-path {tmp_path / 'images'}"
     assert code_of(good, tmp_path / "e") == 0

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from megatron.config import parse, resolve, to_yaml
 from megatron.errors import ConfigError
-from megatron.model.image_shapes import parameter_count
+from megatron.model.batch_norm import BatchNorm2d
+from megatron.model.image_shapes import parameter_count, wide_resnet101_layers
+from megatron.model.resnet import WideResNet101
 from megatron.optimizer.build import learning_rate
 from megatron.tasks.vision_config import VisionConfig
 from pretrain_gpt import GRADIENT_PATHS
@@ -125,6 +128,47 @@ def test_a_resolved_configuration_reads_back(tmp_path: Path) -> None:
 )
 def test_wrong_values_are_refused_by_name(flags: str, told: str) -> None:
     assert told in refused(flags)
+
+
+ONE_IMAGE = "--vision-backbone-type wide-resnet101 --micro-batch-size 1"
+
+
+def test_batch_norm_of_one_value_is_refused() -> None:
+    message = refused(f"{ONE_IMAGE} --img-h 32 --img-w 32")
+    assert message == (
+        "micro_batch_size 1 with vision_backbone_type wide-resnet101, img_h 32 and img_w 32: batch "
+        "normalization layer4.0.bn2 has one value of each channel, and needs two; give "
+        "--micro-batch-size 2 or larger images"
+    )
+    for legal in (
+        f"{ONE_IMAGE} --img-h 32 --img-w 33",
+        f"{ONE_IMAGE} --img-h 32 --img-w 32 --micro-batch-size 2",
+        f"{ONE_IMAGE} --img-h 32 --img-w 32 --skip-train",
+        "--micro-batch-size 1 --img-h 32 --img-w 32",
+        "--micro-batch-size 1 --img-h 32 --img-w 32 --vision-backbone-type vgg19",
+    ):
+        read(legal)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (32, 33), (33, 33), (40, 57)])
+def test_the_rule_refuses_what_torch_refuses(size: tuple[int, int]) -> None:
+    """The size of a map at a normalization is counted as the network computes it."""
+    network = WideResNet101(classes=3, seed=1, width=1 / 16)
+    layers = wide_resnet101_layers(classes=3, width=1 / 16, height=size[0], image_width=size[1])
+    counted = {layer.name: layer.positions for layer in layers if layer.kind == "norm"}
+    found: dict[str, int] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, BatchNorm2d):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: found.update({name: inputs[0][0, 0].numel()})
+            )
+    network(torch.randn(2, 3, *size))
+    assert found == counted
+    if 1 in found.values():
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            network(torch.randn(1, 3, *size))
+    else:
+        network(torch.randn(1, 3, *size))
 
 
 def test_a_run_may_not_write_among_its_images(tmp_path: Path) -> None:

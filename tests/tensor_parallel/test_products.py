@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.tensor_parallel import products as module
 from megatron.tensor_parallel.collectives import UNCUT
 from megatron.tensor_parallel.layers import ColumnParallelLinear
-from megatron.tensor_parallel.products import multiply
+from megatron.tensor_parallel.products import batched_product, multiply
 
 
 @pytest.fixture
@@ -126,3 +126,21 @@ def test_a_cut_layer_widens_as_a_whole_one(widened: None) -> None:
     assert torch.equal(
         module.product(inputs, weight), (inputs.float() @ weight.float().t()).bfloat16()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_widened_batched_products_are_rounded_once(widened: None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = [(2, 3, 5, 16), (2, 3, 16, 4)]
+    ours = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in ours]
+    got, expected = batched_product(*ours), exact[0] @ exact[1]
+    half = torch.finfo(dtype).eps / 2 * 1.01
+    torch.testing.assert_close(got.double(), expected, rtol=half, atol=1e-5)
+    upstream = torch.randn(got.shape).to(dtype)
+    grads = torch.autograd.grad(got, ours, upstream)
+    for mine, wanted in zip(
+        grads, torch.autograd.grad(expected, exact, upstream.double()), strict=True
+    ):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), wanted, rtol=half, atol=1e-5)

@@ -66,7 +66,7 @@ class Unwidened:
 @contextlib.contextmanager
 def _unwidened() -> Iterator[None]:
     with (
-        mock.patch.object(products, "_must_widen", lambda inputs: False),
+        mock.patch.object(products, "must_widen", lambda dtype, device: False),
         mock.patch.object(attention, "blocked_attention_serves", lambda query: False),
     ):
         yield
