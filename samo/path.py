@@ -73,7 +73,7 @@ class SamoPath(GradientPath):
         groups: ProcessGroups,
         saved: CheckpointView | None = None,
     ) -> PathParts:
-        from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.encoded_wire import open_exchange
         from megatron.data_parallel.reduce_scatter import mean_reducer
         from samo.layout import CompressedLayout
         from samo.model_parts import ModelParts
@@ -93,7 +93,8 @@ class SamoPath(GradientPath):
                 _check_dense(options, shapes)
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
-        layout, reducer = parts.raise_on_all_ranks(draw), mean_reducer(config, Exchange(groups.dp))
+        layout = parts.raise_on_all_ranks(draw)
+        reducer = mean_reducer(config, open_exchange(config, groups))
         return PathParts(
             layout=layout,
             reducer=reducer,

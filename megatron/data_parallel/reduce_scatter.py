@@ -33,6 +33,8 @@ def sums_gradients(config: Config) -> bool:
     # A rank's term of a sum is smaller than its term of a mean, so in fp16 it overflows later.
     # Paths that keep a residual compare it with means.
     precision = config.precision
+    if config.gradient.grad_wire is not None:
+        return False  # it encodes means
     if precision.param_dtype != "float16":
         return precision.predivide_loss
     return precision.predivide_loss or config.gradient.grad_path in SUMMABLE
@@ -41,10 +43,11 @@ def sums_gradients(config: Config) -> bool:
 def mean_reducer(config: Config, exchange: Exchange) -> AllReduceReducer:
     """Return the reducer of a path that averages whole buckets."""
     divides = not sums_gradients(config)
+    feedback = config.gradient.keeps_rounding
     if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
-        return ReduceScatterReducer(exchange, divides)
+        return ReduceScatterReducer(exchange, divides, feedback=feedback)
     most = config.offload.chunk if config.offload.optimizer_cpu_offload else None
-    return AllReduceReducer(exchange, divides, most)
+    return AllReduceReducer(exchange, divides, most, feedback)
 
 
 @dataclass
@@ -70,7 +73,8 @@ class ReduceScatterReducer(AllReduceReducer):
         exchange: Collectives over data-parallel ranks.
         divides: If False, sum instead of average.
         scatter: Reduce-scatter; otherwise all-reduce whole buckets. None: reduce-scatter on a GPU
-            only.
+            only, if the exchange sends values as they are: an encoded mean is all-reduced.
+        feedback: As for `AllReduceReducer`.
 
     With an all-reduce, every sum and the norm equal those of the plain path to the last bit. With a
     reduce-scatter, sums of more than two terms are equal up to rounding, since the order of a
@@ -78,12 +82,17 @@ class ReduceScatterReducer(AllReduceReducer):
     """
 
     def __init__(
-        self, exchange: Exchange, divides: bool = True, scatter: bool | None = None
+        self,
+        exchange: Exchange,
+        divides: bool = True,
+        scatter: bool | None = None,
+        feedback: bool = False,
     ) -> None:
-        super().__init__(exchange, divides)
+        super().__init__(exchange, divides, feedback=feedback)
         self.scatter = scatter
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
+        super().attach(buckets, layout)
         ranks = self.exchange.ranks
         if ranks == 1:
             return
@@ -101,6 +110,7 @@ class ReduceScatterReducer(AllReduceReducer):
         # against 108 ms, 442 against 166 ms). An all-to-all sends half as much in 0.8 of the time,
         # but needs receive buffers, and sharding is meant to save memory.
         scatter = self.scatter if self.scatter is not None else bucket.grad.is_cuda
+        scatter = scatter and self.exchange.is_exact
         if bucket.shard is None or bucket.storage is None or not scatter:
             return super().reduce(bucket, step)
         own = bucket.shard.where
