@@ -67,9 +67,10 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's variables.
+    """Return the launch by the launcher's variables; one rank without a launcher.
 
-    Raises `ConfigError` naming a variable that is missing or malformed.
+    Raises `ConfigError` naming a variable that is missing, malformed or contradicts another, or an
+    OMP_NUM_THREADS that OpenMP libraries do not accept.
     """
     env = os.environ if environ is None else environ
     _check_threads(env.get("OMP_NUM_THREADS", ""))
@@ -85,7 +86,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _check_threads(text: str) -> None:
-    """Refuse values at which OpenMP libraries hang or which they ignore."""
+    """Raise `ConfigError` for values that make OpenMP libraries hang, or that they ignore."""
     if text and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
         raise ConfigError(
             f"OMP_NUM_THREADS={text!r}: must be a whole number, 1 or more; or unset it"
@@ -93,7 +94,7 @@ def _check_threads(text: str) -> None:
 
 
 def _check_agreement(env: Mapping[str, str]) -> None:
-    """Refuse a process to which two launchers give different ranks."""
+    """Raise `ConfigError` if two launchers give this process different ranks."""
     slurm = [_SLURM_VARIABLES] if _is_slurm_task(env) else []
     present = [names for names in (*slurm, *(n[:2] for n in _MPI_VARIABLES)) if names[0] in env]
     for names in present[1:]:
@@ -225,7 +226,7 @@ def _first_host(env: Mapping[str, str]) -> str:
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Shortest and longest pause between two polls, in seconds."""
 LATE = 1 / 16
-"""Largest pause, as a share of the time waited so far."""
+"""Pause between two polls, as a share of the time waited so far, within these bounds."""
 _ADDRESS_BYTES = 300
 _START_SECONDS, _LEAVE_SECONDS = 300.0, 60.0
 
@@ -245,7 +246,7 @@ def poll(done: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def require_mpi(launch: Launch, *, seconds: float = _START_SECONDS) -> None:
-    """Start MPI within `seconds`, and refuse a start whose launcher gave the ranks no MPI.
+    """Start MPI within `seconds`; raise `ConfigError` unless the launcher gave MPI all ranks.
 
     All ranks reach the same result. Imports no torch.
     """
@@ -276,10 +277,11 @@ def _ends_within(seconds: float) -> Iterator[None]:
 
 
 def open_mpi(*, instead_of: str = "", seconds: float = _START_SECONDS) -> ModuleType:
-    """Return mpi4py's module. Its first import starts MPI and may take `seconds`.
+    """Return mpi4py's module. Its first import starts MPI.
 
-    `instead_of` names alternatives for the error message. Raises `ConfigError` if mpi4py is not
-    installed or if its MPI lets only one thread call it.
+    The process ends with exit code 1 if the start takes longer than `seconds`, at most 300.
+    `instead_of` names alternatives for the error message. Raises `ConfigError` if mpi4py or an MPI
+    library is not installed, or if MPI lets only one thread call it.
     """
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None:
@@ -309,7 +311,7 @@ def _import_mpi(instead_of: str) -> ModuleType:
 
 
 def check_threads(granted: int, needed: int, library: str) -> None:
-    """Refuse an MPI library in which a second thread may not make calls."""
+    """Raise `ConfigError` for an MPI library in which a second thread may not make calls."""
     if granted < needed:
         name = library.splitlines()[0].strip() if library else "MPI"
         raise ConfigError(
@@ -320,7 +322,7 @@ def check_threads(granted: int, needed: int, library: str) -> None:
 
 
 def check_world(launch: Launch, *, rank: int, size: int) -> None:
-    """Refuse an MPI world that differs from the launcher's: messages go by MPI rank."""
+    """Raise `ConfigError` if MPI's rank or size is not the launcher's: messages go by MPI rank."""
     if (rank, size) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"MPI sees rank {rank} of {size}, {launch.launcher}'s variables say "
@@ -353,7 +355,7 @@ def with_master(launch: Launch, *, seconds: float) -> Launch:
 
 
 def leave_mpi(code: int) -> None:
-    """Leave MPI, if it was started, and end the process with the code.
+    """Leave MPI and end the process with the code; return if MPI was not started.
 
     Called by all ranks at the end of a successful run. A failed rank must not call it: it would
     wait for ranks that are gone.
@@ -392,7 +394,10 @@ def has_cuda(mpi: ModuleType | None = None) -> bool:
 
 
 def duplicate(world: MPI.Intracomm, *, seconds: float) -> MPI.Intracomm:
-    """Return a communicator of the same ranks with messages of its own. Collective."""
+    """Return a communicator of the same ranks with messages of its own. Collective over `world`.
+
+    Raises `PeerError` if the ranks do not meet within `seconds`.
+    """
     comm, request = world.Idup()
     if not poll(request.Test, seconds=seconds):
         raise PeerError(
@@ -549,8 +554,9 @@ def start(launch: Launch, config: Config) -> Runtime:
 def wait_for_all() -> None:
     """Wait for all ranks before this process ends.
 
-    Only for ranks that know that all others are alive. Launchers end all ranks when the first one
-    ends, possibly before rank 0 has printed the reason.
+    Only for errors that every rank raises (`SparsetronError.shared`), since a lost rank would be
+    waited for. Launchers end all ranks when the first one ends, possibly before rank 0 has printed
+    the reason.
     """
     if "torch" not in sys.modules:
         return  # this process has joined no group, and importing torch takes seconds

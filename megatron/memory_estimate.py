@@ -234,7 +234,7 @@ class MessageCounts:
 
 
 def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int) -> MessageCounts:
-    """Return the maximum over ranks of this stage in a step of `microbatches`.
+    """Return the most messages that a rank of the stage holds in a step of `microbatches`.
 
     `in_flight` is the maximum number of chunk inputs that the stage holds.
     """
@@ -258,7 +258,7 @@ def message_counts(grid: RankGrid, stage: int, microbatches: int, in_flight: int
 def message_bytes(
     grid: RankGrid, stage: int, size: int, *, microbatches: int, in_flight: int
 ) -> MessageBytes:
-    """Return the bytes of pipeline messages that a rank holds, from the bytes of one message."""
+    """Return the bytes of pipeline messages that a rank holds; one message has `size` bytes."""
     if grid.dims.pp == 1:
         return MessageBytes()
     counts = message_counts(grid, stage, microbatches, in_flight)
@@ -372,7 +372,7 @@ class ActivationBytes:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes of each kind of state."""
+        """Bytes on the device by kind."""
         return {
             "activations": self.saved,
             "recomputed": self.again,
@@ -382,7 +382,7 @@ class ActivationBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds together."""
+        """Bytes on the device, of all kinds together."""
         return sum(self.kinds.values())
 
 
@@ -464,8 +464,8 @@ class Activations:
     def _head_norms(self, *, keeps_mixed: bool) -> int:
         """Return the bytes that the norms of queries and keys save in addition to their outputs.
 
-        `keeps_mixed`: attention itself saves the first projection's output, of which the inputs of
-        these norms are views.
+        `keeps_mixed`: attention itself saves the first projection's output, so the inputs of these
+        norms, views of that output, cost nothing unless they are copied.
         """
         model, tp, width = self.grid.config.model, self.grid.dims.tp, self._width
         if not model.qk_layernorm:

@@ -144,7 +144,7 @@ def _pretrain(
 
 
 def usage(config: type[Config]) -> str:
-    """Return what a start without any argument is told."""
+    """Return the usage text for a start without arguments."""
     variables = "" if config.task == "gpt" else f"ENTRY=pretrain_{config.task}.py "
     return USAGE.format(task=config.task, example=config.example, variables=variables)
 
@@ -297,7 +297,7 @@ def build_groups(config: Config, launch: Launch) -> ProcessGroups:
 def open_metrics(
     task: Task, config: Config, runtime: Runtime, run_dir: Path, origin: CheckpointSource | None
 ) -> Metrics:
-    """Open the log, the metrics files and the trackers, on the writing rank only."""
+    """Open the log, the metrics files and the trackers; other ranks than the writer get none."""
     from megatron.checkpoint.verify import read_manifest
     from megatron.metrics import Metrics, NullMetrics
 
@@ -330,7 +330,10 @@ def build_trainer(
     heartbeat: Heartbeat | None = None,
     requests: ExitSignals | None = None,
 ) -> Trainer:
-    """Build a run, in the state of `origin` if given. Collective over the world."""
+    """Build everything a run needs, and load the checkpoint `origin` if given.
+
+    Collective over the world.
+    """
     from megatron.checkpoint.checkpointer import Checkpointer
     from megatron.data_parallel.buffers import BufferSet
     from megatron.fault_tolerance.consistency import compare_data
@@ -548,8 +551,8 @@ def build_parts(
     from megatron.checkpoint.checkpointer import opened
 
     with ExitStack() as stack:
-        # In a step of its own: a path may communicate while it is built, so all ranks must get
-        # there.
+        # Opened apart from the build, in which a path may communicate: a rank that failed to open
+        # the checkpoint would leave the others waiting there.
         start = groups.world.raise_on_all_ranks(
             lambda: stack.enter_context(opened(origin, config, identity))
         )
@@ -559,7 +562,7 @@ def build_parts(
 def bucket_elements(config: Config, data_parallel_size: int) -> int:
     """Return the entries of a gradient bucket: `--ddp-bucket-size`, else Megatron's default.
 
-    With an offloaded optimizer, AxoNN's k x bsize.
+    With an offloaded optimizer it is AxoNN's k x bsize (`OffloadConfig.chunk`).
     """
     if config.offload.optimizer_cpu_offload:
         return config.offload.chunk

@@ -10,11 +10,12 @@ from megatron.config import Config
 
 
 class Profiler:
-    """Profiles the steps after `start` up to `end`, as Megatron counts, on the chosen ranks.
+    """A profiler of the steps after `--profile-step-start`, up to `--profile-step-end`.
 
-    With `--use-pytorch-profiler`, or without a GPU, writes `profile/rank_N.json` (open it in
-    Perfetto) and `rank_N.txt` (a table of times) into the run folder; otherwise marks the steps
-    with the CUDA profiler's start and stop, for `nsys profile -c cudaProfilerApi`.
+    It runs on `--profile-ranks`, or on all ranks if these are none. With `--use-pytorch-profiler`,
+    or without a GPU, it writes `profile/rank_N.json` (open it in Perfetto) and `rank_N.txt` (a
+    table of times) into the run folder; otherwise it marks the steps with the CUDA profiler's start
+    and stop, for `nsys profile -c cudaProfilerApi`.
     """
 
     def __init__(self, config: Config, *, rank: int, run_dir: Path, on_cuda: bool) -> None:

@@ -38,14 +38,14 @@ _PACKAGES = ("sparsetron", "torch", "numpy", "safetensors", "pyyaml", "apex", "m
 
 
 def name_run_dir(config: Config) -> Path:
-    """Return the run folder: `--run-dir`, by default `runs/<name of the configuration file>`."""
+    """Return the run folder: `--run-dir`, by default `runs/` and the name of the configuration."""
     return Path(config.run.run_dir) if config.run.run_dir else Path("runs") / config.name
 
 
 def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], None]:
-    """Create the run folder and lock it against other runs; call the result to unlock it.
+    """Create the run folder and lock it against other runs; return a function that unlocks it.
 
-    Raises `ConfigError` if that fails, before any file of the folder is changed.
+    Raises `ConfigError` if the folder cannot be made or is in use, before any of its files changes.
     """
     with _failing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o750)
@@ -56,10 +56,9 @@ def lock_run_dir(run_dir: Path, *, log: Callable[[str], None]) -> Callable[[], N
 
 
 def prepare_run_dir(run_dir: Path, *, attempt: str = "") -> None:
-    """Write to the run folder that a run has begun.
+    """Write the status "running" to the run folder.
 
-    Raises `ConfigError` if the folder cannot be written, at once instead of after the first
-    interval.
+    Raises `ConfigError` if the folder cannot be written: at once, instead of at the first save.
     """
     with _failing(run_dir):
         write_status(run_dir, signed(Status(state="running", attempt=attempt)))
@@ -93,7 +92,7 @@ def keep_config(config: Config, run_dir: Path) -> None:
 
 
 def environment() -> dict[str, object]:
-    """Return versions, commit and job of this run; variables only from an allow-list."""
+    """Return commit, versions, processor and job of this run; variables from an allow-list only."""
     return {
         "commit": _commit(),
         "python": platform.python_version(),
@@ -105,7 +104,7 @@ def environment() -> dict[str, object]:
 
 
 def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: ProcessGroups) -> None:
-    """Log what is about to run: configuration, grid, device, and settings that were changed."""
+    """Log the configuration, the grid, the device and notices, before the run begins."""
     launch = runtime.launch
     metrics.log(
         f"configuration:\n{to_yaml(config).rstrip()}",
@@ -130,7 +129,7 @@ def announce(metrics: Metrics, config: Config, runtime: Runtime, groups: Process
 
 
 def _processor(config: Config) -> str:
-    """Return the CPU's instruction set, and how 16-bit products run on the CPU."""
+    """Return the log line on the CPU: model, instruction set, and whether products are widened."""
     import torch
 
     line = f"processor: {processor_model()}, {vector_instructions()} instructions"
@@ -143,7 +142,7 @@ def _processor(config: Config) -> str:
 
 
 def write_pictures(run_dir: Path, metrics: Metrics) -> None:
-    """Write the report and the loss curve; failing to draw them does not fail the run."""
+    """Write the report with its charts; a failure is only logged."""
     from megatron.report import write_report
 
     try:
@@ -160,7 +159,7 @@ def finish(
     *,
     attempt: str = "",
 ) -> None:
-    """Write how the run ended, with the means over its steps."""
+    """Write the final status, "done" or "left", with the means over this start's steps."""
     status = Status(
         state="left" if outcome.left else "done",
         left=outcome.left or "",

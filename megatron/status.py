@@ -180,7 +180,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Overwrite the old file in place: on a full disk no new blocks can be had."""
+    """Overwrite the old file in place, since a full disk has no blocks for a new one.
+
+    Raises `OSError` if the text needs more blocks than the file has.
+    """
     data = text.encode()
     with open(path, "rb+", buffering=0) as file:
         if len(data) > max(os.fstat(file.fileno()).st_size, _BLOCK):

@@ -60,7 +60,7 @@ class Timers:
         self._timers: dict[str, _Timer] = {}
 
     def __call__(self, name: str, *, level: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager of this name, or one that does nothing if `level` is off."""
+        """Return the timer of this name, or a context that does nothing if `level` is too high."""
         if level > self.level:
             return _OFF
         timer = self._timers.get(name)

@@ -67,28 +67,28 @@ class TrainOutcome:
 
 
 class Saver(Protocol):
-    """Writes checkpoints. Every rank calls it at the same step boundaries."""
+    """A writer of checkpoints. Every rank calls it at the same step boundaries."""
 
     def save(self, progress: TrainState, *, wait: bool) -> None:
         """Save the current step; with `wait` the checkpoint is committed when this returns."""
         ...
 
     def settle(self, *, wait: bool = False) -> None:
-        """Raise the error of an earlier asynchronous save; called after each step.
+        """Finish an asynchronous save that has ended, and raise its error; called after each step.
 
-        With `wait`, also wait until no save is in progress.
+        With `wait`, wait until the save has ended.
         """
         ...
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Everything a run needs, built by `megatron.pretrain`.
+    """The training loop with everything that it needs, built by `megatron.pretrain`.
 
-    `measures` names what batches count and what the last chunk sums up. `buffers` are the model's
-    tensors without gradients. `workload` is what the steps are measured by at the end. `heartbeat`
-    tells the other ranks where this one is, `requests` what it is asked for, and `peer_failure`
-    whether another rank has told that it failed.
+    `measures` names the unit that batches count and the sums of the last chunk. `buffers` are the
+    model's tensors that training updates without gradients. `workload` has the sizes for the
+    throughput at the end. `heartbeat` publishes this rank's phase, `requests` has the requests to
+    save or to leave, and `peer_failure` returns the failure that another rank reported, or None.
     """
 
     config: Config
@@ -238,7 +238,10 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------
 
     def train_step(self) -> tuple[StepRecord, ExitRequest]:
-        """Train on one global batch; return its record and requests (Algorithm 1 of AxoNN)."""
+        """Train on one global batch (Algorithm 1 of AxoNN).
+
+        Returns the record of the step, and the most urgent request of all ranks.
+        """
         began = time.perf_counter()
         self._bytes_sent()
         restart_peak_memory(self.device)
@@ -336,7 +339,10 @@ class Trainer:
         )
 
     def _is_good(self, step: Step, loss: float) -> bool:
-        """Return whether to apply the step, from numbers that all ranks share."""
+        """Decide from numbers that all ranks share whether to apply the step.
+
+        Updates the latest losses and the number of steps skipped in a row.
+        """
         progress, sigmas = self.progress, self.config.training.skip_loss_spikes
         good = step.ok
         if good and sigmas is not None:
@@ -358,18 +364,18 @@ class Trainer:
         return self.groups.dp.size if means else 1
 
     def _forward_backward(self, batch_size: int, loss_scale: float) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean loss over the global batch's tokens or images, times `loss_scale`.
+        """Compute the gradients of the mean loss over the global batch, times `loss_scale`.
 
-        Returns this rank's sums, fp64 [sums], 0 but on the last stage, and the number of tokens or
-        images of the global batch.
+        Returns this rank's sums, fp64 [sums], which are 0 except on the last stage, and the number
+        of tokens or images that the global batch counts.
         """
         with self.timers("batch-generator", level=2):
             assert self.readers.train is not None, "a run that trains has data to train on"
             # Batch step 1: read this rank's microbatches.
             batches = list(self.readers.train.read(self.progress.consumed_samples, batch_size))
         counted = self._count(batches)
-        # Ranks are averaged, so a rank's own part is worth as many times more as there are ranks;
-        # or they are summed up.
+        # A mean over ranks divides by their number, so each rank's part is multiplied by it first;
+        # a sum needs no factor.
         summed = sums_gradients(self.config)
         scale = loss_scale * (1 if summed else self.groups.dp.size) / counted
         iteration = self.progress.iteration
@@ -380,10 +386,11 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, kind: str, reader: Reader | None) -> ExitRequest:
-        """Means over the first `eval_iters` global batches of a split, or over all of it.
+        """Evaluate the first `eval_iters` global batches of a split, or all of it; log the means.
 
-        Every evaluation reads the same samples, so that the evaluations of a run are comparable. If
-        a rank is asked to leave, all ranks stop without a result and return that request.
+        Every evaluation reads the same samples, so that the evaluations of a run are comparable.
+        Returns the most urgent request of all ranks. If it asks to leave, all ranks stop without a
+        result.
         """
         request = ExitRequest.NONE
         if reader is None or not (iterations := self._batches_of(reader)):
@@ -428,9 +435,9 @@ class Trainer:
     # ---- helpers -------------------------------------------------------------------------------
 
     def _count(self, batches: Sequence[Batch]) -> int:
-        """Tokens or images of the global batch whose losses count.
+        """Return the number of tokens or images of the global batch whose losses count.
 
-        Asks the other ranks only where it depends on what they read.
+        The data-parallel ranks add up their counts only if these may differ (`Batch.uneven`).
         """
         mine = sum(batch.counted for batch in batches)
         if not any(batch.uneven for batch in batches):
@@ -444,7 +451,7 @@ class Trainer:
         """Return the mean of each sum, equal on every rank, from the last stages' sums (Eq. 1)."""
         sums = sums.clone()
         self.groups.dp.all_reduce(sums, dist.ReduceOp.SUM)
-        # Others add 0, which changes no bit.
+        # Stages other than the last add 0, which changes no bit.
         self.groups.pp.all_reduce(sums, dist.ReduceOp.SUM)
         return [total / counted for total in sums.tolist()]
 

@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to `device` without making the host wait for the device.
+    """Return a copy of a tensor on `device`, without making the host wait for a GPU.
 
     CUDA copies asynchronously from page-locked memory only; from other memory the host first waits
     for all earlier work of the stream. The page-locked copy belongs to torch's caching host

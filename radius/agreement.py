@@ -27,12 +27,12 @@ class IndexChoice(NamedTuple):
 
     @property
     def octets(self) -> torch.Tensor:
-        """Return the selection as packed bits on the CPU. Synchronizes with the device."""
+        """The selection as packed bits, uint8 on the CPU. Reading them synchronizes the device."""
         return self.index.packed(self.start, self.length)
 
 
 def hash_of(choices: Iterable[IndexChoice]) -> int:
-    """Return a hash of 64 bits, as a signed number."""
+    """Return a 64-bit hash of the selections, in their order, as a signed integer."""
     digest = hashlib.blake2b(digest_size=8)
     for choice in choices:
         digest.update(choice.octets.numpy().data)
@@ -44,8 +44,9 @@ def take_first_choice(
 ) -> int:
     """Compare the ranks' selections by a hash; if they differ, use the first rank's selection.
 
-    Returns the bytes that this rank passed to collectives, whose tensors are on `device`: 16, plus
-    one bit per entry if the selections differ.
+    Collective over `group`, with tensors on `device`; every rank passes the same parts in the same
+    order. Returns the bytes that this rank passed to collectives: 16, plus one bit per entry if the
+    selections differ.
     """
     mine = hash_of(choices)
     # The largest complement belongs to the smallest hash.

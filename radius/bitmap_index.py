@@ -78,7 +78,7 @@ class RangeCounts:
 
 
 CUDA_CHUNK = 64 * CHUNK
-"""Entries that are expanded together for an update rule without a kernel."""
+"""Entries of a bucket on a GPU that are expanded together for a rule without a fused kernel."""
 
 
 class BitmapIndexBase(ABC):
@@ -106,7 +106,7 @@ class BitmapIndexBase(ABC):
         self._kernels.compact(self.bits, flat, out)
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather times `scale` and set the gathered entries to zero, in one pass."""
+        """Write the entries at the positions, times `scale`, to `out`, and zero them in `flat`."""
         self._kernels.compact(self.bits, flat, out, scale=scale, clear=True)
 
     def clear(self, flat: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class BitmapIndexBase(ABC):
         self._kernels.clear(self.bits, flat)
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
+        """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
         self._kernels.expand(self.bits, values, flat)
 
     def apply(
@@ -129,7 +129,7 @@ class BitmapIndexBase(ABC):
     ) -> None:
         """Apply an update rule as `SparseIndex.apply` says.
 
-        AdamW on CUDA reads the values in place.
+        On CUDA a fused AdamW kernel reads the values without expanding them first.
         """
         constants = rule.adamw if self._fused else None
         if constants is not None:
@@ -183,8 +183,8 @@ class BitmapIndexBase(ABC):
     ) -> None:
         """Apply the rule to the selected entries only: gather, update, scatter.
 
-        On a CPU this happens within cache. A GPU would have to be waited for, to learn the number
-        of entries in each piece.
+        On a CPU this happens piece by piece, within cache. On a GPU the bucket is one piece, since
+        the host would have to wait for the number of entries in each piece.
         """
         bits, at = self.bits, 0
         length = weight.numel()
@@ -211,9 +211,10 @@ class BitmapIndexBase(ABC):
 
 
 class FlushedBitmapIndex(BitmapIndexBase):
-    """Selected positions and whole ranges, for one step.
+    """The selected positions of an index together with all positions of some ranges, for one step.
 
-    Only blocks that meet a range are copied; the others are shared with the original index.
+    Only blocks that meet a range are copied; the others are shared with the original index until
+    `keep` copies them.
     """
 
     def __init__(self, bits: Bits, runs: Sequence[IndexRange], numel: int) -> None:
@@ -236,7 +237,10 @@ class FlushedBitmapIndex(BitmapIndexBase):
         return self._numel
 
     def keep(self, start: int, stop: int) -> None:
-        """Copy the words of `[start, stop)` before they change, unless they are copied already."""
+        """Stop sharing words with the original index, which is about to change `[start, stop)`.
+
+        Nothing is copied if one of the copied spans covers the range.
+        """
         first, last = start // BLOCK, -(-stop // BLOCK)
         if not any(a <= first and last <= b for a, b in self._spans):
             self._bits = dataclasses.replace(self._bits, words=self._bits.words.clone())
@@ -358,9 +362,9 @@ class BitmapIndex(BitmapIndexBase, BucketIndex):
             flat[lo:hi].masked_fill_(chosen, 0.0)
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the selection in `[start, start + length)` as packed bits.
+        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first.
 
-        uint8 on the CPU, bit 7 first, as numpy packs.
+        `start` must be a multiple of 8.
         """
         assert start % 8 == 0
         octets = self._words.view(torch.uint8).view(-1)[start // 8 : -(-(start + length) // 8)]

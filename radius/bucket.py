@@ -61,7 +61,7 @@ class RadiusBucket:
     # ---- sending -------------------------------------------------------------------------------
 
     def gather_chosen(self) -> torch.Tensor:
-        """Gather the selected entries of the gradient."""
+        """Return the selected entries of the gradient, which are what this step sends."""
         assert self.index is not None, "a sparse step comes after a resample"
         self.sent = self.index
         values = self._compact("values", self.index.numel, self.bucket.grad.dtype)
@@ -69,14 +69,17 @@ class RadiusBucket:
         return values
 
     def gather_all(self, loss_scale: float) -> torch.Tensor:
-        """Add the residual to the gradient and return it."""
+        """Add the residual to the gradient in place, and return the gradient, as sent whole."""
         if self.index is not None:
             self.flushed_norm = self.residual.squared_norm(self.index)
         self.residual.join(self.index, loss_scale)
         return self.bucket.grad
 
     def gather_rolling(self, flushed: Sequence[IndexPart], loss_scale: float) -> torch.Tensor:
-        """Gather the selected entries, and whole parts with their residual."""
+        """Return the selected entries of the gradient, and all entries of `flushed` parts.
+
+        The residual of those parts is added to the gradient in place first.
+        """
         index, grad = self.index, self.bucket.grad
         assert index is not None, "a rolling step comes after a resample"
         for part in flushed:
@@ -104,7 +107,7 @@ class RadiusBucket:
         self.steps_accumulated = steps_accumulated
 
     def prepare(self, loss_scale: float) -> None:
-        """Prepare the residual while the chosen entries travel."""
+        """Compute the next residual while the selected entries travel (`Residual.prepare`)."""
         if self.sent is not None:
             self.residual.prepare(loss_scale)
 
@@ -113,7 +116,7 @@ class RadiusBucket:
         self.flushed, self.sent, self.steps_accumulated, self.mean = (), None, None, ()
 
     def _compact(self, kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a vector for values to send.
+        """Return an uninitialized vector for values to send.
 
         On a CPU it is kept for the next step: getting its pages from the system takes as long as
         filling it.
@@ -140,10 +143,7 @@ class RadiusBucket:
         return [values[part.start : part.stop] for part in self.parts]
 
     def open_index(self) -> bool:
-        """Create the index, without a selection, and return whether it existed before.
-
-        It stays empty on a tensor-parallel rank that holds no entry of the bucket.
-        """
+        """Create an empty index if the bucket has none; return whether it had one."""
         if self.index is not None:
             return True
         self.index = self._new_index()
@@ -173,7 +173,10 @@ class RadiusBucket:
     # ---- state ---------------------------------------------------------------------------------
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the residual, or of the residual that the latest step sent."""
+        """Return the squared norm of the residual, unscaled; blocks the host.
+
+        After a resample, which leaves no residual, it is that of the residual that was sent.
+        """
         if self.flushed_norm is not None:
             return float(self.flushed_norm)
         pending = self.residual.pending
@@ -183,14 +186,14 @@ class RadiusBucket:
         return float(squares(pending))
 
     def chosen_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Yield the selection by name."""
+        """Yield the selection of each part (bool), by its name in a checkpoint."""
         if self.index is not None:
             for part in self.parts:
                 values = partial(self.chosen, part)
                 yield f"{INDEX}{part.name}", PerEntryState(param=part.name, values=values)
 
     def waiting_state(self) -> Iterator[tuple[str, PerEntryState]]:
-        """Yield the residual by name; nothing if it is zero for certain."""
+        """Yield the residual of each part by parameter name; nothing if it is zero for certain."""
         pending = self.residual.pending
         if pending is not None and self.index is not None:
             self.index.clear(pending)
@@ -207,7 +210,7 @@ class RadiusBucket:
         return torch.from_numpy(bits.view(np.bool_))
 
     def load(self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> None:
-        """Load selection and residual."""
+        """Load the selection from `shared` and the residual from `own`; a missing residual is 0."""
         if not self.parts:
             return
         index = self.index = self._new_index()

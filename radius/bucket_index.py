@@ -1,4 +1,4 @@
-"""The interface of an index of selected entries, and what its two forms share. Loads no torch."""
+"""The interface of an index of selected entries, with its common methods. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 class BucketIndex(SparseIndex, Protocol):
     """The entries selected in one bucket; none at first. Ranges are positions in the bucket.
 
-    The two subclasses differ in how they store positions. Methods with a body here need only
-    `selected`.
+    The two subclasses differ in how they store positions. Methods with a body here use only
+    `selected` and `choose`.
     """
 
     def selected(self, start: int, length: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield pieces of `[start, start + length)`: `[lo, hi)`, and the selection there (bool)."""
+        """Yield `(lo, hi, selected)` for consecutive pieces of `[start, start + length)`.
+
+        `selected` is a bool tensor over `[lo, hi)`.
+        """
         ...
 
     def choose(self, start: int, selection: Selection) -> None:
@@ -40,15 +43,18 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather finite entries times `scale` and set the gathered entries to zero."""
+        """Write the entries at the positions, times `scale`, to `out`, and zero them in `flat`.
+
+        The entries must be finite; `clear` also zeroes others.
+        """
         ...
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
+        """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
         ...
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, also non-finite ones."""
+        """Set the entries at the positions to 0, including non-finite ones."""
         ...
 
     def clear_part(self, flat: torch.Tensor, start: int, length: int) -> None:
@@ -56,7 +62,7 @@ class BucketIndex(SparseIndex, Protocol):
         ...
 
     def gather_rest(self, flat: torch.Tensor, out: torch.Tensor, start: int, length: int) -> None:
-        """Write the unselected entries of `[start, start + length)` to `out`, in order."""
+        """Write the unselected entries in `[start, start + length)` to `out`, in order."""
         at = 0
         for lo, hi, selected in self.selected(start, length):
             rest = flat[lo:hi][~selected]
@@ -64,7 +70,10 @@ class BucketIndex(SparseIndex, Protocol):
             at += rest.numel()
 
     def place_rest(self, values: torch.Tensor, flat: torch.Tensor, start: int, length: int) -> None:
-        """Scatter what `gather_rest` gathered; selected entries are not changed."""
+        """Write `values`, from `gather_rest`, back to the unselected entries of `flat`.
+
+        Selected entries are not changed. `values` may be on another device.
+        """
         from megatron.transfer import to_device
 
         at = 0
@@ -75,11 +84,14 @@ class BucketIndex(SparseIndex, Protocol):
             at += count
 
     def packed(self, start: int, length: int) -> torch.Tensor:
-        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first."""
+        """Return the selection in `[start, start + length)`: uint8 on the CPU, bit 7 first.
+
+        `start` must be a multiple of 8, the entries of a byte.
+        """
         ...
 
     def load(self, start: int, length: int, packed: torch.Tensor) -> None:
-        """Load a selection that `packed` returned."""
+        """Replace the selection in `[start, start + length)` by one that `packed` returned."""
         import numpy as np
         import torch
 

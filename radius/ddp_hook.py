@@ -46,7 +46,7 @@ class MatrixState:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, density: Fraction) -> Self:
-        """Create the initial state: nothing selected, residual zero."""
+        """Create the initial state: no selected entry, and a residual of zero."""
         bits = keeps_bits(parameter.device.type, density)
         return cls(
             index=new_index(parameter.numel(), parameter.device, bits=bits),
@@ -136,7 +136,10 @@ class RadiusHook:
     # ---- backward ------------------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the mean of a bucket; DDP calls it in bucket order."""
+        """Start the mean of a bucket and return its future, which gives the bucket's buffer.
+
+        DDP calls this method in bucket order.
+        """
         if bucket.index() == 0:
             self._under_way = []
         self._complete = bucket.is_last()
@@ -237,7 +240,7 @@ class RadiusHook:
         """Return the state between steps, by position in the optimizer's groups.
 
         It has the number of applied updates, packed index bits (equal on all ranks) and this rank's
-        residual, so save it on each rank.
+        residual of the unselected entries (fp32, 1-D), so save it on each rank.
         """
         found = {APPLIED: torch.tensor(self.applied)}
         for number, parameter in enumerate(self._parameters()):
@@ -250,9 +253,9 @@ class RadiusHook:
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` returned on this rank.
+        """Load the state that `state_dict` returned on this rank.
 
-        Raises `ConfigError` if it does not fit these parameters.
+        Raises `ConfigError` if it does not fit the optimizer's parameters.
         """
         kept: dict[torch.Tensor, MatrixState] = {}
         unknown = set(state) - {APPLIED}
@@ -295,7 +298,7 @@ class RadiusHook:
 
 
 def radius_hook(state: RadiusHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook to register on the DDP model, with a `RadiusHook`."""
+    """Reduce a bucket. Register this hook on the DDP model, with a `RadiusHook` as its state."""
     return state.reduce(bucket)
 
 

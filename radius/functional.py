@@ -36,6 +36,9 @@ def select(update: torch.Tensor, density: float, *, group: dist.ProcessGroup | N
             plain data parallelism. They compare a hash of 8 bytes; if it differs, all use the index
             of the first rank, sent as one bit per entry. Collective over `group`. None: this rank
             selects alone.
+
+    Raises:
+        ConfigError: `update` is not flat, or `density` is not in (0, 1].
     """
     require_flat("update", update)
     exact = exact_density(density)
@@ -56,11 +59,14 @@ def sparse_all_reduce(
 ) -> torch.Tensor:
     """Write the mean gradient over the ranks to `grad`, and return the next residual.
 
-    With an index, only its entries are sent; the others become 0 and their gradient is part of the
-    result. With None, all entries are sent together with `residual`, and the result is 0.
-    `residual` is not changed, so a step is dropped by ignoring the result. A non-finite gradient on
-    any rank makes `grad` non-finite on every rank, whether or not the entry is sent. Keep the
+    With an index, only its entries are sent; the others become 0, and the result is the residual
+    plus their gradient. With None, all entries are sent together with `residual`, and the result is
+    0. `residual` is not changed, so a step is dropped by ignoring the result. A non-finite gradient
+    on any rank makes `grad` non-finite on every rank, whether or not the entry is sent. Keep the
     residual in fp32. Collective over `group` (None: all ranks); blocks.
+
+    Raises:
+        ConfigError: `grad` is not flat, or `residual` has another shape.
     """
     require_flat("grad", grad)
     if residual.shape != grad.shape:
@@ -96,7 +102,10 @@ def gather_sent(grad: torch.Tensor, index: BucketIndex, out: torch.Tensor) -> No
 
 
 def exact_density(density: float) -> Fraction:
-    """Return the density as an exact decimal fraction: ceil(0.07 * 100) is 8 in floating point."""
+    """Return the density as an exact decimal fraction: ceil(0.07 * 100) is 8 in floating point.
+
+    Raises `ConfigError` if the density is not in (0, 1].
+    """
     if not 0 < density <= 1:
         raise ConfigError(f"density={density}: must be above 0 and at most 1, as in density=0.4")
     return Fraction(str(density))

@@ -32,9 +32,13 @@ def num_selected(density: Fraction, entries: int) -> int:
 class IndexPart:
     """A parameter, or one of the T parts of a parameter in a rolling schedule.
 
-    `wanted` entries of it are sent between resamples. `places` has the positions of this rank's
-    entries, which are in the bucket from `start` on; there may be none, and how many of them are
-    selected is known only after the selection. `within` is the parameter of a part.
+    Attributes:
+        name: The parameter's name; a part has its number appended.
+        start: First position of this rank's entries in the bucket.
+        places: Positions of this rank's entries in the whole tensor; there may be none.
+        wanted: Number of entries of the whole tensor that are selected. How many of them are on
+            this rank is known only after the selection.
+        within: Name of the whole parameter if this is a part of it, else "".
     """
 
     name: str
@@ -45,7 +49,7 @@ class IndexPart:
 
     @property
     def of(self) -> str:
-        """The parameter, also for a part."""
+        """Name of the parameter, also for a part."""
         return self.within or self.name
 
     @property
@@ -55,11 +59,14 @@ class IndexPart:
 
     @property
     def stop(self) -> int:
-        """End in the bucket."""
+        """Position in the bucket after the last entry of this rank."""
         return self.start + self.length
 
     def cut(self, number: int, parts: int, density: Fraction) -> IndexPart:
-        """Return the `number`-th of nearly equal parts; all parts select as many as the whole."""
+        """Return part `number` of `parts` nearly equal parts of the whole tensor.
+
+        All parts together select as many entries as the whole.
+        """
         if parts == 1:
             return self
         lo = self.places.total * number // parts
@@ -93,5 +100,5 @@ def new_index(length: int, device: torch.device, *, bits: bool) -> BucketIndex:
 
 
 def index_bytes(length: int, chosen: int, *, bits: bool) -> int:
-    """Return the bytes of such an index for `chosen` of `length` entries."""
+    """Return the bytes of an index with `chosen` selected entries in a bucket of `length`."""
     return bitmap_bytes(length) if bits else 4 * chosen

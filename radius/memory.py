@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
-from megatron.data_parallel.bucket_plan import PathBytes, PlannedCollective, RankShapes, StepTraffic
+from megatron.data_parallel.bucket_plan import (
+    PathBytes,
+    PlannedCollective,
+    RankShapes,
+    StepTraffic,
+    payload,
+)
 from radius.index import index_bytes, keeps_bits, num_selected
 from radius.native_library import instruction_sets
 
@@ -23,11 +30,11 @@ def radius_bytes(
     value_bytes: int,
     bits: bool,
 ) -> dict[str, int]:
-    """Return bytes by kind for matrices of `entries` entries.
+    """Return the bytes of index, residual and values for matrices of these numbers of entries.
 
-    `bits`: see `index.keeps_bits`. `values` are the values sent, `value_bytes` each, and the step
-    counts of a rolling schedule; on a CPU they are kept from step to step, on a GPU they exist only
-    while they are sent.
+    `bits`: whether indices are bitmaps. `values` are the values sent, `value_bytes` each, and the
+    step counts of a rolling schedule; on a CPU they are kept from step to step, on a GPU they exist
+    only while they are sent.
     """
     sizes = list(matrices)
     if density >= 1:
@@ -45,7 +52,7 @@ def radius_bytes(
 
 
 def memory_note(entries: int, kinds: dict[str, int], device: str, *, bits: bool) -> str:
-    """Return the log line of a rank whose matrices have `entries` entries."""
+    """Return the log line on `kinds`, from `radius_bytes`, of matrices with `entries` entries."""
     index, residual, values = (_size(kinds[kind]) for kind in ("index", "residual", "values"))
     papers = f"(the paper: {_size(PAPERS * entries)} of booleans and residual)"
     if device == "cpu":
@@ -86,10 +93,10 @@ def planned_bytes(
     rolling_interval: int | None,
     value_bytes: int,
 ) -> PathBytes:
-    """Return the bytes once entries are selected and a residual exists.
+    """Return the bytes in memory and in a checkpoint, once entries are selected.
 
-    `values`: see `memory.radius_bytes`, which counts entries where this function counts buckets, to
-    the byte.
+    Index and residual include the alignment gaps of the buckets, unlike in `radius_bytes`, so the
+    figures are exact for tensors that this rank holds alone.
     """
     index = waiting = values = rest = everything = 0
     bits = keeps_bits(rank.device, density)

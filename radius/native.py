@@ -1,7 +1,7 @@
 """The functions of `reference.py`, except `write_bits`, by `native.c`, with bit-identical results.
 
-Entries of other sizes than 2 and 4 bytes are left to the reference. Tensors that do not fit the
-bitmap raise `ValueError`.
+The reference handles tensors whose entries do not have 2 or 4 bytes. The functions raise
+`ValueError` for tensors that do not fit the bitmap or are not contiguous on the CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from radius import reference
 from radius.native_library import INSTRUCTION_SETS, instruction_sets, native_library
 
 SIZES = (2, 4)
-"""Bytes of an entry."""
+"""Sizes of an entry, in bytes, for which there are kernels."""
 _library: Any = native_library()
 _BEST = len(instruction_sets())
 _in_use: ContextVar[int] = ContextVar("instruction set", default=_BEST)
-"""Number of the instruction set in use; the best one by default."""
+"""Number of the instruction set in use, as in `native.c`; the best one by default."""
 
 
 @contextmanager

@@ -31,10 +31,10 @@ _ARGUMENTS = {
 
 @cache
 def native_library() -> ctypes.CDLL | None:
-    """Return the library, or None.
+    """Return the library; None if it cannot be used.
 
-    None if it is not built, of another version, or if the processor has none of its instruction
-    sets.
+    It cannot be used if it is not built, does not load, has another version, or has no kernels for
+    this processor's instruction sets.
     """
     origin = _origin()
     if origin is None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class OffsetPiece:
     """Sent entries in `[start, stop)`, within one chunk.
 
-    Their positions are `offsets` (int32, relative to `start`); None if they fill the range.
+    Their positions are `offsets` (int32, relative to `start`); None if they fill the range. Their
+    values begin at `at` in the compact vector. `in_runs`: nearly all offsets are consecutive.
     """
 
     start: int
@@ -65,7 +66,7 @@ class OffsetIndexBase(ABC):
             _gather(piece, flat, out[piece.values])
 
     def take(self, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Gather finite entries times `scale` and set the gathered entries to zero."""
+        """Write the entries, which must be finite, times `scale` to `out`; zero them in `flat`."""
         for piece in self.pieces:
             part, values = piece.of(flat), out[piece.values]
             _gather(piece, flat, values)
@@ -78,7 +79,7 @@ class OffsetIndexBase(ABC):
             out.mul_(scale)
 
     def place(self, values: torch.Tensor, flat: torch.Tensor) -> None:
-        """Overwrite `flat`, of the same dtype, by the values at the positions and 0 elsewhere."""
+        """Overwrite `flat`, of the same dtype, with the values at the positions and 0 elsewhere."""
         flat.zero_()
         for piece in self.pieces:
             part, mine = piece.of(flat), values[piece.values]
@@ -88,7 +89,7 @@ class OffsetIndexBase(ABC):
                 part.index_add_(0, piece.offsets, mine)
 
     def clear(self, flat: torch.Tensor) -> None:
-        """Set the entries at the positions to 0, also non-finite ones."""
+        """Set the entries at the positions to 0, including non-finite ones."""
         for piece in self.pieces:
             if piece.offsets is None:
                 piece.of(flat).zero_()
@@ -247,7 +248,10 @@ class OffsetIndex(OffsetIndexBase, BucketIndex):
         return out
 
     def _cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Yield chunks of the range: the chunk's number, and a slice of its offsets."""
+        """Yield `(number, lo, hi)`: each chunk that meets the range, and the positions they share.
+
+        `lo` and `hi` are positions in the bucket.
+        """
         stop = start + length
         while start < stop:
             number = start // CHUNK
@@ -265,7 +269,7 @@ class OffsetIndex(OffsetIndexBase, BucketIndex):
 
 
 class FlushedOffsetIndex(OffsetIndexBase):
-    """Selected positions and whole ranges, for one step."""
+    """The selected positions of an index and all positions of some ranges, for one step."""
 
     def __init__(
         self, length: int, pieces: Sequence[OffsetPiece], runs: Sequence[IndexRange]
@@ -279,7 +283,10 @@ class FlushedOffsetIndex(OffsetIndexBase):
 
 
 def _in_runs(offsets: torch.Tensor) -> bool:
-    """Return whether most offsets follow the previous one directly, from a sample of a hundred."""
+    """Return whether over 90 % of offsets directly follow the previous one.
+
+    At most 128 pairs of neighbours are sampled.
+    """
     some = offsets[: offsets.numel() // 2 * 2].view(-1, 2)[:: max(1, offsets.numel() // 128)]
     return bool((some[:, 1] - some[:, 0] == 1).float().mean() > 0.9)
 
@@ -296,7 +303,10 @@ def _cut(
     in_runs: Sequence[bool],
     ranges: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[OffsetPiece], list[IndexRange]]:
-    """Return pieces of offsets by chunk and of ranges, ascending and disjoint; ranges as runs."""
+    """Return the pieces of all chunks and of `ranges`, in ascending order, and the ranges as runs.
+
+    Offsets within a range are left out, since the range has all positions.
+    """
     pieces: list[OffsetPiece] = []
     left = [bounds for bounds in reversed(ranges) if bounds[0] < bounds[1]]
     places: dict[int, int] = {}

@@ -28,7 +28,7 @@ def _pair(name: str, holds: Callable[[Config], object], reason: str, instead: st
 
 
 def _options(config: Config) -> Any:
-    """Any, since the class is declared in the module that uses these pairs."""
+    """Return the options of Radius, as Any since their class is declared below."""
     return config.extensions["radius"]
 
 
@@ -162,7 +162,7 @@ class RadiusPath(GradientPath):
 
         options, total = self._options(config), config.total_iterations()
         if not config.training.skip_train:
-            # The number of steps of a number of samples depends on the number of ranks.
+            # Only now is the number of ranks known, on which the number of steps may depend.
             _check_length(options, total)
         settings = RadiusSettings(
             density=options.density,
@@ -177,9 +177,9 @@ class RadiusPath(GradientPath):
         return RadiusReducer(exchange, matrices, settings, ModelShard(infos, groups))
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of the path's state.
+        """Return the bytes of index, residual and values.
 
-        On a CPU all of it persists; on a GPU `values` exist only while they are sent.
+        On a CPU all of them persist; on a GPU `values` exist only while they are sent.
         """
         options = self._options(config)
         rolling = options.radius_schedule == "rolling"
@@ -211,7 +211,7 @@ class RadiusPath(GradientPath):
 
 
 def _check_length(options: RadiusConfig, total: int) -> None:
-    """Refuse a run of `total` steps in which Radius would never begin."""
+    """Raise `ConfigError` if Radius would never begin in a run of `total` steps."""
     start, interval = options.start(total), options.radius_interval
     if options.density == 1:
         return

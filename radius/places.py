@@ -60,9 +60,9 @@ def find_places(
 def _among_stored(
     tp: Group, name: str, part: TensorShard, stored: int, layout: BucketLayout | None
 ) -> FlatShard:
-    """Return the shards of a partly stored tensor.
+    """Return the positions of this rank's entries among all stored entries of one tensor.
 
-    Ranks exchange how many entries of each row they store.
+    Ranks exchange how many entries of each row they store. Collective over `tp`.
     """
     shard = FlatShard.of(part)
     row = shard.numel if shard.is_run else shard.row

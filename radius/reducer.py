@@ -195,7 +195,7 @@ class RadiusReducer(GradientReducer):
         own = self._own[bucket.index]
         values = self._to_select_by(own, update) if own.phase in CHOOSING else ()
         if own.phase is Phase.RESAMPLE:
-            # First, since the update may share memory with the residual.
+            # Before the residual changes, since the update may share memory with it.
             self._resample(own, values)
         if own.phase in (Phase.WHOLE, Phase.RESAMPLE):
             own.residual.empty()
@@ -223,7 +223,7 @@ class RadiusReducer(GradientReducer):
     def _to_select_by(
         self, own: RadiusBucket, update: OptimizerUpdate | None
     ) -> Sequence[torch.Tensor | None]:
-        """Return the values by which to select in each part; None for a random draw."""
+        """Return the values by which to select, for each part; None means a random draw."""
         if self.settings.select == "seeded":
             return [None] * len(own.parts if own.phase is Phase.RESAMPLE else own.flushed)
         if self.settings.select == "gradient":
@@ -312,8 +312,8 @@ class RadiusReducer(GradientReducer):
     def _compare_choices(self) -> None:
         """Raise `PeerError` if data-parallel ranks have selected different entries.
 
-        Called after each resample. With a rolling schedule it runs once per interval, since it
-        waits for the GPU.
+        Ranks compare after each resample, and once per interval in a rolling schedule, since the
+        comparison waits for the GPU.
         """
         if not (self._first and self._last == self._step.t) or self.exchange.ranks == 1:
             return

@@ -14,9 +14,9 @@ from megatron.sparse.reference import write_bits as write_bits
 def compact(
     bits: Bits, flat: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, clear: bool = False
 ) -> None:
-    """Write the selected entries of `flat`, times `scale`, to `out` (of its dtype).
+    """Write the selected entries of `flat`, times `scale`, to `out`, which has the same dtype.
 
-    With `clear`, set them to 0 in `flat`.
+    With `clear`, also set the selected entries of `flat` to 0.
     """
     for piece, at, values in _pieces(bits, flat, out):
         torch.index_select(piece, 0, at, out=values)
@@ -35,9 +35,10 @@ def clear(bits: Bits, flat: torch.Tensor) -> None:
 def expand(
     bits: Bits, values: torch.Tensor, out: torch.Tensor, *, first: int = 0, scale: float = 1.0
 ) -> None:
-    """Write `values` to the selected entries of `out` from block `first` on, and 0 elsewhere.
+    """Write the values of the selected entries to `out`, and 0 to all other entries of `out`.
 
-    Values are cast to the dtype of `out`, and then multiplied by `scale`.
+    `out` begins at block `first` of the bitmap, `values` at block 0. Values are cast to the dtype
+    of `out`, and then multiplied by `scale`.
     """
     out.zero_()
     for piece, at, some in _pieces(bits, out, values, first):
@@ -47,7 +48,7 @@ def expand(
 
 
 def place(bits: Bits, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `values` to the selected entries of `out`, cast to its dtype."""
+    """Write `values` to the selected entries of `out`, cast to its dtype; keep other entries."""
     for piece, at, some in _pieces(bits, out, values):
         piece.index_copy_(0, at, some.to(out.dtype))
 

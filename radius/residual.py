@@ -25,7 +25,7 @@ class Residual:
     def pending(self) -> torch.Tensor | None:
         """The residual, fp32 in unscaled units, as long as the bucket.
 
-        None if it is zero for certain. Its values at selected entries are meaningless.
+        None while it is certainly zero. Its values at selected entries are meaningless.
         """
         return None
 
@@ -36,7 +36,7 @@ class Residual:
     def squared_norm(self, index: BucketIndex) -> torch.Tensor | None:
         """Return the squared norm of the residual (fp64 []) at a resample before `join`.
 
-        None without residual.
+        None if there is no residual.
         """
         return None
 

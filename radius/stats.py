@@ -18,7 +18,10 @@ from radius.schedule import RadiusSettings
 
 
 class RadiusStats:
-    """Counters between two calls of `stats`. `model_shard`: this rank's part of the model."""
+    """The counters and notes since the last call of `stats`.
+
+    `model_shard` is this rank's part of the model.
+    """
 
     def __init__(self, settings: RadiusSettings, model_shard: ModelShard) -> None:
         self._settings, self._model_shard = settings, model_shard
@@ -58,9 +61,10 @@ class RadiusStats:
     def stats(
         self, whole: ReducerStats, buckets: Sequence[RadiusBucket], *, on: bool, full: bool
     ) -> ReducerStats:
-        """Return the statistics, with bytes and waits of `whole`.
+        """Return and reset the statistics, with the bytes and waits of `whole`.
 
-        `on`: entries are selected. Collective over the ranks of a copy of the model.
+        `on`: an index exists. `full`: include the norm of the residual, which needs a pass over it.
+        Collective over the ranks of a copy of the model.
         """
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         if self._tells_memory:
@@ -81,7 +85,7 @@ class RadiusStats:
         return dataclasses.replace(whole, density=density, extra=extra, notes=notes)
 
     def _memory(self, buckets: Sequence[RadiusBucket]) -> str:
-        """Return the note on memory; "" if there is no matrix."""
+        """Return the note on the memory of the whole model; "" if there is no matrix."""
         settings, grad = self._settings, buckets[0].bucket.grad
         counted = [own for own in buckets if self._model_shard.owns(own.bucket)]
         matrices = [part.length for own in counted for part in own.parts]

@@ -21,8 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TorchUpdate:
     """Corrected updates of the matrices of an Adam, AdamW or SGD optimizer.
 
-    Call `before_step` just before a step, `matrices` and `forget` after it. Raises `ConfigError`
-    for other optimizers.
+    Call `before_step` just before a step, then `matrices` and `forget` after it. The constructor
+    raises `ConfigError` for other optimizers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -116,7 +116,7 @@ def _adam_update(group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
 
 
 def _sgd_update(group: dict[str, Any], state: dict[str, Any], grad: torch.Tensor) -> torch.Tensor:
-    """Return the velocity, or the gradient as far as the step uses it directly."""
+    """Return the velocity; with Nesterov, gradient + momentum x velocity; else the gradient."""
     velocity = state.get("momentum_buffer")
     if velocity is not None and not group["nesterov"]:
         return velocity.to(torch.float32, copy=True)

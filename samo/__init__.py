@@ -7,7 +7,7 @@ master weights, moments and the messages between ranks have stored entries only.
 `path`, `memory`                   `--grad-path samo`: what it builds, bytes for the planner
 `options`                          its settings, and the settings that they exclude (no torch)
 `mask`, `mask_file`                masks in memory, and their file format
-`model_parts`                      counts and comparisons over tensors of which ranks hold parts
+`model_parts`                      counts and comparisons over tensors that ranks hold in parts
 `tickets`, `pruning`               the masks at the start: their origin, and one-shot tickets
 `early_bird`, `dsr`                masks during training: Early-Bird tickets, DSR
 `schedule`                         the updates that change masks, and how many entries (no torch)

@@ -46,7 +46,7 @@ class TensorCounts:
 
     @property
     def keeps_one(self) -> bool:
-        """Return whether every stored entry is below the threshold; the largest is then kept."""
+        """True if every stored entry is below the threshold; the largest is then kept."""
         return self.below == self.stored
 
     @property
@@ -56,12 +56,12 @@ class TensorCounts:
 
     @property
     def survivors(self) -> int:
-        """Return R_i."""
+        """Number of stored entries that a rewiring leaves, R_i."""
         return self.stored - self.pruned
 
     @property
     def free(self) -> int:
-        """Return the number of places to grow at: entries that were not stored before."""
+        """Number of places to grow at: entries that are not stored before the rewiring."""
         return self.entries - self.stored
 
 
@@ -137,12 +137,12 @@ class SparseTensor:
 def share_out(count: int, weights: Sequence[int], room: Sequence[int]) -> list[int]:
     """Divide `count` in proportion to `weights`, rounded by largest remainders.
 
-    What a share has no room for is divided again, in proportion to the weights of the shares that
-    have room. Of equal remainders the first is rounded up.
+    The part of a share that exceeds its room is divided again, in proportion to the weights of the
+    shares that have room left. Of equal remainders the first is rounded up.
 
     Args:
         weights: one positive number for each share that has room.
-        room: the most that each share may get; `count` in all, or more.
+        room: the most that each share may get; their sum is at least `count`.
 
     Returns:
         The shares, which sum to `count` exactly.
@@ -225,7 +225,7 @@ class DsrMaskUpdater(MaskUpdater):
 
     @property
     def layout_is_final(self) -> bool:
-        """Return whether no rewiring is left."""
+        """True after the last update of the schedule that a rewiring may follow."""
         return self._seen >= self._settings.schedule.last
 
     def after_update(
@@ -274,11 +274,17 @@ class DsrMaskUpdater(MaskUpdater):
         )
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Return why no rewiring follows updates `first` to `last`; "" if one does or any did."""
+        """Return why no rewiring follows the updates `first` to `last`.
+
+        Returns "" if one is due there, or if an earlier one pruned weights.
+        """
         return "" if self._rewirings else why_none(self._settings.schedule, first, last)
 
     def stats(self) -> Mapping[str, float]:
-        """Return the pruned weights and the threshold of a rewiring since the last call."""
+        """Return the number of pruned weights and the threshold of the latest rewiring.
+
+        Returns nothing if no rewiring was due since the last call.
+        """
         stats, self._stats = self._stats, {}
         return stats
 
@@ -300,11 +306,14 @@ class DsrMaskUpdater(MaskUpdater):
     # ---- a rewiring ----------------------------------------------------------------------------
 
     def _prunable(self, tensors: Sequence[SparseTensor]) -> tuple[float, dict[str, TensorCounts]]:
-        """Return the threshold, and the counts of all tensors of the model by it."""
+        """Return the threshold of this rewiring, and all tensors' counts by it.
+
+        The threshold is halved until the pruned entries have places to grow at.
+        """
         threshold = self._threshold
         counts = self._count(tensors, threshold)
-        # No paper says what to do where more weights are below the threshold than could grow
-        # elsewhere, which takes a network that is less than half zeros.
+        # The papers leave open what happens if more weights are below the threshold than can grow
+        # elsewhere, which is possible only if less than half of the network is zero.
         while sum(one.pruned - one.free for one in counts.values()) > 0:
             threshold = threshold / GAIN if threshold > LEAST_NORMAL else 0.0
             counts = self._count(tensors, threshold)
@@ -340,7 +349,7 @@ class DsrMaskUpdater(MaskUpdater):
         self._threshold = min(max(threshold, LEAST_NORMAL), LARGEST)
 
     def _generator(self, t: int, name: str) -> np.random.Generator:
-        """Return a generator that draws the same numbers on every rank."""
+        """Return the generator for a tensor after update `t`, equal on every rank."""
         text = f"dsr/{self._settings.seed}/{t}/{name}"
         digest = hashlib.sha256(text.encode()).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))

@@ -72,7 +72,7 @@ class EarlyBird(MaskUpdater):
 
     @property
     def layout_is_final(self) -> bool:
-        """Return whether the ticket is drawn."""
+        """True once the ticket is drawn."""
         return self._ticket > 0
 
     def after_update(
@@ -94,7 +94,10 @@ class EarlyBird(MaskUpdater):
         return LayoutChange(layout=self._make_layout(flat_parts(self.infos, masks, self.parts)))
 
     def inactive_reason(self, first: int, last: int) -> str:
-        """Return why no ticket is drawn in these updates, or one too late to be of use."""
+        """Return why no ticket is drawn in these updates, or only one that is drawn too late.
+
+        Returns "" if the ticket is drawn, or can be drawn in time for what waits for it.
+        """
         drawn = (first - 1) // self.interval
         draws = last // self.interval - drawn
         missing = DRAWS - len(self._masks)
@@ -108,7 +111,10 @@ class EarlyBird(MaskUpdater):
         )
 
     def stats(self) -> Mapping[str, float]:
-        """Return `mask_distance`, the largest of a draw, if a draw happened since the last call."""
+        """Return `mask_distance`, the latest mask's largest distance to the masks kept before it.
+
+        Returns nothing if no mask was compared since the last call.
+        """
         stats, self._stats = self._stats, {}
         return stats
 
@@ -118,9 +124,9 @@ class EarlyBird(MaskUpdater):
         return notes
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor | PerEntryState]]:
-        """Yield the draw count, the ticket's update and this rank's parts of the kept masks.
+        """Yield the number of draws with the ticket's update, and the kept masks.
 
-        Masks are bool, named by draw and parameter, and unpacked when they are read.
+        Masks are this rank's parts, bool, named by draw and parameter; each is unpacked when read.
         """
         yield _COUNTS, torch.tensor([self._draws, self._ticket])
         for number, masks in enumerate(self._masks, self._draws - len(self._masks) + 1):

@@ -50,8 +50,8 @@ class CompressedLayout:
     Args:
         masks: flat bool masks by name, looked up one at a time.
         device: the device of the parameters; None for the device of the masks.
-        cut: names of sharded parameters; their masks count even if all pruned entries are on other
-            ranks.
+        cut: names of sharded parameters, which get an index even if the mask of this rank's part
+            prunes nothing: other ranks' parts may be pruned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CompressedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all indices."""
+        """Bytes of all indices."""
         return sum(index.nbytes for index in self._indices.values())
 
     def index_nbytes(self, name: str) -> int:
@@ -152,7 +152,7 @@ class CompressedLayout:
         index.expand(flat, param.view(-1))
 
     def mask(self, name: str) -> torch.Tensor | None:
-        """Return a flattened parameter's mask: bool, on the CPU; None if all is stored."""
+        """Return a parameter's mask: bool [param.numel()], on the CPU; None without an index."""
         index = self._indices.get(name)
         return None if index is None else index.mask()
 
@@ -185,7 +185,7 @@ class PositionStore:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the positions."""
+        """Bytes of the positions."""
         return self._at.nbytes
 
     def compress(self, dense: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
@@ -234,7 +234,7 @@ class BitmapStore:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the bitmap with its counts and offsets."""
+        """Bytes of the bitmap with its counts and offsets."""
         bits = self._bits
         return bits.words.nbytes + bits.counts.nbytes + bits.offsets.nbytes
 

@@ -107,9 +107,9 @@ def flat_masks(infos: Iterable[ParamInfo], logical: Mapping[str, torch.Tensor]) 
 def flat_parts(
     infos: Iterable[ParamInfo], masks: Mapping[str, torch.Tensor], parts: ModelParts
 ) -> PackedMasks:
-    """Flatten and pad masks of which each rank has its part already. Collective over the stage.
+    """Flatten and pad `masks`, which are this rank's parts already. Collective over the stage.
 
-    Masks that prune nothing anywhere are left out.
+    Masks that prune nothing on any rank are left out.
     """
     counts = parts.summed({name: [int(mask.count_nonzero())] for name, mask in masks.items()})
     return PackedMasks.of(

@@ -100,7 +100,10 @@ def opened_masks(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def mask_shapes(path: Path, archive: zipfile.ZipFile) -> dict[str, tuple[int, ...]]:
-    """Return the logical shape of each mask in file order, checked against the size of its bits."""
+    """Return the logical shape of each mask in file order, checked against the size of its bits.
+
+    Raises `DataError`, or `ValueError` inside `opened_masks`, which turns it into a `DataError`.
+    """
     version, count = _vector(archive, MARK, np.int64, most=2).tolist()
     if version != VERSION:
         raise DataError(f"{path}: version {version}, this program reads {VERSION}; {_AGAIN}")

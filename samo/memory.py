@@ -27,10 +27,10 @@ ADAM, MOMENTUM_SGD = 2, 1
 def state_bytes(
     entries: int, stored: int, *, index: int, param_bytes: int, grad_bytes: int, moments: int = 2
 ) -> dict[str, int]:
-    """Return bytes of model state by kind, for `entries` parameters of which `stored` exist.
+    """Return bytes of model state by kind, for `entries` parameters with `stored` stored entries.
 
     The kinds are those of Eq. 1 without the fp32 copy of the gradients and the 16-bit copy of the
-    new weights, both of which exist in chunks only. The parameters are dense; `index` is in bytes.
+    new weights, since both copies exist in chunks only. Parameters are dense; `index` is in bytes.
     """
     return {
         "parameters": param_bytes * entries,
@@ -133,7 +133,7 @@ PAPER_PARAMETERS = range(2_600_000_000, 2_700_000_001)
 def default_bytes(moments: int = ADAM) -> int:
     """Return the bytes per parameter of dense mixed precision: 20 with Adam, 16 with momentum SGD.
 
-    They are both weights, both gradients and the moments (section III-D of the SAMO paper).
+    They are 16-bit and fp32 weights and gradients, and the moments (SAMO paper, section III-D).
     """
     return WEIGHT_BYTES + sum(STATES.values()) + MOMENT_BYTES * moments
 
@@ -171,7 +171,7 @@ def eq_4(parameters: int, sparsity: Fraction, moments: int = ADAM) -> Fraction:
 
 
 def saved(sparsity: Fraction, moments: int = ADAM) -> Fraction:
-    """Return the share of M^default that is saved (figure 2)."""
+    """Return the share of M^default that SAMO saves by Eq. 2 (figure 2)."""
     return 1 - eq_2(1, sparsity, moments) / default_bytes(moments)
 
 

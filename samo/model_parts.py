@@ -1,4 +1,4 @@
-"""Counts and comparisons over whole tensors of which each rank holds parts.
+"""Counts and comparisons over whole tensors that ranks hold in parts.
 
 Masks belong to whole tensors. Tensor-parallel ranks hold parts of them, stages hold different
 tensors, and two stages hold a tied table. Every decision uses numbers of whole tensors, so that all
@@ -35,7 +35,7 @@ class ModelParts(ModelShard):
 
     @property
     def cut_names(self) -> frozenset[str]:
-        """Return the names of the sharded parameters."""
+        """Names of the parameters that tensor-parallel ranks share."""
         return frozenset(name for name, info in self._by_name.items() if info.tp_sharded)
 
     def shard(self, name: str) -> FlatShard | None:
@@ -44,11 +44,11 @@ class ModelParts(ModelShard):
         return None if part is None else FlatShard.of(part)
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank of the world, and raise on all ranks if one fails."""
+        """Run `work` on every rank of the world and return its result; if one fails, all raise."""
         return work() if self._groups is None else self._groups.world.raise_on_all_ranks(work)
 
     def raise_on_holders(self, name: str, work: Callable[[], T]) -> T:
-        """Run `work` on the ranks that hold parts of a tensor, and raise on all if one fails."""
+        """Run `work` on the ranks that hold parts of a tensor; if one of them fails, all raise."""
         tp = self.holders(name)
         return work() if tp is None else tp.raise_on_all_ranks(work)
 

@@ -94,12 +94,12 @@ class SamoConfig:
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """Return `samo_dense`, empty for none."""
+        """Patterns of `samo_dense`; empty for none."""
         return self.samo_dense or ()
 
     @property
     def sparsity(self) -> Fraction:
-        """Return `samo_sparsity` as the exact decimal fraction."""
+        """Value of `samo_sparsity` as an exact decimal fraction."""
         return Fraction(str(self.samo_sparsity))
 
 
@@ -107,7 +107,7 @@ def _pair(
     name: str, holds: Callable[[SamoConfig, Config], object], reason: str, instead: str
 ) -> RefusedPair:
     def both(config: Config) -> object:
-        # Any: the class is declared above these pairs.
+        # The type of `extensions` does not name the sections of paths.
         options: SamoConfig = config.extensions["samo"]  # type: ignore[assignment]
         return holds(options, config)
 

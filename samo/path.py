@@ -16,6 +16,7 @@ from megatron.data_parallel.bucket_plan import (
     ParamShape,
     PathBytes,
     RankShapes,
+    plan_feedback,
 )
 from megatron.data_parallel.gradient_path import (
     CheckpointView,
@@ -60,7 +61,7 @@ class SamoPath(GradientPath):
             _check_length(config, config.total_iterations())
 
     def check_files(self, config: Config, shapes: Callable[[], Shapes | None]) -> None:
-        """Check the header of the mask file against the model's shapes."""
+        """Check the mask file's headers, and with known shapes that its masks fit the model."""
         from samo.mask_file import check_mask_file
 
         if (file := _options(config).samo_mask_file) is not None:
@@ -82,7 +83,7 @@ class SamoPath(GradientPath):
         options, total = _options(config), config.total_iterations()
         seed = config.training.seed
         if not config.training.skip_train:
-            # The number of steps of a number of samples is only known once ranks are.
+            # Only now is the number of ranks known, on which the number of steps may depend.
             _check_length(config, total)
         parts = ModelParts(infos, groups)
         make_layout = partial(CompressedLayout, device=infos[0].param.device, cut=parts.cut_names)
@@ -103,7 +104,10 @@ class SamoPath(GradientPath):
         )
 
     def stored(self, config: Config, params: Iterable[ParamShape]) -> dict[str, int]:
-        """Return stored entries by tensor; none before an early-bird ticket is drawn."""
+        """Return the stored entries of each prunable tensor, none with early-bird tickets.
+
+        Masks from a file are assumed to have `samo_sparsity`.
+        """
         options = _options(config)
         if options.samo_pruning == "early-bird" or options.sparsity == 0:
             return {}
@@ -117,14 +121,15 @@ class SamoPath(GradientPath):
         }
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of the index that gradients, master weights and moments share."""
+        """Return the bytes of the shared index, and of what an encoded wire rounds off."""
         sizes = {name: param.numel for name, param in rank.params.items() if name in rank.stored}
         slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
         stored = {name: slices[name].numel for name in sizes}
         index = {"index": index_bytes(sizes, stored, device=rank.device)}
         # A checkpoint holds one mask bit per entry.
         masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
-        return PathBytes(index, shared=masks)
+        feedback = plan_feedback(config, rank)
+        return PathBytes({**index, **feedback.kept}, shared=masks, own=feedback.own)
 
 
 def _options(config: Config) -> SamoConfig:
@@ -143,7 +148,7 @@ def _schedule(options: SamoConfig, total: int) -> RewiringSchedule:
 
 
 def _check_dense(options: SamoConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse patterns that leave nothing whole, or nothing to prune."""
+    """Raise `ConfigError` for a pattern without a match, or if nothing is left to prune."""
     pruned = [
         name
         for name, shape in shapes.items()
@@ -165,7 +170,10 @@ def _check_dense(options: SamoConfig, shapes: Mapping[str, Sequence[int]]) -> No
 
 
 def _check_length(config: Config, total: int) -> None:
-    """Refuse a run of `total` steps that ends before its first ticket or rewiring."""
+    """Raise `ConfigError` if a run of `total` steps ends before its first ticket or rewiring.
+
+    With Radius on top, it must also begin after the first ticket.
+    """
     options = _options(config)
     interval = options.samo_early_bird_interval
     waits = options.samo_pruning == "early-bird" and options.sparsity > 0
@@ -184,7 +192,7 @@ def _check_length(config: Config, total: int) -> None:
 
 def _why_radius_never_begins(config: Config) -> Callable[[int, int], str]:
     """Return a function of updates (first, last): why Radius never begins, or "" if it does."""
-    # Any: the class is declared with its path.
+    # Any, since the class of the section belongs to a package that this one does not import.
     radius: Any = config.extensions.get("radius")
     if radius is None or radius.density == 1:
         return lambda first, last: ""

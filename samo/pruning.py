@@ -27,13 +27,13 @@ from samo.schedule import is_prunable, stored_count
 Scope = Literal["tensor", "global"]
 Read = Callable[[str], torch.Tensor]
 WHOLE = ModelParts()
-"""Parts of a model whose every tensor is whole on this rank."""
+"""Parts of a model that has all its tensors whole on this rank."""
 _SHIFT = 15
 """Low bits of a magnitude that the first histogram of a global draw ignores."""
 
 
 class NamedWeights(Mapping[str, torch.Tensor]):
-    """A mapping from logical names to tensors, each of which is read when it is looked up."""
+    """A mapping from logical names to tensors that reads a tensor at each look-up."""
 
     def __init__(self, names: Sequence[str], read: Read) -> None:
         self._names, self._read = names, read
@@ -157,7 +157,7 @@ def _extra(drawn: torch.Tensor, stored: torch.Tensor) -> int:
 def _draw(
     name: str, tensors: Mapping[str, torch.Tensor], parts: ModelParts, kept: Fraction | int
 ) -> torch.Tensor:
-    """Return the mask of a sparsity, or of a number of entries of the whole tensor."""
+    """Return a tensor's mask; `kept` is the sparsity, or the number of entries to keep of all."""
     tensor = _read(name, tensors, parts)
     shard = parts.shard(name)
     total = tensor.numel() if shard is None else shard.total
@@ -191,7 +191,7 @@ def _as_mask(chosen: LargestSelection, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _random_numbers(count: int, key: str) -> torch.Tensor:
-    """Return independent fp32 numbers from 0 up to 2, whose bits are uniform below 2^30."""
+    """Return independent fp32 numbers from 0 up to 2 with bit patterns uniform below 2^30."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
     # numpy promises the same raw words of a bit generator in every version.
     words = np.random.PCG64(seed).random_raw(-(-count // 2))

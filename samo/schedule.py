@@ -50,7 +50,7 @@ class RewiringSchedule:
 
     @cached_property
     def last(self) -> int:
-        """Return the update that the last rewiring follows; 0 if there is none."""
+        """Update that the last rewiring follows; 0 if there is none."""
         return next(filter(self.due, range(self.until, 0, -1)), 0)
 
     def _interval_at(self, t: int) -> int:

@@ -120,7 +120,10 @@ def opened(
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """A committed save: step, folder, and seconds for which training stopped."""
+    """A committed save: step, folder, and the seconds from its start to its commit.
+
+    Training goes on during most of these seconds if the save is asynchronous.
+    """
 
     iteration: int
     path: Path
@@ -235,7 +238,7 @@ class Checkpointer:
         return _Written(iteration=iteration, path=path, seconds=seconds)
 
     def _conclude(self, work: Callable[[], _Written]) -> None:
-        """Take the result of a save on all ranks, or raise its error on all, and log it."""
+        """Run `work`, which ends a save, and log the save; an error is raised on all ranks."""
         try:
             written = self.groups.world.raise_on_all_ranks(work)
         finally:
@@ -256,7 +259,7 @@ class Checkpointer:
     # ---- loading -------------------------------------------------------------------------------
 
     def restore(self, origin: CheckpointSource) -> TrainState:
-        """Load a checkpoint that `locate_checkpoint` found.
+        """Load a checkpoint that `locate_checkpoint` found, and return how far its run had come.
 
         Raises `CheckpointError`, on every rank, if it does not fit this run; the error names the
         keys that differ.
@@ -359,7 +362,7 @@ class Checkpointer:
             self.scaler.load(saved.state["loss_scaler"])
 
     def _goes_on(self, saved: Checkpoint, own: bool) -> bool:
-        """Return whether the gradient path continues from the checkpoint or starts there."""
+        """Return whether the gradient path loads its saved state; if not, it starts empty."""
         same = not path_differences(saved.state.get("identity", {}), self.identity)
         # A run that is restarted again and again by one command must leave the old path only once.
         return same and (own or not self.config.checkpoint.reset_grad_state)

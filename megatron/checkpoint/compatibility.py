@@ -46,8 +46,9 @@ def identity(
     Args:
         config: The settings of the run.
         free: Dotted names of settings of the task's sections that may differ: "data.data_path".
-        facts: What files tell beyond the settings, by dotted names in the sections `model` and
-            `data`: the size of a vocabulary, the fingerprint of a tokenizer.
+        facts: Facts that come from files and not from settings, by dotted names in the sections
+            `model` and `data`: the size of a vocabulary, the fingerprint of a tokenizer. They
+            replace settings of the same name.
     """
     found = dict(facts or {})
     for section in ("model", "data"):
@@ -91,7 +92,8 @@ def check_identity(
 ) -> None:
     """Raise `CheckpointError` naming the settings that differ.
 
-    Only settings of the model are compared if training starts with new states on its weights.
+    With `model_only`, for a run that takes only the weights, the settings of the model except its
+    sequence length are compared; otherwise all settings outside the gradient path.
     """
     weights = {key for key in now if key.startswith("model.") and key != "model.seq_length"}
     checked = weights if model_only else {key for key in now if _section(key) in _SECTIONS}
@@ -152,7 +154,7 @@ def check_data(
     accept: bool,
     log: Callable[[str], None],
 ) -> None:
-    """Raise `CheckpointError` naming the data files that changed; with permission only log them."""
+    """Raise `CheckpointError` naming the data files that changed; with `accept` only log them."""
     found = changes(was, now)
     if found and not accept:
         raise CheckpointError(
@@ -164,7 +166,7 @@ def check_data(
 
 
 def _today(key: str, value: object) -> object:
-    """Return the value by which this version reads a setting of an older one."""
+    """Return the current name of a setting's value that an older version saved."""
     name = key.rpartition(".")[2]
     if isinstance(value, str) and (name, value) in RETIRED_VALUES:
         return RETIRED_VALUES[name, value][0]

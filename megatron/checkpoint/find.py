@@ -43,8 +43,8 @@ _STEP = re.compile(r"step_(\d{8,})(?:\.(replaced|damaged|tmp)-([0-9a-f]+))?")
 class CommittedStep:
     """A folder that was committed as `step`.
 
-    Several folders of one step sort by preference: the plain name first, then the one replaced
-    last.
+    In descending order, the folders of one step come by preference: the plain name first, then the
+    one that was replaced last.
     """
 
     step: int
@@ -73,7 +73,7 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def list_steps(directory: Path, *, files: Files = FILES) -> StepListing:
-    """Sort the step folders in a directory by their names.
+    """List the step folders of a directory by kind, which their names tell.
 
     A replaced step counts as committed, after the step that replaced it: a crash between the two
     renames leaves only the replaced one. Raises `CheckpointError`.
@@ -108,8 +108,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the step folder to load: the newest that verifies, or the folder of `step`.
 
-    Damaged folders are logged. A returned folder has been hashed completely, so that other ranks
-    need not hash it.
+    Damaged folders are logged. With `hashes`, a returned folder has been hashed completely, so that
+    other ranks need not hash it.
 
     Args:
         directory: A run folder, its `checkpoints`, or one step folder.
@@ -212,7 +212,10 @@ def _newest(
 def verify_committed(
     folder: CommittedStep, *, hashes: bool = True, files: Files = FILES
 ) -> Manifest:
-    """Verify a folder, and that its name agrees with its step."""
+    """Verify a folder and its name against the manifest, and return the manifest.
+
+    Raises `CheckpointError`.
+    """
     manifest = verify_folder(folder.path, hashes=hashes, files=files)
     if manifest.step != folder.step:
         raise CheckpointError(

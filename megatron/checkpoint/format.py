@@ -1,7 +1,7 @@
 """The checkpoint format: boxes of logical tensors, tensor records, and the manifest.
 
-Reading is strict: a key that is missing, unknown or of the wrong type is an error that names the
-file.
+Reading is strict: a key that is missing, unknown or of the wrong type is an error. The readers of
+values raise `ValueError` with the place `where` in the document, and `parse` adds the file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def one_line(error: BaseException) -> str:
 def fields(
     value: Any, where: str, required: Collection[str], optional: Collection[str] = ()
 ) -> None:
-    """Check that a value is an object with these keys and no others."""
+    """Raise `ValueError` unless `value` is an object with the required keys and no unknown one."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object")
     for key in required:
@@ -85,28 +85,28 @@ def fields(
 
 
 def named(value: Any, where: str, read: Any) -> dict[str, Any]:
-    """Read an object with arbitrary keys, each value through `read(value, where)`."""
+    """Return an object with arbitrary keys, each value converted by `read(value, where)`."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object")
     return {key: read(entry, f"{where}[{show(key)}]") for key, entry in value.items()}
 
 
 def integer(value: Any, where: str, low: int = 0) -> int:
-    """Read a whole number from `low` to 2**62; true and false are not numbers."""
+    """Return a whole number from `low` to 2**62; true and false are not numbers."""
     if type(value) is not int or not low <= value <= LARGEST:
         raise ValueError(f"{where}: must be a whole number from {low} to 2**62, not {show(value)}")
     return value
 
 
 def integers(value: Any, where: str) -> tuple[int, ...]:
-    """Read a list of whole numbers, one per axis."""
+    """Return a list of at most `MOST_AXES` whole numbers, one per axis, as a tuple."""
     if not isinstance(value, list) or len(value) > MOST_AXES:
         raise ValueError(f"{where}: must be a list of at most {MOST_AXES} whole numbers")
     return tuple(integer(entry, where) for entry in value)
 
 
 def text(value: Any, where: str) -> str:
-    """Read a string."""
+    """Return a value that must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{where}: must be text, not {show(value)}")
     return value
@@ -242,7 +242,7 @@ def tensor_to_json(record: TensorRecord) -> dict[str, Any]:
 
 
 def tensor_from_json(value: Any, where: str) -> TensorRecord:
-    """Inverse of `tensor_to_json`; raises `ValueError` naming the field."""
+    """Return the record of a tensor from its JSON form; raises `ValueError` naming the field."""
     fields(value, where, ["shape", "dtype", "slices"], ["scope", "mask"])
     dtype, scope = value["dtype"], value.get("scope", SHARED)
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -264,7 +264,10 @@ def tensor_from_json(value: Any, where: str) -> TensorRecord:
 
 
 def check_tensors(tensors: Mapping[str, TensorRecord]) -> None:
-    """Raise `ValueError` unless every entry of every tensor is stored exactly once."""
+    """Raise `ValueError` unless every entry of every tensor is stored exactly once.
+
+    Names, masks and keys are checked as well. Entries that a mask leaves out count as stored.
+    """
     used: set[tuple[str, str]] = set()
     for name, record in tensors.items():
         where = f"tensors[{show(name)}]"
@@ -301,7 +304,8 @@ def _check_mask(record: TensorRecord, tensors: Mapping[str, TensorRecord], where
 def _check_cover(record: TensorRecord, where: str) -> None:
     """Check that boxes cover the tensor exactly once, in time linear in the number of slices.
 
-    Boxes that are cells of one grid, all different and as many as the grid has cells, do.
+    Boxes cover the tensor if they are cells of one grid, all different, and as many as the grid has
+    cells.
     """
     boxes: dict[Box, list[SliceRecord]] = {}
     for number, part in enumerate(record.slices):
@@ -369,7 +373,7 @@ FORMAT = "sparsetron-checkpoint"
 VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MANIFEST_LIMIT = 256 * 2**20
-"""Maximum size in bytes. A manifest of 1024 ranks and 600 tensors takes about 90 MB."""
+"""Maximum bytes of a manifest. That of 1024 ranks and 600 tensors takes about 90 MB."""
 
 _KEYS = ("sha256", "format", "version", "step", "state", "world", "packages", "files", "tensors")
 _SIGNATURE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
@@ -428,12 +432,12 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def sign(body: bytes) -> bytes:
-    """Put the signature line before the rest of a manifest."""
+    """Return a manifest: the line with the SHA-256 of `body`, followed by `body`."""
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
 
 
 def parse(data: bytes, source: str) -> Manifest:
-    """Read the bytes of a manifest; `source` names it in errors.
+    """Parse the bytes of a manifest; `source` names them in errors.
 
     Raises:
         CheckpointError: One line with the key at fault: wrong signature, type, range or name;

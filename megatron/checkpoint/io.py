@@ -1,7 +1,7 @@
 """The system calls of checkpoints, in one table, and safetensors files.
 
-Every call that reads or changes the disk goes through one `Files`, so that a test can make any call
-fail, or make it the last one before a crash.
+Every call of a save that changes the disk goes through one `Files`, so that a test can make any of
+them fail, or make it the last one before a crash.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ def sync_folder(files: Files, path: Path) -> None:
 
 
 def make_folder(files: Files, path: Path) -> None:
-    """Create a folder and its missing parents, each of them on disk when this returns."""
+    """Create a folder and its missing parents, and wait until their names are on disk.
+
+    Raises `CheckpointError`.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with failing_as(folder, "make the folder"):
@@ -162,7 +165,7 @@ def make_folder(files: Files, path: Path) -> None:
 
 
 def remove_folder(files: Files, path: Path) -> None:
-    """Remove a folder and its contents; links are removed, not followed."""
+    """Remove a folder and its contents; links are removed, not followed. Raises `OSError`."""
     for name in files.entries(path):
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
@@ -173,7 +176,10 @@ def remove_folder(files: Files, path: Path) -> None:
 
 
 def replace_text(files: Files, path: Path, content: str, nonce: str) -> None:
-    """Replace a small text file atomically."""
+    """Replace a small text file atomically; `nonce` makes the draft's name unique.
+
+    Raises `CheckpointError`.
+    """
     data = memoryview(content.encode())
     draft = path.with_name(f"{path.name}.tmp-{nonce}")
     try:
@@ -189,7 +195,7 @@ def replace_text(files: Files, path: Path, content: str, nonce: str) -> None:
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path) -> Iterator[tuple[int, int]]:
-    """Open a regular file for reading; return its descriptor and size in bytes.
+    """Open a regular file for reading, as a context with its descriptor and size in bytes.
 
     Raises `CheckpointError`, also for links, folders, pipes and devices.
     """
@@ -222,7 +228,7 @@ def read_bytes(files: Files, descriptor: int, size: int) -> bytes:
 
 
 HEADER_LIMIT = 100_000_000
-"""Maximum bytes of a header, also the library's limit."""
+"""Maximum bytes of a header, which is also the limit of the safetensors library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +286,10 @@ def header(items: Sequence[TensorToWrite]) -> bytes:
 
 
 def chunks(items: Sequence[TensorToWrite]) -> Iterator[memoryview]:
-    """Yield the bytes of a whole file: header, then each item's data."""
+    """Yield the bytes of a whole file, for items in file order: the header, then each item's data.
+
+    Raises `ValueError` if an item has another number of bytes than its shape says.
+    """
     yield memoryview(header(items))
     for item in items:
         data = item.data()

@@ -57,9 +57,9 @@ class LocalParameter:
 
     @property
     def exists(self) -> torch.Tensor:
-        """Return which entries of the part are stored: bool [local_entries], on the CPU.
+        """Mask of the part's stored entries: bool [local_entries], on the CPU.
 
-        Computed at each call: keeping it would take a byte per entry of a pruned model.
+        It is computed at each access: keeping it would take a byte per entry of a pruned model.
         """
         entries, mask = self.info.local_entries, self.layout.mask(self.info.name)
         return torch.ones(entries, dtype=torch.bool) if mask is None else mask[:entries]
@@ -152,11 +152,14 @@ class LocalParameter:
 
 
 PATH, ENTRIES, RESIDUAL, MASK = "path/", "entries/", "residual/", "mask/"
-"""Where checkpoints keep a gradient path's state: plain tensors, and such as go by the entries of a
-parameter, which all data-parallel ranks share; what each of these has of its own; and which entries
-of parameters exist."""
+"""Prefixes of a gradient path's tensors in a checkpoint.
+
+`PATH`: plain tensors. `ENTRIES`: one value per entry of a parameter, equal on all data-parallel
+ranks. `RESIDUAL`: one value per entry on each data-parallel rank. `MASK`: the stored entries of a
+parameter.
+"""
 BUFFER = "buffer/"
-"""Where checkpoints keep the model's buffers, each whole."""
+"""Prefix of the model's buffers in a checkpoint; each buffer is saved whole."""
 _OLD_INDEX = f"{PATH}index/"
 """Folder in which the first version of the format kept Radius's selection."""
 
@@ -230,7 +233,7 @@ class RunStateDict:
                 yield _RankPart(name, tensor.nbytes, partial(_whole, name, tensor))
 
     def _kept(self, pruned: set[str], moments: bool) -> Iterator[LocalShard]:
-        """Yield weights and moments that are sharded over data-parallel ranks."""
+        """Yield this rank's shards of weights and moments that data-parallel ranks share out."""
         for kind, name, flat in self.optimizer.tensors():
             info, file = self.engine.infos[name], f"{kind}/{name}"
             if not self.engine.model_shard.owns(info) or not (kind == PARAM or moments):
@@ -291,7 +294,10 @@ class RunStateDict:
     # ---- reading -------------------------------------------------------------------------------
 
     def take(self, saved: Checkpoint, *, moments: bool) -> None:
-        """Read weights and buffers, and moments unless they are to start from nothing."""
+        """Load weights and buffers, and with `moments` the moments, in place.
+
+        Raises `CheckpointError` if the checkpoint lacks one of them.
+        """
         stored = set(saved.names())
         if lost := [name for name, _ in self.buffers.tensors() if f"{BUFFER}{name}" not in stored]:
             raise CheckpointError(
@@ -336,7 +342,7 @@ class RunStateDict:
         self.engine.load_state_tensors(_Reading(own), _Reading(shared))
 
     def _part_of(self, name: str) -> LocalParameter | None:
-        """Return this rank's part of the parameter that a name ends in; None if it has no part."""
+        """Return this rank's part of the parameter at the end of `name`; None if it has none."""
         info = self.engine.infos.get(name.rpartition("/")[2])
         if info is None:
             return None
@@ -376,7 +382,7 @@ def _mask_shards(held: LocalParameter) -> Iterator[LocalShard]:
 
 
 def _entry_shards(held: LocalParameter, name: str, state: PerEntryState) -> Iterator[LocalShard]:
-    """Return per-entry state to save; a mask is True where the parameter has no entry."""
+    """Return the shards of per-entry state; bool state is saved whole, True where not stored."""
     values, file = state.values(), f"{ENTRIES}{name}"
     if values.dtype != torch.bool:
         return _shards(held, file, values)

@@ -122,7 +122,7 @@ class Snapshots:
         return [next(staged) if shard.tensor.is_cuda else snapshot(shard) for shard in shards]
 
     def stage(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """Copy the shards to the block, from any device."""
+        """Copy the shards from any device to the block, and wait for the copies."""
         if not shards:
             return []
         rooms = [-(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT for shard in shards]
@@ -154,10 +154,11 @@ class Snapshots:
 
 
 def owner(sizes: Mapping[str, int], data_parallel_size: int) -> dict[str, int]:
-    """Return the data-parallel rank that writes each of the tensors that all of them hold.
+    """Return, by name, the data-parallel rank that writes a tensor that all of these ranks hold.
 
-    Greedy: the largest tensor first, to the rank with the fewest bytes so far; ties go by name,
-    then to the lower rank. Depends on its arguments alone, so ranks agree without communication.
+    The largest tensor comes first, and each goes to the rank with the fewest bytes so far. Ties go
+    by name, then to the lower rank. The result depends on the arguments alone, so that ranks agree
+    without communication. `sizes` are in bytes.
     """
     load = [0] * data_parallel_size
     result: dict[str, int] = {}
@@ -178,7 +179,7 @@ def owned(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Lo
 def part_of(shards: Iterable[LocalShard], file: str) -> RankWrites:
     """Return a rank's part of a save: items for its `file`, and the records of their tensors.
 
-    Raises `CheckpointError` naming the tensor.
+    Raises `CheckpointError`, naming the tensor, if shards are inconsistent or cannot be saved.
     """
     records: dict[str, TensorRecord] = {}
     items: list[TensorToWrite] = []
@@ -289,9 +290,13 @@ def save_checkpoint(
             once), or a mapping of whole tensors that every rank holds; these are then spread over
             the ranks by `owner`.
         state: JSON object; rank 0's is saved.
+        rank: Number of this rank among those that save.
+        world: Number of ranks that save.
+        gather: All-gathers texts over these ranks; called four times.
         grid: Sizes by name; rank 0's are saved.
         packages: Versions by name; rank 0's are saved.
-        gather: All-gathers texts; called four times.
+        log: Receives a line for each folder that is set aside, and if `latest` cannot be written.
+        files: The system calls.
     """
     counts = {**(grid or {}), "size": world}
     manifest = Manifest(step=step, state=state, world=counts, packages=dict(packages or {}))
@@ -330,12 +335,13 @@ class Checkpoint:
         """Open a step folder.
 
         Args:
+            path: The step folder.
             verify: True checks all its contents. Names of files hash those files only, so that
                 ranks can share the work. False reads the manifest, and each file's header at first
                 use.
 
         Raises:
-            CheckpointError: Damaged; names file and key.
+            CheckpointError: The folder is damaged; the error names file and key.
         """
         folder = Path(path)
         if verify is False:
@@ -373,7 +379,7 @@ class Checkpoint:
         return self.manifest.world
 
     def names(self, prefix: str = "") -> tuple[str, ...]:
-        """Names of the tensors, sorted."""
+        """Return the sorted names of the tensors that begin with `prefix`."""
         return tuple(sorted(n for n in self.manifest.tensors if n.startswith(prefix)))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -389,7 +395,7 @@ class Checkpoint:
         return self._reader.record(name).scope == DATA_PARALLEL
 
     def mask(self, name: str) -> str | None:
-        """Return the name of the boolean tensor that marks stored entries, else None."""
+        """Return the name of the boolean tensor that tells which entries are stored, else None."""
         mask = self._reader.record(name).mask
         return mask.name if mask is not None else None
 
@@ -415,7 +421,10 @@ class Checkpoint:
         box_start: Sequence[int] | None = None,
         box_stop: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Read entries `[start, stop)` of the flattened tensor, or of the flattened box: 1-D."""
+        """Read entries `[start, stop)` of the flattened tensor, or of the flattened box: 1-D.
+
+        Raises `CheckpointError` as `read` does, and for entries outside the tensor or box.
+        """
         box = self._box(name, box_start, box_stop)
         if not 0 <= start <= stop <= volume(box):
             raise CheckpointError(

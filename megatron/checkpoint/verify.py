@@ -121,7 +121,7 @@ def read_header(
 def check_header(
     path: Path, header: dict[str, StoredTensor], slices: dict[str, tuple[TensorRecord, SliceRecord]]
 ) -> None:
-    """Compare a file's header with the slices that the manifest lists for the file."""
+    """Raise `CheckpointError` unless a file's header agrees with its slices by the manifest."""
     for key in sorted(header.keys() ^ slices.keys()):
         where = "missing, though" if key in slices else "not"
         raise CheckpointError(f"{path}: key {show(key)} is {where} listed in {MANIFEST_NAME}")
@@ -153,7 +153,10 @@ def _check_hash(path: Path, expected: str, files: Files) -> None:
 
 
 def open_to_all(folder: Path) -> str | None:
-    """Return why anyone could have written to a folder, with the way out; else None."""
+    """Return why a folder cannot be trusted, with the way out; else None.
+
+    The reason is that another user owns the folder, and anyone may write into it.
+    """
     status = os.stat(folder)
     if status.st_uid in (0, os.geteuid()) or not status.st_mode & stat.S_IWOTH:
         return None
@@ -164,7 +167,7 @@ def open_to_all(folder: Path) -> str | None:
 
 
 def alien(path: Path) -> str | None:
-    """Return a description of another program's checkpoint, with the way out; else None.
+    """Return why `path` is no checkpoint of this program, with the way out; None if it may be.
 
     Only names and the first bytes are read: loading such formats can run code.
     """

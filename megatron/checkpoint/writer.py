@@ -76,7 +76,7 @@ def file_name(rank: int) -> str:
 
 
 def alone(text: str) -> list[str]:
-    """Gather in a world of one rank."""
+    """Return the gathered texts of a world of one rank; a `Gather`."""
     return [text]
 
 

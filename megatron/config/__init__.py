@@ -2,7 +2,7 @@
 
 `parse` reads both, `resolve` adds what follows from the number of ranks, `to_yaml` writes what
 `--config` reads back. A task is a subclass of `Config` with sections `model` and `data` of its own;
-`GPTConfig` is the default. Nothing here imports torch: a wrong flag is told before that.
+`GPTConfig` is the default. Nothing here imports torch, so a wrong flag is reported at once.
 """
 
 from __future__ import annotations

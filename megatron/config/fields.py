@@ -232,7 +232,7 @@ def show_plain(text: str) -> str:
 
 
 def show_path(path: str) -> str:
-    """Return a path in full, quoted if it is empty or holds unprintable characters."""
+    """Return a path in full; one that is empty, unprintable or overlong is shown as by `show`."""
     return path if path and path.isprintable() and len(path) < 4096 else show(path)
 
 
@@ -267,7 +267,7 @@ def _stands_for_none(given: GivenValue) -> bool:
 
 
 def _wanted(spec: FieldSpec) -> str:
-    """Return the type in words."""
+    """Return the type, or the choices, in words."""
     if spec.choices:
         return "one of " + ", ".join(spec.choices)
     return _KINDS[spec.kind][0]
@@ -363,7 +363,7 @@ RULE = "--split wants three numbers >= 0, not all 0, for train, valid and test, 
 def split_shares(text: str) -> list[float]:
     """Read the shares of train, valid and test, in any scale.
 
-    Three numbers >= 0 of which one is positive, separated by commas; otherwise `ConfigError`.
+    Raises `ConfigError` unless the text has three numbers >= 0, not all 0, separated by commas.
     (Megatron reads "-1,1,1" as "1,1,1" and pads "900,50" with a zero.)
     """
     try:

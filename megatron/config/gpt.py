@@ -122,7 +122,10 @@ def _rotated_channels_pair_up(c: GPTConfig) -> Complaint:
 
 
 def tensor_parallel_divides(c: GPTConfig) -> Complaint:
-    """Heads, query groups, the MLP's width and, where it is cut, the sequence come out even."""
+    """Complain unless tensor-parallel ranks get equal shares of heads, query groups and the MLP.
+
+    With sequence parallelism the sequence must divide evenly, too.
+    """
     ranks, model = c.parallel.tensor_model_parallel_size, c.model
     sizes = [
         ("num_attention_heads", model.num_attention_heads),
@@ -142,7 +145,7 @@ def tensor_parallel_divides(c: GPTConfig) -> Complaint:
 
 
 def vocabulary_covers_ranks(c: GPTConfig) -> Complaint:
-    """Every tensor-parallel rank holds a token, as far as the flags tell the vocabulary."""
+    """Complain if the flags give a vocabulary with fewer tokens than tensor-parallel ranks."""
     # A tokenizer may have more tokens than the flag says.
     if c.data.vocab_size is None or c.data.tokenizer_type is not None:
         return None
@@ -166,7 +169,7 @@ def _too_few_tokens(c: GPTConfig, size: int) -> Complaint:
 
 
 def stages_have_layers(c: GPTConfig) -> Complaint:
-    """Every stage holds a layer, and what the user says about them adds up."""
+    """Complain if a stage gets no layer, or if the settings of the split contradict each other."""
     try:
         c.parallel.layer_split(c.model.num_layers)
     except ConfigError as error:
@@ -193,7 +196,7 @@ def _recomputes_existing_layers(c: GPTConfig) -> Complaint:
 
 
 def interleaving_fills_stages(c: GPTConfig, dp: int) -> Complaint:
-    """Interleaved 1F1B takes microbatches in groups of as many as there are stages."""
+    """Complain unless an interleaved pipeline gets groups of as many microbatches as stages."""
     p, t = c.parallel, c.training
     size = p.num_layers_per_virtual_pipeline_stage
     if size is None or size * p.pipeline_model_parallel_size == c.model.num_layers:
@@ -250,7 +253,7 @@ def _scores(c: GPTConfig) -> str:
     )
 
 
-# What torch's attention kernels take on CUDA: ATen/native/transformers/cuda/sdp_utils.cpp,
+# Limits of torch's attention kernels on CUDA: ATen/native/transformers/cuda/sdp_utils.cpp,
 # `check_cudnn_dropout`, `check_cudnn_tensor_shapes`, `check_head_dim_size_flash` and
 # `check_head_dim_size_mem_efficient`; flash attention pads heads in transformers/attention.cpp.
 
@@ -298,9 +301,9 @@ def _is_16_bit(c: GPTConfig) -> bool:
 
 
 def describe_recomputation(config: GPTConfig) -> str:
-    """Describe the recomputation interval of the fullest stage.
+    """Return a description of the recomputation interval of the fullest stage.
 
-    Empty where layers are not recomputed in groups of one length.
+    It is "" unless layers are recomputed in groups of one length.
     """
     if config.recompute.recompute_method != "uniform":
         return ""
@@ -309,7 +312,7 @@ def describe_recomputation(config: GPTConfig) -> str:
 
 
 def _describe_pipeline(c: GPTConfig) -> str:
-    """Describe the layers of each stage and their schedule; empty without a pipeline."""
+    """Return a description of the stages' layers and their schedule; "" without a pipeline."""
     parallel = c.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return ""
@@ -369,14 +372,14 @@ class GPTConfig(Config):
 
     @property
     def masks_grouped_queries(self) -> bool:
-        """Return whether attention has fewer key-value heads than queries, and a mask besides.
+        """True if attention has a mask and fewer key-value heads than query heads.
 
-        On CUDA such attention keeps its scores. In torch 2.13 flash attention takes no mask
-        (`check_for_attn_mask` in ATen/native/transformers/sdp_utils_cpp.h), memory-efficient
-        attention takes no `enable_gqa` (`check_batch_size_and_num_heads_dense<false>` in
-        cuda/sdp_utils.cpp; the documentation of `scaled_dot_product_attention` names flash and math
-        alone for it). Only cuDNN, preferred on compute capability 9 and 10, may take both.
+        On CUDA this attention keeps its scores, unless cuDNN, preferred on compute capability 9 and
+        10, takes both.
         """
+        # In torch 2.13 flash attention takes no mask (`check_for_attn_mask` in
+        # ATen/native/transformers/sdp_utils_cpp.h), and memory-efficient attention no `enable_gqa`
+        # (`check_batch_size_and_num_heads_dense<false>` in cuda/sdp_utils.cpp).
         model = self.model
         grouped = model.query_groups < model.num_attention_heads
         return grouped and self.data.reset_attention_mask

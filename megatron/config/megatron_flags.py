@@ -1,7 +1,7 @@
 """Flags of Megatron-LM, old and present, that are not fields here, and how each is treated.
 
 Scripts written for Megatron-LM run unchanged if that is harmless. A flag that would change the
-results is refused with the reason. Every use of a name of this table is announced.
+results is refused with the reason. Every use of a flag of these tables is announced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OldName:
 
     @property
     def outcome(self) -> str:
-        """Return the effect of the flag, for `--help-compat` and the notice."""
+        """Effect of the flag, for `--help-compat` and the notice."""
         return f"read as {flag_name(self.field)}" + (f" {self.text}" if self.text else "")
 
 
@@ -35,7 +35,7 @@ class Ignored:
 
     @property
     def outcome(self) -> str:
-        """Return the effect of the flag, for `--help-compat` and the notice."""
+        """Effect of the flag, for `--help-compat` and the notice."""
         return f"ignored: {self.reason}"
 
 
@@ -49,7 +49,7 @@ class Refused:
 
     @property
     def outcome(self) -> str:
-        """Return the effect of the flag, for `--help-compat`."""
+        """Effect of the flag, for `--help-compat`."""
         but = f" (accepted: {', '.join(self.accepted)})" if self.accepted else ""
         return f"refused: {self.reason}{but}"
 

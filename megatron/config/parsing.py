@@ -82,7 +82,7 @@ class PathOptions(Protocol):
 
     @property
     def alternatives(self) -> Sequence[Alternatives]:
-        """Settings of this path of which a run has one, as in `validate.SHARED_ALTERNATIVES`."""
+        """Settings of this path that replace each other, as in `validate.SHARED_ALTERNATIVES`."""
         ...
 
     def check(self, config: Any) -> None:
@@ -251,10 +251,9 @@ _PLAIN_NEGATIVE = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 class CommandLine:
     """The result of reading the flags.
 
-    Fields appear in `givens` by name, the last use of a flag winning. `complaints`: one text for
-    each flag that is unknown or refused, so that one error can list them all. `pairs` is what is
-    refused together and `path_pairs` what gradient paths refuse besides, by the path's name, for
-    `--help-compat`.
+    `givens` has the values by field name; the last use of a flag wins. `complaints` has a text for
+    each flag that is unknown or refused, so that one error can list them all. `pairs` are the
+    refused pairs, and `path_pairs` those of each gradient path, for `--help-compat`.
     """
 
     config: str | None = None
@@ -309,7 +308,7 @@ def _attach_numbers(argv: Sequence[str], specs: Mapping[str, Sequence[FieldSpec]
 
 
 class _Namespace(argparse.Namespace):
-    """A parser whose actions write to one `CommandLine`."""
+    """The namespace that hands the actions of a parser the `CommandLine` to write to."""
 
     def __init__(self, line: CommandLine) -> None:
         super().__init__()
@@ -395,7 +394,7 @@ class _HelpCompat(_Action):
 def compatibility_text(
     pairs: Sequence[RefusedPair], path_pairs: Mapping[str, Sequence[RefusedPair]]
 ) -> str:
-    """The refused pairs and what becomes of Megatron-LM's other flags."""
+    """Return the text of `--help-compat`: refused pairs, and the effect of Megatron-LM's flags."""
     lines = _pair_lines(pairs)
     for path, own in path_pairs.items():
         if own:
@@ -490,7 +489,7 @@ def _complaints_of_unknown(
 
     These are arguments among `texts`, the command line, that argparse could not place. Texts
     directly after an unknown flag are that flag's values, and the complaint about the flag covers
-    them. The name of a YAML file is never taken for such a value.
+    them. The name of a YAML file always gets a complaint of its own.
     """
     complaints: list[str] = []
     left = list(unknown)
@@ -634,7 +633,7 @@ class _Fields:
 
     @property
     def by_section(self) -> dict[str, list[FieldSpec]]:
-        """Return all fields as `--help` shows them, with the values of `--grad-path`."""
+        """All fields by section, as `--help` shows them; `grad_path` has the paths as choices."""
         grouped: dict[str, list[FieldSpec]] = {}
         for spec in (*self.fixed.values(), *self.extensions.values()):
             if spec.name == "grad_path":
@@ -672,7 +671,7 @@ def _without_retired_values(
 
 
 def _empty(entry: YamlEntry, fields: _Fields) -> bool:
-    """Return whether it is the head of a section with nothing in it."""
+    """Return whether the entry is the head of a section without keys."""
     bare = isinstance(entry.value, Scalar) and entry.value.is_null
     return bare and entry.section is None and entry.key in fields.sections
 
@@ -709,7 +708,7 @@ def _hint(key: str, fields: _Fields) -> str:
 def _selected_path(
     givens: Mapping[str, GivenValue], paths: Mapping[str, PathOptions], task: type[Config]
 ) -> tuple[PathOptions | None, str]:
-    """The gradient path, or None and a complaint about the name that was given."""
+    """Return the gradient path and "", or None and a complaint about the given name."""
     spec = task.specs()["grad_path"]
     given = givens.get(spec.name)
     try:
@@ -788,9 +787,9 @@ def _replaced(
     specs: Mapping[str, FieldSpec],
     groups: Sequence[Alternatives],
 ) -> dict[str, str]:
-    """Return the settings of the file without those that a flag for an alternative replaces.
+    """Return the names of the file's settings that a flag for an alternative replaces.
 
-    Each replacement appends a notice.
+    Each has the notice that announces the replacement.
     """
     found: dict[str, str] = {}
     for group in groups:
@@ -843,11 +842,11 @@ _LONGEST_VALUE = 60
 
 
 def to_yaml(config: Config) -> str:
-    """Return every saved setting, by section.
+    """Return every saved setting as the text of a YAML file, by section.
 
-    Folders and other settings of this start (`RunConfig`, `CheckpointConfig.save`) are left out,
-    since they do not change the results. For a task other than GPT the first line names the script
-    that trains it, which `scripts/launch.sh` then starts.
+    Settings of one start of the program, such as folders (`RunConfig`, `CheckpointConfig.save`),
+    are left out, since they do not change the results. For a task other than GPT the first line
+    names the script that trains it, which `scripts/launch.sh` then starts.
     """
     of = "" if config.task == GPTConfig.task else f" of pretrain_{config.task}.py"
     sections = (_section(name, section) for name, section in config.sections.items())

@@ -19,9 +19,10 @@ class SettingValues(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedPair:
-    """`name` says which settings, in the user's words; `holds` whether a configuration has both.
+    """Settings that exclude each other.
 
-    `reason` why not; `instead` the way out.
+    `name` names the settings in the user's words, `holds` tells whether a configuration has them
+    all, `reason` says why they exclude each other, and `instead` what to do.
     """
 
     name: str
@@ -30,7 +31,7 @@ class RefusedPair:
     instead: str
 
     def message(self, config: SettingValues) -> str:
-        """The error's line, with the values of the fields that the name mentions."""
+        """Return the line of the error, with the values of the fields that the name mentions."""
         known = config.values()
         words = [word.strip(",") for word in self.name.split()]
         values = [f"{word} is {show(known[word])}" for word in words if word in known]
@@ -40,12 +41,12 @@ class RefusedPair:
 def refused_pair(
     name: str, holds: Callable[[Any], object], reason: str, instead: str
 ) -> RefusedPair:
-    """Return a `RefusedPair`, as the rows of a table are written."""
+    """Return a `RefusedPair` from positional arguments, for the rows of a table."""
     return RefusedPair(name=name, holds=holds, reason=reason, instead=instead)
 
 
 Alternatives = Sequence[Sequence[str]]
-"""Settings of which a run has one: each item is one way, by the fields that say it."""
+"""Settings that replace each other: each item has the fields of one way to say the same."""
 
 Complaint = str | None
 """The error of a rule that a configuration breaks: fields with their values, rule, way out."""
@@ -55,6 +56,6 @@ Notice = str | None
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, 0 left out: "8, 12"."""
+    """Return the multiples of `step` around `value` without 0, as in "8, 12"."""
     below = value // step * step
     return ", ".join(str(legal) for legal in (below, below + step) if legal > 0)

@@ -38,7 +38,7 @@ def split_layers(
     """Split layers into ascending ranges for each stage; only interleaved schedules have several.
 
     Shares are even; if the number does not divide evenly, the first stages get one layer more.
-    Raises `ConfigError`.
+    Raises `ConfigError` if a stage would get no layer, or if the numbers do not add up.
 
     Args:
         first: Layers of the first stage, which also holds the embedding.
@@ -932,9 +932,9 @@ class Config:
 
     A task is a subclass that gives `model` and `data` types of their own, and overrides what the
     rules about these need. `extensions` holds the sections that the gradient path brings. `name` is
-    the stem of the configuration file; `notices` are lines to be announced once; `from_flags` are
-    the fields that the command line itself sets. These three are no settings and do not count in
-    comparisons.
+    the stem of the configuration file, or the name of the task without a file; `notices` are lines
+    to be announced once; `from_flags` are the fields that the command line itself sets. These three
+    are no settings and do not count in comparisons.
     """
 
     model: object
@@ -970,12 +970,12 @@ class Config:
     refused_pairs: ClassVar[tuple[RefusedPair, ...]] = ()
     """Settings that exclude each other, beside those of `validate.SHARED_PAIRS`."""
     alternatives: ClassVar[tuple[Alternatives, ...]] = ()
-    """Settings of which a run has one, beside those of `validate.SHARED_ALTERNATIVES`."""
+    """Settings that replace each other, beside those of `validate.SHARED_ALTERNATIVES`."""
     rules: ClassVar[tuple[Callable[[Any], Complaint], ...]] = ()
     """Functions from the configuration to a complaint, or None."""
 
     def complaint_of_batch(self, dp: int) -> Complaint:
-        """Return what is wrong with the global batch on `dp` copies of the model, or None."""
+        """Return the complaint about the global batch on `dp` copies of the model, or None."""
         return None
 
     def own_notices(self) -> Iterator[str]:

@@ -625,7 +625,10 @@ SHARED_RULES: tuple[Callable[[Config], Complaint], ...] = (
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Raise `ConfigError` unless whole copies of the model fill `world_size` ranks."""
+    """Raise `ConfigError` unless whole copies of the model fill `world_size` ranks.
+
+    Ranks to profile must exist.
+    """
     size = config.parallel.model_parallel_size
     absent = [rank for rank in config.logging.profile_ranks if rank >= world_size]
     if world_size < 1:
@@ -643,7 +646,10 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_batch(config: Config, dp: int) -> None:
-    """Raise `ConfigError` unless every global batch is whole microbatches on `dp` copies."""
+    """Raise `ConfigError` unless every global batch is whole microbatches on `dp` copies.
+
+    The task's own rule about batches and the number of samples are checked as well.
+    """
     t = config.training
     assert t.global_batch_size is not None
     step = t.micro_batch_size * dp
@@ -677,7 +683,7 @@ WORKING_LOSS_SCALE = 2**16
 
 
 def notices(config: Config, given: Container[str]) -> list[str]:
-    """Lines about a checked configuration; `given` are the fields that the user set."""
+    """Return lines about a checked configuration; `given` are the fields that the user set."""
     about = [notice(config) for notice in _ANY]
     about += [*config.own_notices(), *(notice(config, given) for notice in _DEFAULTS)]
     return [line for line in about if line]
@@ -760,7 +766,7 @@ _DEFAULTS: tuple[Callable[[Config, Container[str]], Notice], ...] = (_first_loss
 def resolve(config: C, world_size: int) -> C:
     """Return the configuration with derived values filled in.
 
-    `to_yaml` then writes every value that the run uses. Idempotent.
+    `to_yaml` then writes every value that the run uses. Resolving a result again changes nothing.
 
     Raises:
         ConfigError: `world_size` ranks, the grid and the batch do not fit.

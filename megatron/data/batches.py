@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Batch(Protocol):
-    """A microbatch on the device; what else it holds is between a task's reader and its model."""
+    """A microbatch on the device, as the trainer sees it; a task's batches have further fields."""
 
     @property
     def index(self) -> int:
@@ -26,15 +26,15 @@ class Batch(Protocol):
 
     @property
     def uneven(self) -> bool:
-        """Whether data-parallel ranks may count differently, so that the total needs an all-reduce.
+        """True if data-parallel ranks may count differently, so that they must add up their counts.
 
-        Equal for all microbatches of a global batch, on every rank.
+        It is equal for all microbatches of a global batch, on every rank.
         """
         ...
 
 
 class Reader(Protocol):
-    """Reads one rank's microbatches of a data set: any global batch, in any order."""
+    """A reader of one rank's microbatches of a data set: any global batch, in any order."""
 
     @property
     def samples(self) -> int:
@@ -59,7 +59,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Data of a run; valid and test may be absent."""
+    """The readers of a run; those of validation and test may be absent."""
 
     train: Reader | None
     """None only for a run that does not train (`--skip-train`)."""

@@ -168,8 +168,8 @@ class Source:
 def split_sources(options: DataOptions) -> list[Source | None]:
     """Return the sources of train, valid and test; None for a share of 0 or a missing path.
 
-    Either one path with `--split`, or a path per split, which is read whole; ConfigError for both
-    or neither.
+    The data are either one blend with `--split`, or a blend per split, which is read whole. Raises
+    `ConfigError` if both or neither are given, and as `parse_blend` and `split_shares` do.
     """
     own = (options.train_data_path, options.valid_data_path, options.test_data_path)
     if options.data_path:
@@ -199,7 +199,7 @@ def split_sources(options: DataOptions) -> list[Source | None]:
 def parse_split(text: str) -> tuple[tuple[float, float] | None, ...]:
     """Return start and end of train, valid and test as fractions; None for a share of 0.
 
-    Raises as `split_shares` does.
+    Raises `ConfigError` for text that is not three shares.
     """
     ranges: list[tuple[float, float] | None] = []
     start = 0.0
@@ -217,7 +217,10 @@ def documents_of(fractions: tuple[float, float], num_documents: int) -> range:
 
 
 def filled_split(text: str, num_documents: int) -> str:
-    """Return `text` with validation and test shares without documents added to the share before."""
+    """Return the split `text` with each empty share added to the share before it.
+
+    A validation or test share is empty if it gets none of `num_documents` documents.
+    """
     shares = split_shares(text)
     for place in (2, 1):
         part = parse_split(",".join(map(str, shares)))[place]
@@ -228,11 +231,11 @@ def filled_split(text: str, num_documents: int) -> str:
 
 
 def parse_blend(items: Sequence[str], *, name: str) -> Blend:
-    """Read "PREFIX", "PREFIX PREFIX ..." or "WEIGHT PREFIX WEIGHT PREFIX ..."; `name` is the flag.
+    """Parse "PREFIX", "PREFIX PREFIX ..." or "WEIGHT PREFIX WEIGHT PREFIX ...".
 
-    A `.bin` or `.idx` at a prefix's end is removed. DataError for weights without a prefix,
-    negative, not finite, or all zero. A prefix of weight 0 is dropped; Megatron would read a sample
-    of it at ties.
+    A `.bin` or `.idx` at a prefix's end is removed. A prefix of weight 0 is dropped; Megatron would
+    read a sample of it at ties. Raises `DataError`, with the flag `name`, for an empty list and for
+    weights that are without a prefix, negative, not finite or all zero.
     """
     numbers = [_number(item) for item in items]
     for number, prefix in zip(numbers, items[1:], strict=False):

@@ -83,14 +83,25 @@ def build_datasets(
     log: Log,
     tokenizer_fingerprint: str | None = None,
 ) -> Datasets:
-    """Open, check and order the data; each set has at least its number of `samples`.
+    """Return the data sets of a run, with at least `samples` samples in train, valid and test.
 
-    None stands for one pass over a whole split, which generated data do not have.
-    Sets are None for 0 samples, for a share of 0 in `--split`, or without a path of their own where
-    paths are given per split. Every process that calls this with the same arguments gets the same
-    samples; index caches are written by whoever comes first. `vocab_size` is the tokenizer's own,
-    without padding. `log` gets a line per corpus (documents, tokens, samples, epochs) and warnings.
-    DataError for data that is missing, damaged, too small or of another tokenizer.
+    None samples stand for one pass over the whole split. A set is None for 0 samples, for a share
+    of 0 in `--split`, without a path of its own if paths are given per split, and for a whole pass
+    over generated data, which have no end. Every process that calls this function with the same
+    arguments gets the same samples; the first one writes the index caches.
+
+    Args:
+        data_config: The settings that select the files.
+        seq_length: Tokens of a sample, without its last label.
+        seed: Seed of the order of documents and samples.
+        samples: Number of samples of train, valid and test.
+        vocab_size: Entries of the tokenizer's vocabulary, without padding.
+        log: Receives a line per corpus (documents, tokens, samples, epochs) and warnings.
+        tokenizer_fingerprint: Fingerprint of the tokenizer, if known.
+
+    Raises:
+        DataError: Data are missing, damaged, too small or of another tokenizer.
+        ConfigError: The paths or `--split` contradict each other.
     """
     if data_config.mock_data:
         made = [
@@ -148,7 +159,7 @@ class _Builder:
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def build(self, split: str, source: Source, count: int | None) -> SampleSource:
-        """One split: a single file, or parts drawn by weight; whole where `count` is None."""
+        """Return one split: a single file, or parts drawn by weight; all of it without `count`."""
         blend = source.blend
         documents = {
             prefix: self._documents(split, source, prefix) for prefix in set(blend.prefixes)
@@ -189,7 +200,7 @@ class _Builder:
         )
 
     def _whole(self, split: str, parts: Sequence[GPTDataset]) -> SampleSource:
-        """All samples of the parts, one part after another; weights have no say."""
+        """Return all samples of the parts, one part after another, whatever their weights."""
         for part in parts:
             self._tell(split, part, len(part))
         numbers = [np.arange(len(part), dtype=np.int64) for part in parts]
@@ -208,7 +219,7 @@ class _Builder:
                 (count_tokens(self.opened[prefix], documents[prefix]) - 1) // self.seq_length
                 for prefix in blend.prefixes
             ]
-            # No part has a whole sample. The error comes from the part built first, with numbers.
+            # If no part has a whole sample, the part that is built first raises an error.
             weights = tuple(normalized([max(size, 1) for size in sizes]))
             if count <= sum(sizes):
                 return list(weights), [None] * len(sizes), count

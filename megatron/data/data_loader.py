@@ -34,7 +34,7 @@ class DeviceMicrobatch:
 
     @classmethod
     def of(cls, batch: Microbatch, device: torch.device) -> DeviceMicrobatch:
-        """Copy to the device, asynchronously if it is a GPU."""
+        """Return a copy of a microbatch on the device, made asynchronously on a GPU."""
 
         def place(array: np.ndarray | None) -> torch.Tensor | None:
             return None if array is None else to_device(torch.from_numpy(array), device)
@@ -55,10 +55,7 @@ class DeviceMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReader:
-    """A `Reader` of token samples.
-
-    Raises `DataError` if a sample has a token outside the vocabulary.
-    """
+    """A `Reader` of token samples."""
 
     dataset: SampleSource
     sampler: MicrobatchSampler
@@ -71,7 +68,10 @@ class BatchReader:
         return len(self.dataset)
 
     def read(self, first_sample: int, global_batch_size: int) -> Iterator[DeviceMicrobatch]:
-        """Yield this rank's part of samples [first_sample, first_sample + global_batch_size)."""
+        """Yield this rank's part of samples [first_sample, first_sample + global_batch_size).
+
+        Raises `DataError` if a sample has a token outside the vocabulary.
+        """
         shares = zip(
             self.sampler.indices(first_sample, global_batch_size),
             self.sampler.numbers(global_batch_size),

@@ -76,7 +76,7 @@ class Dictionary:
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def __len__(self) -> int:
-        """Return the number of entries, those that round it up included."""
+        """Return the number of entries, including those that round it up to a multiple of 8."""
         return -(-len(self.symbols) // MULTIPLE) * MULTIPLE
 
     def encode(self, symbols: Iterable[str]) -> list[int]:

@@ -23,7 +23,7 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class IndexCache:
-    """Loads or builds index arrays; without `folder` they go to `cache/` next to the data.
+    """A cache of index arrays on disk, in `folder` or in `cache/` next to the data.
 
     A new `cache/` is announced. If the folder cannot be written, that is announced once, and arrays
     stay in memory.
@@ -35,7 +35,7 @@ class IndexCache:
         self._announced = False
 
     def folder(self, prefix: str, kind: str) -> Path:
-        """Return the path of an entry of this kind for the data under `prefix`."""
+        """Return the folder of entries of this kind for the data under `prefix`."""
         if self._folder is not None:
             return self._folder
         return Path(prefix).parent / "cache" / f"{kind}_indices"
@@ -161,7 +161,10 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Three indices: sample k is between rows r and r + 1, where r = shuffle_index[k]."""
+    """Three indices: sample k lies between rows r and r + 1 of `sample_index`.
+
+    The row is r = shuffle_index[k].
+    """
 
     document_index: NDArray[np.int32]  # [epochs * documents] numbers of sequences in the file
     sample_index: NDArray[np.integer]  # [samples + 1, 2] (place in document_index, offset in it)
@@ -171,9 +174,9 @@ class SampleOrder:
 def plan_epochs(
     tokens_per_epoch: int, *, sequence_length: int, num_samples: int | None
 ) -> EpochPlan:
-    """Return the fewest epochs that yield `num_samples` (None: one epoch).
+    """Return the plan with the fewest epochs that yield `num_samples` (None: one epoch).
 
-    Needs at least one token.
+    There must be at least one token.
     """
     assert tokens_per_epoch > 0 and sequence_length > 0
     epochs = 1
@@ -275,9 +278,13 @@ class GPTDataset:
     """A data set of at least `num_samples` samples of documents; item k is int64 [s + 1].
 
     `documents` are numbers of sequences in the file (Megatron splits by sequence). `num_samples`
-    None is one epoch. Each read checks ids against `vocab_size` (None: unchecked) and raises
-    DataError naming id, document and offset. With a `cache` the order is kept on disk, under a name
-    that covers everything it depends on, including size and time of the data files.
+    None is one epoch. With a `cache` the order is kept on disk, under a name that covers everything
+    it depends on, including size and time of the data files.
+
+    Raises:
+        DataError: The documents have too few tokens for a sample. Reading a sample raises it, with
+            id, document and offset, for an id outside `vocab_size` (None: unchecked), and for a
+            file that changed its size.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from megatron.transfer import to_device
 PADDING = 4
 """Pixels by which an image is reflected beyond each border before a crop of its own size."""
 ENLARGEMENT = 8 / 7
-"""Size to which other images are resized before the crop, in sizes of the crop (256 for 224)."""
+"""Factor by which images of another size are larger than the crop after resizing: 256 for 224."""
 IGNORED = -100
 """Label of an image that does not count, torch's `ignore_index`."""
 
@@ -101,7 +101,7 @@ def _window(have: int, want: int, padding: int, draw: float | None) -> NDArray[n
 
 
 def _covering(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """Resize an image, in its proportions, until it covers `ENLARGEMENT` times a size."""
+    """Return an image resized, in its proportions, so that it covers `ENLARGEMENT` times a size."""
     try:
         from PIL import Image
     except ImportError as error:

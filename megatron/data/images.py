@@ -81,10 +81,10 @@ class ImageSplits:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """What a folder of images holds, before anything is read.
+    """The kind and the paths of a folder's images, before any image is read.
 
-    `paths` are the files in the order in which they are read; for folders of classes the folders of
-    training, validation and, where there is one, test.
+    `paths` are the files in the order in which they are read; for folders of classes they are the
+    folders of training, of validation and, if it exists, of test.
     """
 
     kind: Literal["binary", "archive", "folder"]
@@ -92,7 +92,7 @@ class ImageFiles:
 
     @classmethod
     def find(cls, folder: str) -> ImageFiles:
-        """Find out what a folder holds; see the table at the top of this module.
+        """Return the files of a folder; see the table at the top of this module.
 
         Raises:
             DataError: The folder or a file of its kind is missing.
@@ -178,7 +178,10 @@ def split_images(
     test: ImageSource,
     held_out: int,
 ) -> ImageSplits:
-    """Hold out training images, as `open_images` describes. Raises `DataError` for too many."""
+    """Return the splits, with `held_out` training images as validation (see `open_images`).
+
+    Raises `DataError` if no training image would be left.
+    """
     count = len(train)
     if held_out >= count:
         raise DataError(f"held_out_images {held_out}: there are {count} training images; lower it")
@@ -330,7 +333,7 @@ def decode(content: bytes, *, where: str) -> Pixels:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images in one folder for each class; files are read when they are asked for."""
+    """Images in one folder for each class; a file is read when its image is."""
 
     folder: Path
     names: tuple[str, ...]
@@ -425,7 +428,10 @@ class MockImages:
 def mock_splits(
     *, seed: int, classes: int, height: int, width: int, count: int, held_out: int = 0
 ) -> ImageSplits:
-    """Return `count` mock images for training, and a fifth as many for the test."""
+    """Return `count` mock images for training, and a fifth as many, at least one, for the test.
+
+    `held_out` of the training images are for validation; with 0, the test images are.
+    """
     tested = max(count // 5, 1)
     train = MockImages(seed, classes, height, width, count)
     test = MockImages(seed, classes, height, width, tested, first=count)

@@ -108,10 +108,10 @@ def check_header(prefix: str | os.PathLike[str]) -> None:
 
 
 def read_index(prefix: str | os.PathLike[str]) -> IndexTables:
-    """Map the tables of a pair after checking them against each other and the size of `.bin`.
+    """Return the tables of a pair, mapped and checked against each other and the size of `.bin`.
 
-    One chunked pass: about 0.1 s per 1e7 sequences, and a few MB of memory besides the page cache.
-    DataError otherwise: one line with the file, the first bad sequence or document, and the
+    The check is one chunked pass: about 0.1 s per 1e7 sequences, and a few MB of memory besides the
+    page cache. Raises `DataError` with the file, the first bad sequence or document, and the
     expected value.
     """
     bin_size, idx_size = pair_sizes(prefix)
@@ -202,9 +202,9 @@ def _check_sequences(
     itemsize: int,
     bin_size: int,
 ) -> int:
-    """Return the tokens in the pair, after checking offsets and size.
+    """Return the number of tokens in the pair, after checking lengths, offsets and size.
 
-    Writers store sequences end to end, so one sum checks all offsets.
+    Writers store sequences end to end, so one running sum gives all offsets.
     """
     offset = start = 0
     for start in range(0, len(lengths), _CHUNK):
@@ -302,7 +302,10 @@ class IndexedDataset:
         return self.read(int(self._pointers[index]) // self._itemsize + offset, length)
 
     def read(self, start: int, length: int) -> NDArray:
-        """Return tokens [start, start + length) of the whole file, across sequences."""
+        """Return tokens [start, start + length) of the whole file, across sequences.
+
+        Raises `DataError` if the file, not mapped, cannot be read or has become shorter.
+        """
         if self._tokens is not None:
             return self._tokens[start : start + length]
         wanted = length * self._itemsize
@@ -318,9 +321,9 @@ class IndexedDataset:
         return np.frombuffer(raw, dtype=self.dtype)
 
     def check_unchanged(self) -> None:
-        """Raise DataError if `.bin` has shrunk since it was opened.
+        """Raise `DataError` if `.bin` has another size than when it was opened.
 
-        Reading a mapped file beyond its end would crash the process.
+        Reading a mapped file that has shrunk, beyond its end, would crash the process.
         """
         wanted = self.num_tokens * self._itemsize
         try:
@@ -354,7 +357,7 @@ class _HashedFile:
         self._size += len(content)
 
     def finish(self) -> DataFileRecord:
-        """Write the content to disk and close the file."""
+        """Write the content to disk, close the file, and return its size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -395,10 +398,7 @@ class IndexedDatasetWriter:
         self._lengths.append(values.size)
 
     def end_document(self) -> None:
-        """Close the open document.
-
-        Without a sequence since the last one it is an empty document.
-        """
+        """End the open document; without a sequence since the last end, it is an empty document."""
         self._marks.append(len(self._lengths))
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
@@ -415,7 +415,10 @@ class IndexedDatasetWriter:
         self.end_document()
 
     def append(self, prefix: str | os.PathLike[str]) -> None:
-        """Append every document of another pair, which must have the same dtype."""
+        """Append every document of another pair.
+
+        Raises `DataError` if the pair is damaged or has another dtype, and for disk errors.
+        """
         other = read_index(prefix)
         if other.dtype != self.dtype:
             raise DataError(
@@ -522,7 +525,10 @@ def merge(
     *,
     tokenizer: Mapping[str, object] | None = None,
 ) -> None:
-    """Join pairs of one dtype, in the given order, into a new pair; the parts are not changed."""
+    """Join pairs of one dtype, in the given order, into a new pair; the parts are not changed.
+
+    Raises `DataError` for a part that is damaged or has another dtype, and for a full disk.
+    """
     assert parts, "nothing to merge"
     with IndexedDatasetWriter(prefix, read_index(parts[0]).dtype) as writer:
         for part in parts:
@@ -543,9 +549,10 @@ HASHED_BYTES = 32 * 2**20
 
 
 def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return facts by file name: `bytes`, `modified` (ns since 1970), for an index also `sha256`.
+    """Return facts of each file by path: `bytes` and `modified` (ns since 1970).
 
-    Raises `DataError` for a file that cannot be read.
+    An index also has `sha256`, the hash of `HASHED_BYTES` at either end. Raises `DataError` for a
+    file that cannot be read.
     """
     facts: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -561,9 +568,9 @@ def file_facts(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences, as one short text per file.
+    """Return the differences between facts of `file_facts`, as one short text per file.
 
-    A file that is not in `was` is new and is ignored.
+    Files that only one of them has are ignored.
     """
     found = []
     for path in sorted(was.keys() & now.keys()):

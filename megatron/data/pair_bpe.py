@@ -71,7 +71,7 @@ class PairBPE:
 
 
 def pair_fingerprint(bpe: str, dictionary: Dictionary) -> str:
-    """Return what the tokens of a language depend on: hashes of a BPE's text and a dictionary."""
+    """Return the fingerprint of a language's tokens: hashes of the BPE's text and dictionary."""
     return f"{hashlib.sha256(bpe.encode()).hexdigest()}:{dictionary.fingerprint()}"
 
 

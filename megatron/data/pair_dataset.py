@@ -49,7 +49,7 @@ class PairTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PairVocabulary:
-    """What turned text into token ids: the text of the BPE's file `path`, and the dictionaries."""
+    """The text of the BPE's file `path`, and the dictionaries, which map sentences to token ids."""
 
     path: Path
     text: str
@@ -58,12 +58,12 @@ class PairVocabulary:
 
     @classmethod
     def load(cls, paths: PairPaths) -> PairVocabulary:
-        """Read the files. Raises `DataError` naming a bad one."""
+        """Read the files. Raises `DataError` naming a file that is missing or damaged."""
         source, target = (Dictionary.load(paths.dictionary(lang)) for lang in paths.languages)
         return cls(path=paths.bpe, text=read_text(paths.bpe), source=source, target=target)
 
     def bpe(self) -> PairBPE:
-        """Return the BPE, for text; training needs none, nor the package that reads it."""
+        """Return the BPE, to encode text. Training needs neither it nor its package."""
         return PairBPE(self.text, where=self.path)
 
     def fingerprints(self) -> tuple[str, str]:
@@ -78,7 +78,7 @@ class PairDataset:
     Args:
         paths: The files of the data.
         split: "train", "valid" or "test".
-        vocabulary: What made the data; data of another one are refused.
+        vocabulary: The vocabulary that made the data; data of another one are refused.
 
     Raises:
         DataError: A file is missing, damaged or made with another vocabulary, or the two sides do
@@ -171,7 +171,7 @@ class Packs:
         return len(self._starts) - 1
 
     def pairs(self, sample: int) -> NDArray[np.int64]:
-        """Return the numbers of the pairs of a pack, of any epoch: sample n of the run."""
+        """Return the numbers of the pairs in sample `sample` of the run, a pack of any epoch."""
         epoch, number = divmod(sample, self.per_epoch)
         places, packs = self._order(epoch)
         pack = packs[number]
@@ -188,7 +188,10 @@ class Packs:
         return found.hexdigest()[:16]
 
     def shapes(self) -> NDArray[np.int64]:
-        """Return (pairs, padded source length, padded target length) of each pack, [packs, 3]."""
+        """Return (pairs, padded source length, padded target length) of each pack, [packs, 3].
+
+        Packs are in order of length; their shapes are the same in every epoch.
+        """
         found = []
         places, _ = self._order(0)
         for start, stop in zip(self._starts[:-1], self._starts[1:], strict=True):
@@ -198,7 +201,7 @@ class Packs:
         return np.array(found, dtype=np.int64)
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pairs of an epoch in sorted order, and the order of the packs."""
+        """Return the pairs of an epoch, sorted by length, and the order of its packs."""
         if epoch not in self._orders:
             draw = np.random.RandomState([self._seed, epoch])
             shuffled = draw.permutation(len(self.dataset))

@@ -31,7 +31,7 @@ class PairBatch:
 
     @classmethod
     def of(cls, tokens: PairTokens, *, index: int, counts: bool, device: torch.device) -> PairBatch:
-        """Copy to the device; with `counts` false no target token counts."""
+        """Return a microbatch on the device; unless `counts`, its targets are all padding."""
         targets = tokens.targets if counts else np.full_like(tokens.targets, PAD)
         source, inputs, labels = (
             to_device(torch.from_numpy(array), device)
@@ -48,7 +48,7 @@ class PairBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackReader:
-    """Reads one rank's microbatches of a data set; a sample is a pack.
+    """A `Reader` of packs of sentence pairs; a sample is a pack.
 
     Args:
         packs: The packs.
@@ -57,7 +57,7 @@ class PackReader:
             one another. Later samples are padding.
         microbatch_tokens: Padded tokens of a microbatch, into which packs are cut; None for whole
             packs.
-        device: Where the batches go.
+        device: Device of the batches.
     """
 
     packs: Packs

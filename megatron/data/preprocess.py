@@ -1,4 +1,4 @@
-"""Tokenize raw text into `.bin`/`.idx` pairs, in worker processes."""
+"""Tokenization of raw text into `.bin`/`.idx` pairs, in worker processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TokenizerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """The settings that turn a record into tokens: keys, tokenizer, end mark or not."""
+    """The settings of encoding: the keys of a record, the tokenizer, and whether to add an end."""
 
     keys: tuple[str, ...]
     tokenizer: TokenizerChoice
@@ -62,7 +62,7 @@ class Encoded:
 
 
 def encode(batch: RecordBatch, options: EncodeOptions) -> Encoded:
-    """Tokenize a batch; a record with one bad key is left out under every key."""
+    """Return the tokens of a batch; a record with one bad key is left out under every key."""
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
     ids: list[list[NDArray]] = [[] for _ in options.keys]
@@ -273,7 +273,7 @@ def _answer(work: Callable[[Any], Any], task: Any) -> tuple[SparsetronError | st
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and the first line of the message."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
@@ -309,9 +309,9 @@ def preprocess(
 ) -> PreprocessResult:
     """Write `{output_prefix}_{key}_document.{bin,idx,json}` for each key.
 
-    Nothing gets these names before all of it is complete. `watch` is called after each batch, `log`
-    with a line for each record left out. DataError: more than `max_bad_lines` bad records, a worker
-    that fails, or no tokens at all.
+    The files get their names when all of them are complete. `watch` is called after each batch,
+    `log` with a line for each record left out. Raises `DataError` for more than `max_bad_lines` bad
+    records, for a worker that fails, and for a key without any token.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     dtype = optimal_dtype(tokenizer.vocab_size)
@@ -346,7 +346,10 @@ def preprocess(
 
 
 def output_prefixes(output_prefix: str, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return Megatron's names, one per JSON key; ConfigError for a key unfit for a file name."""
+    """Return the prefix of each JSON key's pair, named as in Megatron.
+
+    Raises `ConfigError` for a key that is unfit for a file name or given twice.
+    """
     for key in keys:
         if not re.fullmatch(r"[\w.-]+", key):
             raise ConfigError(f"--json-keys: {key!r}; a key names a file: letters, digits, . _ -")
@@ -358,7 +361,8 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> tuple[str, ...]:
 def check_outputs(prefixes: Iterable[str], *, inputs: Iterable[Path], overwrite: bool) -> None:
     """Create the output folder and remove temporary files of a killed run.
 
-    ConfigError if an output exists and may not be overwritten, or is one of the inputs.
+    Raises `ConfigError` if an output exists and may not be overwritten, is a folder, or is one of
+    the inputs, and `DataError` if the folder cannot be made.
     """
     sources = {os.path.realpath(path) for path in inputs}
     for prefix in prefixes:

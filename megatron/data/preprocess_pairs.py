@@ -1,11 +1,11 @@
-"""Sentence pairs to the files that training reads.
+"""Preprocessing of sentence pairs into the files that training reads.
 
 PREFIX.bpe.json                    the joint BPE, learned from the training pairs
 PREFIX.LANG.dict.txt               the dictionary of a language
 PREFIX.SPLIT.LANG.{bin,idx,json}   token ids, a sentence a sequence, each ended by EOS
 PREFIX.SPLIT.LANG.txt              the sentences of valid and test, lowercased, for BLEU
 
-Files appear whole or not at all, that of the BPE last.
+Each file appears whole or not at all; the BPE comes last, when all others are complete.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ class PairPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class PairCounts:
-    """The outcome of preprocessing: pairs of each split, and pairs left out as too long."""
+    """The outcome of preprocessing.
+
+    `pairs` counts the pairs of each split, `too_long` those left out, `merges` the merges that the
+    BPE learned, and `entries` the entries of the source's and the target's dictionary.
+    """
 
     pairs: Mapping[str, int]
     too_long: int

@@ -36,14 +36,19 @@ class RecordBatch:
     source: str
     kind: Literal["json", "text", "row"]
     records: list[tuple[int, Payload]]
-    position: int  # bytes read so far of all sources, as stored (compressed)
+    position: int  # bytes read of all files, as stored (compressed); rows for `read_dataset`
 
 
 _ROWS = 256
 
 
 def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[RecordBatch]:
-    """Yield batches of rows of the columns `keys`; `position` counts rows."""
+    """Yield batches of rows of the columns `keys`.
+
+    `position` is `before` plus the share of the file's bytes that its rows read so far make up.
+    Raises `DataError` for a missing column and for a file that cannot be read, `ConfigError`
+    without the package `pyarrow`.
+    """
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -67,8 +72,9 @@ def read_parquet(path: Path, *, keys: Sequence[str], before: int) -> Iterator[Re
 def read_dataset(name: str, *, split: str, keys: Sequence[str]) -> Iterator[RecordBatch]:
     """Yield rows of a data set that the `datasets` package knows by name, or of a local folder.
 
-    A name that is not a local folder is downloaded from the hub before this returns. `position`
-    counts rows.
+    A name that is not a local folder is downloaded from the hub before this function returns.
+    `position` counts rows. Raises `DataError` if the data set or a column is missing, `ConfigError`
+    without the package `datasets`.
     """
     try:
         import datasets
@@ -130,8 +136,8 @@ _BOM = b"\xef\xbb\xbf"
 def find_inputs(given: Sequence[str], *, log: Callable[[str], None]) -> list[Path]:
     """Expand files, folders (all readable files below, by path) and glob patterns to regular files.
 
-    The order is as given, then by path. DataError for an item that is missing, empty or not a
-    regular file.
+    The order is as given, then by path. Raises `DataError` for an item that is missing or not a
+    regular file, for a folder or pattern without readable files, and for an unknown compression.
     """
     found: list[Path] = []
     for name in given:
@@ -166,7 +172,11 @@ def read_batches(
     text_unit: TextUnit,
     max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[RecordBatch]:
-    """Yield batches of records in the order of the files; a batch never spans two files."""
+    """Yield batches of records in the order of the files; a batch never spans two files.
+
+    Raises `DataError` for a file that cannot be read, `ConfigError` for several `keys` with a plain
+    text file, or if the package that reads Parquet is not installed.
+    """
     before = 0
     for path in files:
         size = path.stat().st_size

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """b samples of s tokens: predict labels[i, j] from tokens[i, : j + 1]."""
+    """A microbatch of b samples of s tokens; labels[i, j] follows tokens[i, : j + 1]."""
 
     tokens: NDArray[np.int64]  # [b, s]
     labels: NDArray[np.int64]  # [b, s]
@@ -35,7 +35,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class CollateOptions:
-    """The effects of an end-of-document token; ConfigError if the tokenizer has no such token."""
+    """The effects of the end-of-document token `eod`.
+
+    Raises `ConfigError` for an effect if the tokenizer has no such token.
+    """
 
     eod: int | None = None
     eod_mask_loss: bool = False
@@ -86,12 +89,12 @@ def collate(
 ) -> Microbatch:
     """Read the samples of one microbatch; `number` becomes its `index`.
 
-    In a `partial` global batch, samples past the end of the data set are its last one again, and
+    In a `partial` global batch, samples past the end of the data set repeat its last sample, and
     the loss mask, which each microbatch then has, leaves them out.
 
-    As in Megatron, an end-of-document token belongs to the document it ends; with `eod_mask_loss`
-    the position whose *input* it is does not count (the start of the next document is not to be
-    predicted from it).
+    As in Megatron, an end-of-document token belongs to the document that it ends. With
+    `eod_mask_loss`, positions with that token as input do not count, since the next document does
+    not follow from it.
     """
     options = options or CollateOptions()
     last = len(dataset) - 1

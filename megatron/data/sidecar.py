@@ -1,6 +1,7 @@
 """`PREFIX.json`, which describes a pair: its tokenizer, and size and hash of its files.
 
-Data of another tokenizer are refused by the first, damage is found by the second.
+The tokenizer's fingerprint lets a run refuse data of another tokenizer, and the hashes reveal
+damage.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def write_sidecar(
     tokenizer: Mapping[str, object],
     files: Mapping[str, DataFileRecord] | None = None,
 ) -> None:
-    """Describe the tokenizer of a pair (`Tokenizer.describe()`) and, by suffix, its two files.
+    """Write the sidecar of a pair: its tokenizer (`Tokenizer.describe()`) and its files by suffix.
 
-    The file is written atomically.
+    The sidecar is written atomically. Raises `DataError` if that fails.
     """
     content: dict[str, object] = {"format": FORMAT, "tokenizer": dict(tokenizer)}
     if files is not None:
@@ -51,7 +52,10 @@ def write_sidecar(
 
 
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
-    """Read the facts that `write_sidecar` wrote; None without such a file, else DataError."""
+    """Return the tokenizer's description in a pair's sidecar; None if there is no sidecar.
+
+    Raises `DataError` if the sidecar cannot be read or is invalid.
+    """
     content = _read(sidecar_path(prefix))
     return None if content is None else content["tokenizer"]
 
@@ -59,7 +63,8 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, object] | None:
 def read_file_records(prefix: str | os.PathLike[str]) -> dict[str, DataFileRecord] | None:
     """Return size and hash of `.bin` and `.idx` when they were written, by suffix.
 
-    None if they were not recorded: there is no sidecar, or an older version wrote it.
+    None if they were not recorded: there is no sidecar, or an older version wrote it. Raises
+    `DataError` if the sidecar is invalid.
     """
     path = sidecar_path(prefix)
     content = _read(path)

@@ -30,10 +30,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_vocab(path: str, *, alphabet: Iterable[str]) -> dict[str, int]:
-    """Read ids by token; DataError for an id that is not a number, occurs twice or leaves a gap.
+    """Return the ids of a vocabulary file by token.
 
-    Every symbol of `alphabet` (the 256 symbols of bytes) and the end mark must be present: the
-    encoder would drop bytes without a symbol.
+    Raises `DataError` for an id that is not a number, occurs twice or leaves a gap. Every symbol of
+    `alphabet` (the 256 symbols of bytes) and the end mark must be present, too: the encoder would
+    drop bytes without a symbol.
     """
     vocab = read_json_object(path)
     owners: dict[int, str] = {}
@@ -58,7 +59,10 @@ def read_vocab(path: str, *, alphabet: Iterable[str]) -> dict[str, int]:
 
 
 def read_merges(path: str, *, vocab: Mapping[str, int], vocab_file: str) -> list[tuple[str, str]]:
-    """Read merges by rank; the file's order is the rank, so no line may be bad or occur twice."""
+    """Return the merges of a file in order of rank.
+
+    The line gives the rank, so `DataError` is raised for any line that is bad or occurs twice.
+    """
     merges: list[tuple[str, str]] = []
     lines: dict[tuple[str, str], int] = {}
     # Not splitlines(), which also breaks at U+0085 and other characters of the alphabet.
@@ -308,7 +312,10 @@ def _absolute(path: str | Path) -> str:
 
 
 def _check_ids(place: str, content: Mapping[str, Any]) -> None:
-    """Refuse two ordinary entries with one id (added tokens may repeat entries of the model)."""
+    """Raise `DataError` for a bad id, and for two entries of the model with one id.
+
+    Added tokens may repeat entries of the model.
+    """
     model = content.get("model")
     if not isinstance(model, Mapping):
         raise DataError(f"{place}: has no 'model'; not a tokenizer.json")
@@ -519,7 +526,7 @@ class NullTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How to build a type of tokenizer; `needs` maps arguments of `build_tokenizer` to flags."""
+    """A type of tokenizer; `needs` maps the arguments that `build` takes to flags."""
 
     needs: Mapping[str, str]
     build: Callable[..., Tokenizer]

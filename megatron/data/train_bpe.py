@@ -24,6 +24,10 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int, output: Path)
     Id 0 is `<|endoftext|>`, 1 to 256 are the bytes; every string can be encoded and decodes to
     itself. A small text may yield fewer entries than requested. Equal texts in equal order yield
     the same file. Uses every core.
+
+    Raises:
+        ConfigError: `vocab_size` is out of range, or the `tokenizers` package is not installed.
+        DataError: There is too little text, or the file cannot be written.
     """
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         wanted = (

@@ -95,7 +95,7 @@ def data_prefixes(options: DataOptions) -> list[str]:
 
 
 def _refuse_files_without_type(options: VocabularyOptions) -> None:
-    """Refuse files of a tokenizer without `--tokenizer-type`.
+    """Raise `ConfigError` for files of a tokenizer without `--tokenizer-type`.
 
     Megatron would assume GPT2BPETokenizer. Here the data name their tokenizer, and files of another
     one would be ignored silently.

@@ -22,12 +22,12 @@ Fused AdamW rounds the scalar tail of a tensor differently, so other boundaries 
 class ParamInfo:
     """A logical parameter of the model, as the engine sees it.
 
-    `leaves` share one storage; only an embedding tied to the output layer has two, each of which
-    accumulates its own gradient. `logical_shape` is the shape of the whole tensor without
-    vocabulary padding, which is always last on a rank. `tp_shard` is the part on this
-    tensor-parallel rank, or None for the whole tensor. `partial`: the gradient of a replicated
-    parameter is a term of a sum over tensor-parallel ranks, as for a norm that sees a part of the
-    sequence.
+    `leaves` share one storage; only an embedding tied to the output layer has two, with a gradient
+    each. `logical_shape` is the shape of the whole tensor without vocabulary padding, which is
+    always last on a rank. `tp_shard` is the part on this tensor-parallel rank, or None for the
+    whole tensor. `partial`: the gradient of a replicated parameter is a term of a sum over
+    tensor-parallel ranks, as for a norm that sees a part of the sequence. `tied`: another stage
+    holds a copy, and the gradients of both copies are summed.
     """
 
     name: str

@@ -44,7 +44,7 @@ class BucketClass(NamedTuple):
 
 
 class PlannedParam(NamedTuple):
-    """A parameter as the planner sees it: `numel` of its `entries` are stored."""
+    """A parameter to assign to a bucket: `numel` of its `entries` on this rank are stored."""
 
     name: str
     numel: int
@@ -171,7 +171,7 @@ class ParamShape:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the parameter has several axes, decays and may be sent or stored sparsely."""
+        """True if the parameter has several axes, so that it decays and may be sparse."""
         return len(self.logical_shape) > 1
 
     def share(self, count: int) -> int:
@@ -259,7 +259,7 @@ class StepTraffic:
     sent: Sequence[PlannedCollective]
 
     def bytes_sent(self, ranks: int) -> int:
-        """Return the bytes that this rank sends to its data-parallel group in one such step."""
+        """Return the bytes that this rank sends to its data-parallel group in one step."""
         return sum(each.bytes_sent(ranks) for each in self.sent)
 
 
@@ -275,8 +275,8 @@ def mean_traffic(
 ) -> list[StepTraffic]:
     """Return the traffic of a path that averages whole buckets.
 
-    `most` is the maximum number of entries per all-reduce; None means no limit. `wire` is the value
-    of `--grad-wire`.
+    `sharded`: optimizer states are sharded, so parameters are gathered. `most` is the maximum
+    number of entries per all-reduce; None means no limit. `wire` is the value of `--grad-wire`.
     """
     sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
@@ -297,6 +297,17 @@ def mean_traffic(
                 entries = min(longest, bucket.numel - start)
                 sent.append(PlannedCollective("all-reduce", each(entries), number, piece))
     return [StepTraffic("every step", steps, sent)]
+
+
+def plan_feedback(config: Config, rank: RankShapes) -> PathBytes:
+    """Return the bytes in which the reducer of `plan_means` keeps what the wire rounds off.
+
+    Two buffers of the bucket's length, one of which a dropped step leaves unchanged.
+    """
+    if not config.gradient.keeps_rounding or rank.ranks == 1:
+        return PathBytes()
+    entries = sum(bucket.numel for bucket in rank.buckets if bucket.kind.matrix)
+    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, own=4 * entries)
 
 
 def payload(

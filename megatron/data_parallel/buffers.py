@@ -48,9 +48,9 @@ class BufferSet:
         self.abort()
 
     def commit(self) -> None:
-        """Replace each buffer, in place, by the mean of its shadows over data-parallel ranks.
+        """Set each buffer and its shadow, in place, to the mean shadow of data-parallel ranks.
 
-        One fp32 all-reduce over the data-parallel group, none for a chunk without buffers.
+        Runs one fp32 all-reduce over the data-parallel group, or none if there are no buffers.
         """
         if not self.infos:
             return
@@ -63,7 +63,7 @@ class BufferSet:
             info.shadow.copy_(info.buffer)
 
     def abort(self) -> None:
-        """Undo what the forward passes of a skipped step wrote."""
+        """Reset the shadows, which the forward passes of a skipped step wrote, to the buffers."""
         for info in self.infos:
             info.shadow.copy_(info.buffer)
 
@@ -73,7 +73,7 @@ class BufferSet:
             yield info.name, info.buffer
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set buffers, in place, from tensors with as many entries."""
+        """Set buffers and shadows, in place, from tensors of equal size, looked up by name."""
         for info in self.infos:
             info.buffer.copy_(values[info.name].view_as(info.buffer))
         self.abort()

@@ -70,15 +70,16 @@ class _Vote(NamedTuple):
 
 
 class GradientEngine:
-    """The owner of one rank's gradients: accumulates, reduces and agrees on them.
+    """The owner of one rank's gradients, which accumulates and reduces them and agrees on the step.
 
     A step is `begin`, backward passes, `finish`, and then either the optimizer and `commit`, or
     `abort`; both zero the gradients. `expect_last_backward` announces the last backward of each set
     of parameters.
 
-    `stream` permits steps that are `Step.arriving`, if the reducer does. All ranks of the world
-    must then construct the engine together: votes get connections of their own, since a vote must
-    not queue behind gradients.
+    `cap` is the maximum number of entries of a bucket. With `overlap`, full buckets are reduced
+    during backward, otherwise in `finish`. `stream` permits steps that are `Step.arriving`, if the
+    reducer does. All ranks of the world must then construct the engine together: votes get
+    connections of their own, since a vote must not queue behind gradients.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class GradientEngine:
     # ---- the step ------------------------------------------------------------------------------
 
     def begin(self, context: StepContext) -> None:
-        """Begin a step, which adds up the gradients of any number of backward passes."""
+        """Begin a step. The gradients of all backward passes until `finish` are added up."""
         final = self.mask_updater is None or self.mask_updater.layout_is_final
         self._context = dataclasses.replace(context, layout_is_final=final)
         self._start_over()
@@ -151,7 +152,7 @@ class GradientEngine:
     def expect_last_backward(self, names: Iterable[str] | None = None) -> None:
         """Announce the last backward of the named parameters (None: all) in this step.
 
-        Buckets are then reduced as soon as they are full.
+        With `overlap`, buckets are then reduced as soon as they are full.
         """
         self._last.update(self.infos if names is None else names)
 
@@ -173,7 +174,7 @@ class GradientEngine:
                 self._launch_full()
 
     def finish(self, *, tag: int, clip_norm: float = 0.0, request: int = 0) -> Step:
-        """Decide on all ranks whether to accept the step, and wait for all means unless it streams.
+        """Agree on all ranks whether to accept the step, and wait for the means unless they stream.
 
         Collective over the world.
 
@@ -266,7 +267,10 @@ class GradientEngine:
                 yield self.infos[name], bucket, where
 
     def count_zeros(self, step: Step) -> int:
-        """Count the zeros of the mean gradient over the model-parallel ranks, padding excluded."""
+        """Return the number of zeros in the mean gradient of the model's stored entries.
+
+        Padding does not count. Collective over the ranks of a model copy.
+        """
         stored = 0
         nonzero: list[_Term] = []
         for bucket, reduced in zip(self.buckets, step.reduced, strict=True):
@@ -280,7 +284,7 @@ class GradientEngine:
         return int(self.groups.sum_over_model(stored - self._over_parts(nonzero)))
 
     def place(self, name: str) -> tuple[GradBucket, Slice]:
-        """Return the bucket of a parameter and its slice of that bucket."""
+        """Return the bucket of a parameter and the parameter's slice of that bucket."""
         slot = self._slots[name]
         return slot.bucket, slot.where
 
@@ -327,7 +331,7 @@ class GradientEngine:
     # ---- internals -----------------------------------------------------------------------------
 
     def _grad_dtype_of(self, plan: BucketPlan) -> torch.dtype:
-        # Parameters that stay in fp32 in a 16-bit run, as norms may, have gradients like them.
+        # Parameters that stay in fp32 in a 16-bit run, as norms may, have fp32 gradients.
         mixed = any(info.param.dtype is not torch.float32 for info in self.infos.values())
         return torch.float32 if mixed and plan.kind.dtype is torch.float32 else self._grad_dtype
 

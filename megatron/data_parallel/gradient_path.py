@@ -129,7 +129,7 @@ class GradientPath:
     """Settings that exclude each other on this path, in addition to those that exclude each other
     everywhere. `--help-compat` prints these pairs; `parse` checks them before `check`."""
     alternatives: Sequence[Alternatives] = ()
-    """Settings of this path of which a run has one: a flag replaces the others in the file."""
+    """Settings of this path that replace each other: a flag overrides the others in the file."""
 
     def check(self, config: Any) -> None:
         """Raise `ConfigError` for settings that this path does not support."""

@@ -19,7 +19,11 @@ The cast costs another pass over memory, which the saved launch outweighs for sm
 
 @dataclass
 class Slot:
-    """The destination of a parameter's gradient; `fresh` before the first gradient of a step."""
+    """The destination of a parameter's gradient.
+
+    `arrivals`: gradients that a backward pass delivers, one for each leaf. `fresh`: no gradient of
+    this step has been stored, so the next one overwrites the old values.
+    """
 
     bucket: GradBucket
     where: Slice
@@ -57,7 +61,7 @@ class HeldGradients:
             self.store()
 
     def store(self) -> None:
-        """Accumulate all held gradients."""
+        """Write or add all held gradients to their slices, and release them."""
         held = list(self._gradients.values())
         for fresh in (True, False):
             some = [(slot.out, grad.reshape(-1)) for slot, grad in held if slot.fresh == fresh]
@@ -75,7 +79,7 @@ def launches_kernels(tensor: torch.Tensor) -> bool:
 
 
 def _store_together(outs: list[torch.Tensor], grads: list[torch.Tensor], *, add: bool) -> None:
-    """Copy or add 1-D gradients to `outs`, whose dtype may differ."""
+    """Copy or add 1-D gradients to `outs`, which may have another dtype than the gradients."""
     copy, add_ = torch._foreach_copy_, torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
     if add and any(out.dtype != grad.dtype for out, grad in zip(outs, grads, strict=True)):
         # `_foreach_add_` would launch a kernel for each gradient, `_foreach_copy_` does not.

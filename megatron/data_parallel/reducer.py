@@ -129,7 +129,7 @@ class Work(Protocol):
 
 @runtime_checkable
 class PiecewiseWork(Work, Protocol):
-    """A reduction of a bucket in pieces, each of which can be waited for by itself."""
+    """A reduction of a bucket in pieces that can be waited for one at a time."""
 
     @property
     def pieces(self) -> Sequence[tuple[Slice, Work]]:
@@ -284,7 +284,7 @@ class ReducedGrads(Protocol):
     def __iter__(self) -> Iterator[ReducedGrad]: ...
 
     def begun(self, index: int, /) -> ReducedGrad:
-        """Return a gradient whose first values have arrived, see `ReducedGrad.wait_until`."""
+        """Return a gradient that may still be arriving; call its `wait_until` before each read."""
         ...
 
     def clear(self) -> None:

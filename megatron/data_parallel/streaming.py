@@ -12,7 +12,8 @@ from megatron.data_parallel.reducer import ReducedGrad, Work
 class PiecewiseArrival:
     """The `ReducedGrad.wait_until` of a bucket that is reduced in pieces.
 
-    It waits for each piece once, in order, and passes the piece to `seen` before an overwrite.
+    It waits for each piece once, in order, and passes the piece to `seen`, before the caller of
+    `wait_until` may overwrite the values.
     """
 
     def __init__(
@@ -29,7 +30,8 @@ class PiecewiseArrival:
 class StreamedGrads:
     """The lazy `ReducedGrads` of a step: `take(number)` waits for a mean on first access.
 
-    Access by `begun` waits for no later piece of a mean than the caller needs.
+    `begun` does not wait for a mean that arrives in pieces; its `wait_until` waits for the pieces
+    that the caller needs.
     """
 
     def __init__(self, take: Callable[[int], ReducedGrad], count: int) -> None:

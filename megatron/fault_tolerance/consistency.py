@@ -23,7 +23,10 @@ _NAMED = 3
 
 
 def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
-    """Raise `ConfigError` on every rank if settings, code or packages differ. Collective."""
+    """Raise `ConfigError` on every rank if settings, code or packages differ.
+
+    Collective over `world`.
+    """
     facts = {name: value for name, value in config.values().items() if name != "debug"}
     here = environment()
     facts |= {"run_dir": str(run_dir), "code": code_fingerprint(), "python": here["python"]}
@@ -32,7 +35,7 @@ def compare_starts(config: Config, run_dir: Path, world: Group) -> None:
 
 
 def compare_data(readers: Readers, world: Group) -> None:
-    """Raise `DataError` on every rank if one reads other data. Collective."""
+    """Raise `DataError` on every rank if one reads other data. Collective over `world`."""
     facts = {
         f"{kind} data": "none" if reader is None else reader.fingerprint()
         for kind, reader in vars(readers).items()
@@ -45,7 +48,7 @@ def compare(
 ) -> None:
     """Raise `kind` on every rank unless all ranks have the same facts.
 
-    The error names the rank that differs from most ranks.
+    The error names a rank that differs from most ranks. Collective over `world`.
     """
     mine = json.dumps(facts, sort_keys=True, default=str)
     digests = world.all_gather_str(hashlib.sha256(mine.encode()).hexdigest())
@@ -70,7 +73,10 @@ def compare(
 
 
 def code_fingerprint() -> str:
-    """Return a digest of every source file of the program, which also shows uncommitted changes."""
+    """Return a digest (16 hex digits) of the Python files that training can import.
+
+    Unlike a commit, it also tells uncommitted changes.
+    """
     root = Path(__file__).resolve().parent.parent.parent
     files = list(root.glob("pretrain_*.py"))
     files += [file for top in _CODE for file in (root / top).rglob("*.py")]

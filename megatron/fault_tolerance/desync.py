@@ -67,7 +67,7 @@ def find_parting(calls: Mapping[int, Sequence[CollectiveCall]]) -> Desync | None
 
 
 def find_parting_of(folder: Path, seen: Sequence[RankStatus]) -> Desync | None:
-    """Return what `find_parting` finds in all calls of these ranks in `folder`.
+    """Return the result of `find_parting` for the recorded calls of these ranks in `folder`.
 
     Heartbeat headers are read first; rings of calls are read only for ranks whose digests differ.
     """
@@ -147,7 +147,7 @@ def _kind(call: CollectiveCall) -> tuple[int, str]:
 
 
 def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int, int, str]:
-    """Return how a call follows the earlier ones: its place in their step, steps later, name."""
+    """Return how a call follows the agreed ones: calls in the last step, steps later, name."""
     if not agreed:
         return 0, 0, call.what
     last = agreed[-1].step
@@ -156,7 +156,7 @@ def _after(agreed: Sequence[CollectiveCall], call: CollectiveCall) -> tuple[int,
 
 
 def _precedents(agreed: Sequence[CollectiveCall]) -> dict[tuple[int, int, str], int]:
-    """Return the last step in which each call had the same number of predecessors in its step."""
+    """Return the last step in which each call, keyed as by `_after`, followed in the same way."""
     found: dict[tuple[int, int, str], int] = {}
     place, step = 0, agreed[0].step if agreed else 0
     for call in agreed:

@@ -67,13 +67,16 @@ class ExitSignals:
     def install(self, *numbers: signal.Signals) -> None:
         """Handle these signals, or all, for the rest of the process.
 
-        They are never given back, since a failing rank must still report. Main thread only.
+        The handlers are never removed, so that a failing rank can still report. Main thread only.
         """
         for number in numbers or _SIGNALS:
             signal.signal(number, self._note)
 
     def pending(self) -> ExitRequest:
-        """Return the most urgent request that has reached this rank."""
+        """Return the most urgent request that has reached this rank.
+
+        A signal or RUN/STOP stays in effect; RUN/SAVE counts as long as the file exists.
+        """
         if self._noted is ExitRequest.NONE and self._stop is not None and self._save is not None:
             if self._stop.exists():
                 self._noted = ExitRequest.STOP
@@ -90,7 +93,7 @@ class ExitSignals:
         _remove(self._stop)
 
     def wait_out_sigterm(self) -> None:
-        """Wait until one second after a SIGTERM.
+        """Wait until one second has passed since the last SIGTERM.
 
         If the signal was caused by the failure of a peer, the failure is known by then.
         """

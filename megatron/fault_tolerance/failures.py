@@ -21,6 +21,7 @@ from megatron.status import Status, read_status
 
 EXIT_UNEXPECTED = 1
 SECONDS_TO_SPEAK = 2.0
+"""Seconds that other ranks stay, so that no launcher ends rank 0 before it has reported."""
 _COLLECTIVE = (
     "gloo", "NCCL", "ProcessGroup", "Connection reset", "Broken pipe", "Application timeout",
     "Timed out waiting", "Socket Timeout",
@@ -31,7 +32,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 
 @dataclass(kw_only=True)
 class Failures:
-    """Reports this rank's failure. Fields are filled in while the run starts."""
+    """The reporter of this rank's failure; its fields are filled in while the run starts."""
 
     argv: Sequence[str]
     launch: Launch | None = None
@@ -55,9 +56,10 @@ class Failures:
         )
 
     def report(self, error: BaseException) -> int:
-        """Report what ended this rank, unless a peer has reported it, and return the exit code.
+        """Report the error that ended this rank, or its first cause, and return the exit code.
 
-        A second call only returns the exit code.
+        Consequences of a failure that a peer has reported, and errors that rank 0 reports for all
+        ranks, are left out. A second call only returns the exit code.
         """
         if self._code is None:
             self._code = self._report(error)

@@ -160,7 +160,7 @@ class Heartbeat:
                 self._file.flush()
 
     def called(self, number: int, what: str, group: str = WORLD) -> None:
-        """Record that the rank is about to issue collective `number` over some connections."""
+        """Record that the rank is about to issue its `number`-th collective over `group`."""
         if group not in self._rings:
             ring = len(self._rings)
             assert ring < _RINGS, f"room for {_RINGS} groups, {group} is one more"
@@ -179,11 +179,11 @@ class Heartbeat:
         _LAST.pack_into(self._memory, _TAILS_AT + ring * _TAIL.size + _NAME_BYTES, number, digest)
 
     def seconds(self) -> float:
-        """Seconds since the last change of phase."""
+        """Return the seconds since the last change of phase."""
         return time.monotonic() - self.changed
 
     def close(self) -> None:
-        """Remove the file at an orderly end, and the folder with the last file."""
+        """Remove the file at an orderly end, and the folder once it is empty."""
         self.at("done")
         if self._path is not None:
             with suppress(OSError):

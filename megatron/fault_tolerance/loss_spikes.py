@@ -23,9 +23,9 @@ def is_spike(loss: float, recent: Sequence[float], *, sigmas: float) -> bool:
 
 
 def remember(recent: list[float], loss: float) -> None:
-    """Append a loss, also of a skipped step.
+    """Append a loss to `recent` in place, and keep the last `WINDOW`.
 
-    After a lasting change of level, the new level soon counts as normal.
+    Losses of skipped steps are appended too, so that a lasting new level soon counts as normal.
     """
     recent.append(loss)
     del recent[:-WINDOW]

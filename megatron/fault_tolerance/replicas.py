@@ -54,9 +54,9 @@ def compare_replicas(
 ) -> None:
     """Raise `NumericsError` on every rank, naming parameter and rank, where a copy differs.
 
-    Compared are data-parallel ranks, tensor-parallel ranks for tensors that they all hold whole
-    (buffers among them), and stages for tied weights. One small all-reduce for each; collective
-    over the world.
+    The values of data-parallel ranks are compared, those of tensor-parallel ranks for tensors that
+    they all hold whole (buffers among them), and those of two stages for tied weights. Each
+    comparison is one small all-reduce. Collective over the world.
     """
     if groups.world.size == 1:
         return
@@ -85,7 +85,7 @@ class _Copies(NamedTuple):
 def _copies(
     optimizer: BucketOptimizer, buffers: BufferSet, groups: ProcessGroups
 ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-    """Parameters and buffers that each group holds alike."""
+    """Yield each group with the checksums, by name, of the values that all its ranks hold."""
     found = checksums(optimizer)
     whole = {f"{name} (buffer)": checksum(tensor) for name, tensor in buffers.tensors()}
     infos = optimizer.engine.infos

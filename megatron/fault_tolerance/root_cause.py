@@ -46,9 +46,9 @@ SILENT = 3.0
 class RingCheck:
     """The finding of the rank that read the headers of all ranks.
 
-    It has the desynchronised rank (`step`, `phase` and `reason` describe it), and the rank with the
-    least progress; None: no such rank. `number` counts the findings of this start, since the clocks
-    of two hosts would not order them.
+    `parted` is the desynchronised rank, which `step`, `phase` and `reason` describe; otherwise
+    `last` is the rank with the least progress. None means that there is no such rank. `number`
+    counts the findings of this start, since the clocks of two hosts would not order them.
     """
 
     attempt: str
@@ -62,10 +62,10 @@ class RingCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class RootCause:
-    """What the ranks of this attempt know about its failure.
+    """The search for the first cause of this attempt's failure, in status.json and heartbeats.
 
-    `signed` has job and version for every status. `near` lists the ranks on this host; all ranks if
-    that is not known.
+    `signed` has the job and version for every status. `near` lists the ranks on this host; without
+    it all ranks are searched.
     """
 
     run_dir: Path
@@ -101,15 +101,15 @@ class RootCause:
     def parted(self) -> Status | None:
         """Return the failure of the desynchronised rank, if there is one.
 
-        It explains any other error.
+        That failure explains any other error. Waits for other ranks for up to `PATIENCE` seconds.
         """
         return self._parted_in(self.look(until=time.monotonic() + PATIENCE))
 
     def look(self, *, until: float) -> RingCheck:
         """Return the finding of this rank, or of the rank that looks for all.
 
-        If no finding arrives `until` then, this rank looks by itself, since the other rank may be
-        stopped.
+        If another rank still looks at time `until` (of `time.monotonic`), this rank looks itself,
+        since the other rank may be stopped.
         """
         try:
             with _opened(self.run_dir / FOLDER / LOOK) as file:
@@ -285,9 +285,10 @@ def _silence(peer: RankStatus) -> float:
 
 
 def find_out(run_dir: Path) -> int | None:
-    """Return the run's exit code, and write down a run that was cut short as failed.
+    """Return the exit code of a run that has ended; None if there is no usable status.json.
 
-    None if there is no usable status.json.
+    A run whose status is still "running" was cut short: its status becomes "failed", with the first
+    cause as far as the heartbeats show it.
     """
     status = read_status(run_dir)
     if status is None or status.state != "running":
@@ -325,7 +326,7 @@ def find_out(run_dir: Path) -> int | None:
 
 
 def _recorded(run_dir: Path) -> int | None:
-    """Return the exit code in the file, also of another version with unknown fields."""
+    """Return the exit code in status.json, also if another version wrote fields unknown here."""
     try:
         code = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))["exit_code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -334,7 +335,7 @@ def _recorded(run_dir: Path) -> int | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the exit code, if there is one."""
+    """Print the exit code of the run in folder `argv[0]`, or an empty line; return 0."""
     code = find_out(Path(argv[0]))
     print("" if code is None else code)
     return 0

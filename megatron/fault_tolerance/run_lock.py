@@ -2,9 +2,10 @@
 
 The lock is a file that names its holder. Where disk and hosts support it, the kernel's lock on the
 file (`flock`) shows within milliseconds whether the holder is alive. Elsewhere the contents decide:
-the holder is dead if its process on this host is gone, or if a holder on another host has not
-touched the file for `STALE_SECONDS`. Without `flock`, two starts that take over the same stale lock
-in the same milliseconds may both get it. Imports neither torch nor numpy.
+the holder is dead if its process on this host is gone, if its Slurm job was restarted since, or if
+it runs on another host and has not touched the file for `STALE_SECONDS`. Without `flock`, two
+starts that take over the same stale lock in the same milliseconds may both get it. Imports neither
+torch nor numpy.
 """
 
 from __future__ import annotations
@@ -71,8 +72,14 @@ class RunLock:
     ) -> RunLock | None:
         """Lock an existing run folder. `job` has Slurm's variables, as far as they are set.
 
-        Returns None, with a note in the log, if the disk cannot hold such a lock. Takes over a lock
-        whose holder is gone, and logs it. Raises `RunFolderInUse` naming the holder.
+        A lock whose holder is gone is taken over, with a note in the log.
+
+        Returns:
+            The lock; None, with a note in the log, if the disk has no hard links, which it needs.
+
+        Raises:
+            RunFolderInUse: Another process holds the folder; the error names the process.
+            OSError: The lock file cannot be written.
         """
         path = run_dir / LOCK
         mine = _myself(job)
@@ -91,7 +98,7 @@ class RunLock:
         raise RunFolderInUse(f"{path}: changes hands all the time; start one run at a time")
 
     def release(self) -> None:
-        """Release the folder."""
+        """Release the folder and remove the lock file."""
         self._over.set()
         with contextlib.suppress(OSError):
             if _same_file(self._path, self._descriptor):
@@ -105,10 +112,10 @@ class RunLock:
 
 
 def check_free(run_dir: Path) -> None:
-    """Raise `RunFolderInUse` if the kernel knows that another process holds the folder.
+    """Raise `RunFolderInUse` if the kernel's lock shows that another process holds the folder.
 
-    Changes nothing and decides nothing else, so every rank of a start on one host may call it
-    before it spends seconds on getting ready.
+    Nothing is changed, and a missing or stale lock is no error here, so every rank of a start on
+    one host may call this function before it spends seconds on getting ready.
     """
     path = run_dir / LOCK
     try:

@@ -60,6 +60,7 @@ SLACK = 3.5
 GRACE = 2.0
 """Seconds in which the main thread may leave by itself once a failure is known."""
 LEAVING_SECONDS = 6.0
+"""Seconds that the main thread may spend in phase "leaving"."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MAY_TAKE_LONG = ("start", "save", "done")
 
@@ -84,7 +85,7 @@ class Watchdog(threading.Thread):
         self._wakeup.setblocking(False)
 
     def watch(self) -> Callable[[], None]:
-        """Start the thread; call the result to stop it."""
+        """Start the thread, and return a function that stops it."""
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self.start()
 
@@ -100,7 +101,7 @@ class Watchdog(threading.Thread):
         return end
 
     def run(self) -> None:
-        """Run the thread."""
+        """Check signals, the main thread, status.json and the next rank every `TICK` seconds."""
         while not self._ended.is_set():
             # In C, so that it works even if the interpreter does not run this thread any more.
             faulthandler.dump_traceback_later(self._limit + 2 * SLACK, exit=True)

@@ -40,7 +40,10 @@ def scaled(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format a positive number by three significant digits, without exponent below 10^15."""
+    """Format a number by three significant digits, or as an integer from 100 on.
+
+    Numbers from 0.01 to 1 have two decimals, smaller ones two significant digits.
+    """
     if not math.isfinite(value) or value == 0:
         return f"{value:.0f}"
     if abs(value) >= 99.95:
@@ -137,7 +140,7 @@ def format_brief(last: StepRecord, interval: LogInterval, *, seconds_left: float
 
 
 def _brief_means(means: Mapping[str, float]) -> list[str]:
-    """The loss under that name alone, and the other means."""
+    """Return the fields of the means, with the loss, the first mean, under the name "loss"."""
     (_, loss), *others = means.items()
     return [f"loss {loss:.4f}", *(f"{name} {mean:.4f}" for name, mean in others)]
 
@@ -174,7 +177,7 @@ _EVALUATED = {"valid": "validation", "test": "test"}
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """The line for one evaluation, with the perplexity that Megatron prints."""
+    """Return the log line of an evaluation, with the perplexity that Megatron prints."""
     name = _EVALUATED[evaluation.kind]
     fields = [f"validation loss at iteration {evaluation.iteration} on {name} set"]
     for mean, value in evaluation.means.items():

@@ -58,10 +58,10 @@ COLUMNS = (
     "params_norm",
     "time",
 )
-"""What the line of every step has, in order. `time` is when the step ended, in seconds since 1970.
+"""Columns in the line of every step, in order. `time` is its end, in seconds since 1970.
 
-The loss has the task's own key, and the other means of the task follow it. What is counted and its
-rate have the keys of the task's unit: "tokens" and "tokens_per_second".
+The loss has the task's own key, and the other means of the task follow it. `counted` and
+`per_second` have the keys of the task's unit: "tokens" and "tokens_per_second".
 """
 _LOSSES = ("lm_loss", "loss")
 
@@ -74,12 +74,12 @@ Value = float | int | bool | str | None
 
 
 def loss_key(values: Mapping[str, Any]) -> str | None:
-    """Return the key of the loss in a line of metrics.jsonl; None for a line of no step."""
+    """Return the key of the loss in a line of metrics.jsonl; None if the line is of no step."""
     return next((key for key in _LOSSES if key in values), None)
 
 
 def unit_of(values: Mapping[str, Any]) -> str:
-    """Return what the step of a line counts: "tokens" or "images"."""
+    """Return the unit that the step of a line counts, such as "tokens", the default."""
     rates = (key.removesuffix(f"_{PER_SECOND}") for key in values if key.endswith(f"_{PER_SECOND}"))
     return next(rates, "tokens")
 
@@ -106,14 +106,17 @@ class AppendFile:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the file is empty or absent."""
+        """True if the file is empty or absent, and no line waits to be written."""
         size = self._size
         if self._descriptor < 0 and self._path.exists():
             size = self._path.stat().st_size
         return size == 0 and not self._waiting
 
     def write(self, text: str) -> None:
-        """Append `text` after the lines of failed writes. After an OSError, call it again."""
+        """Append `text`, after the texts of earlier failed writes.
+
+        Raises `OSError` if the write fails; the next call then writes `text` as well.
+        """
         self._waiting.append(text.encode("utf-8", "backslashreplace"))
         if self._descriptor < 0:
             self._open()
@@ -442,7 +445,7 @@ class Metrics:
         self._console.log(text, brief=brief)
 
     def step(self, record: StepRecord) -> None:
-        """Store one step; print the log line if it ends an interval or the run."""
+        """Store one step. If it ends a log interval or the run, print the line and flush."""
         timed = TimedRecord(self._clock(), record)
         if self._first is None:
             self._first = timed
@@ -473,7 +476,7 @@ class Metrics:
         self._guard(lambda tracker: tracker.evaluation(evaluation, time=now, samples=self._samples))
 
     def has_evaluation(self, iteration: int, kind: str) -> bool:
-        """Return whether metrics.jsonl has this loss, from any start of the run."""
+        """Return whether metrics.jsonl has this evaluation, from any start of the run."""
         path, key = self.run_dir / JSONL, f"{kind}_loss"
         if not path.exists():
             return False
@@ -492,7 +495,7 @@ class Metrics:
     def flush(self) -> None:
         """Write all steps so far.
 
-        Call before a checkpoint is committed, so that no step is ever lost.
+        Call this method before a checkpoint is committed, so that its steps are in the files.
         """
         records, self._pending, self._pending_seconds = self._pending, [], 0.0
         if not records:

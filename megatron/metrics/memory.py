@@ -8,10 +8,9 @@ import torch
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Reset the peak to the memory in use now.
+    """Reset a GPU's peak to the memory in use now.
 
-    On the CPU the kernel keeps the peak of a process, which only rises from the start of the
-    process.
+    Does nothing on the CPU, where the kernel's peak of a process cannot be reset.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

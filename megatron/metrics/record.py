@@ -11,13 +11,13 @@ EVALUATION_KINDS = ("valid", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What a task counts and sums up, and the names of the results.
+    """The unit and the sums of a task, and the names of the means.
 
     Args:
-        unit: What a batch counts, in the plural: "tokens", "images".
+        unit: The unit that a batch counts, in the plural: "tokens", "images".
         sums: The sums that the last chunk returns, in order; the first is differentiated.
-        means: The name of the mean of each sum over what is counted, in the log; with underscores
-            for blanks it is the key in metrics.jsonl. "accuracy" for the sum "correct".
+        means: The name, in the log, of each sum divided by the count: "accuracy" for the sum
+            "correct". With underscores for blanks it is the key in metrics.jsonl.
         perplexity: The mean whose exponential an evaluation reports as perplexity; None for none.
     """
 
@@ -31,7 +31,7 @@ class Measures:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), cut off at exp(20) as Megatron does, but NaN where the loss is NaN."""
+    """Return exp(loss), but at most exp(20) as in Megatron; NaN if the loss is NaN."""
     return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
 
 
@@ -48,14 +48,14 @@ Spread = tuple[float, float] | list[float]
 class StepRecord:
     """One training step of the whole job, as Python numbers.
 
-    `means` are those of the task's sums over what the global batch counts, by name; the first is
-    the loss, and each may be NaN or infinite. `counted` is the number of `unit`, such as tokens.
-    `grad_norm` is None where a skipped step has none. `step_seconds` excludes evaluation and
-    saving. `bytes_sent` is this rank's payload on the data-parallel group, `axis_bytes` what it
-    sent along the other axes of the grid, by name, where there are any; `flops` are model FLOPs
-    over all ranks. `peak_memory_bytes` is the most that this rank held: on a GPU in tensors, during
-    the step; on a CPU altogether, since its start. `timers` are seconds gained since the record
-    before, over ranks. `path` are numbers of the gradient path's own, by name, where there are any.
+    `means` are the task's means by name; the first is the loss, and each may be NaN or infinite.
+    `counted` is the number of units, such as tokens, in the global batch. `grad_norm` is None for a
+    step with non-finite gradients. `step_seconds` excludes evaluation and saving. `bytes_sent` and
+    `wait_seconds` are those of this rank's gradient path (`ReducerStats`), `axis_bytes` the bytes
+    that this rank sent along other axes of the grid, by name. `flops` are model FLOPs over all
+    ranks. `peak_memory_bytes` is the peak on this rank: on a GPU of tensors during the step, on a
+    CPU of the process since its start. `timers` are seconds since the previous logged step, over
+    ranks. `path` has the gradient path's own numbers by name.
     """
 
     iteration: int
@@ -89,7 +89,7 @@ class StepRecord:
 
     @property
     def per_second(self) -> float:
-        """What the whole job counted in a second of this step; 0 where no time was measured."""
+        """Units per second of the whole job in this step; 0 if no time was measured."""
         return self.counted / self.step_seconds if self.step_seconds > 0 else 0.0
 
 
@@ -112,7 +112,7 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """The means by their keys in metrics.jsonl: valid_loss, valid_accuracy.
 
-        A perplexity that is not the exponential of the loss is among them.
+        They include the perplexity if it is not the exponential of the loss.
         """
         (first, loss), *others = self.means.items()
         found = {"loss": loss} | {key_of(name): mean for name, mean in others}
@@ -145,9 +145,9 @@ class LogInterval:
 
 
 def summarize(records: Sequence[StepRecord]) -> LogInterval:
-    """Summarise a non-empty interval of steps.
+    """Return the summary of a non-empty interval of steps.
 
-    Loss and other means are those of the steps that were applied; where all were skipped, of those.
+    Loss and other means are averaged over the applied steps, or over all steps if none was applied.
     """
     assert records, "an interval holds at least one step"
     applied = [r.means for r in records if not r.skipped] or [r.means for r in records]

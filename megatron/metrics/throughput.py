@@ -20,11 +20,11 @@ For smaller models the days for 300 billion tokens are not reported.
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a sample: `flops_per_sample` operations.
+    """The work of a sample.
 
-    The operations are three passes of a layer's, or four where each layer is `recomputed` (Eq. 3 of
-    AxoNN). `seq_length` is the tokens of a sample for a language model, of which the days of 300
-    billion tokens tell something; None for others.
+    `flops_per_sample` counts three passes through each layer, or four if layers are `recomputed`
+    (Eq. 3 of AxoNN). `seq_length` is the number of tokens of a sample; None unless the model is a
+    language model, for which the time of 300 billion tokens is a useful figure.
     """
 
     flops_per_sample: float
@@ -34,12 +34,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Means over `steps` steps, of which `skipped` had no optimizer step.
+    """Means over `steps` steps, including `skipped` steps without an update.
 
-    Seconds of one, days of 300 billion tokens (Eq. 2), operations a second of one rank (Eq. 3,
-    without its fourth pass where no layer is recomputed), and those as per cent of its peak where
-    that is known. `flops_per_token` is the model's; it and the days are None where samples are not
-    sequences of tokens.
+    `step_seconds` is the time of one step, `training_days` the time of 300 billion tokens (Eq. 2).
+    `flops_per_second` is the rate of one rank (Eq. 3, without its fourth pass unless layers are
+    recomputed), and `percent_of_peak` the same as a share of the rank's peak, if that is known.
+    `training_days` and `flops_per_token` are None unless samples are sequences of tokens.
     """
 
     steps: int
@@ -76,10 +76,10 @@ class Throughput:
 
 
 def shows_papers_metrics(flops_per_token: float | None, percent_of_peak: float | None) -> bool:
-    """Return whether AxoNN's metrics tell something of this run.
+    """Return whether to report AxoNN's metrics (Eq. 2 and 3).
 
-    Its model is as large as GPT-3's smallest, or `--peak-tflops` asks for them. They are of
-    language models alone, where `flops_per_token` is not None.
+    The run must train a language model (`flops_per_token` is not None) that is as large as GPT-3's
+    smallest, or have `--peak-tflops`.
     """
     if flops_per_token is None:
         return False
@@ -87,7 +87,7 @@ def shows_papers_metrics(flops_per_token: float | None, percent_of_peak: float |
 
 
 class Stopwatch:
-    """Adds up the steps of one start, except its first step, which warms everything up."""
+    """The sums over the steps of one start, without the first step, which warms everything up."""
 
     def __init__(self) -> None:
         self._started = False
@@ -116,7 +116,7 @@ class Stopwatch:
             steps=self._steps,
             skipped=self._skipped,
             step_seconds=self._seconds / self._steps,
-            # Both totals over all steps: a batch that grows counts as it is.
+            # Totals over all steps, so that a batch that grows counts with its actual size.
             training_days=None
             if length is None
             else training_days(step_seconds=self._seconds, tokens_per_step=self._samples * length),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TimedRecord(NamedTuple):
-    """A step and when it ended, in seconds since 1970."""
+    """A step, and the time of its end in seconds since 1970."""
 
     time: float
     record: StepRecord
@@ -51,7 +51,7 @@ def check_trackers(logging: LoggingConfig) -> None:
 
 
 def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]:
-    """Return the curves of one step by name; memory and timers only if flags ask for them."""
+    """Return the points of one step by curve; flags add throughput, memory and timers."""
     scalars: dict[str, float] = {
         **record.means,
         "learning-rate": record.lr,
@@ -79,7 +79,7 @@ def step_scalars(record: StepRecord, logging: LoggingConfig) -> dict[str, float]
 
 
 def evaluation_scalars(evaluation: Evaluation, logging: LoggingConfig) -> dict[str, float]:
-    """Curves of one evaluation by name."""
+    """Return the points of one evaluation by curve; a flag adds the perplexity."""
     kind = {"valid": "validation", "test": "test"}[evaluation.kind]
     scalars = {f"{name} {kind}": mean for name, mean in evaluation.means.items()}
     name = evaluation.perplexity_of

@@ -143,7 +143,7 @@ def _magnitudes(values, at, numel):
 
 @triton.jit
 def _magnitude(value):
-    """Return the bits that `reference.magnitudes` does."""
+    """Return the bits of |x| as fp32, int32, as `reference.magnitudes` does."""
     if value.dtype == tl.bfloat16:  # a conversion may lose denormal numbers
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
@@ -306,7 +306,7 @@ def chosen_entries(
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Return whether each entry of a program's blocks is chosen, and the chosen count before it."""
+    """Return whether each entry of a program's blocks is chosen, and its place among the chosen."""
     at = tl.arange(0, BLOCKS * WORDS)
     if PATCHED:
         row = tl.load(patch + first + at // WORDS).to(tl.int64)

@@ -156,7 +156,7 @@ def mark_ties(
     shard: FlatShard,
     marks: torch.Tensor,
 ) -> None:
-    """Write 1 to `marks` for each entry of one TIE_BLOCK that is on this rank and at the threshold.
+    """Add 1 to `marks` for each entry of one TIE_BLOCK that is on this rank and at the threshold.
 
     `marks` is int64 [TIE_BLOCK]; `block` (int64 []) numbers TIE_BLOCKs of the whole tensor.
     """
@@ -193,9 +193,10 @@ def write_bits(
     cutoff: torch.Tensor,
     shard: FlatShard,
 ) -> None:
-    """Set the bits from `start` on for entries that `selection.LargestSelection` chooses, in place.
+    """Write one bit per value from position `start` on, in place; other bits do not change.
 
-    These are above the threshold, or at the threshold and before the cutoff in the whole tensor.
+    A bit is 1 if `selection.LargestSelection` chooses the entry: if its magnitude is above the
+    threshold, or at the threshold and its position in the whole tensor is before the cutoff.
     """
     for first, stop in aligned_pieces(start, start + values.numel()):
         magnitude = magnitudes(values[first - start : stop - start])
@@ -235,7 +236,7 @@ def count_blocks(words: torch.Tensor) -> torch.Tensor:
 
 
 def positions(bits: Bits, first_block: int, last_block: int) -> torch.Tensor:
-    """Return the chosen entries of blocks [first, last), int64, relative to the first block."""
+    """Return the chosen positions in the blocks, relative to `first_block`, ascending; int64."""
     words = bits.words[first_block:last_block]
     if bits.patch is not None and bits.patches is not None:
         patch = bits.patch[first_block:last_block]

@@ -49,7 +49,7 @@ def _candidates(magnitude: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
-    """Return what `largest` does, without synchronizing with the device."""
+    """Return the same positions as `largest`, from magnitudes, without synchronizing."""
     top, where = magnitude.topk(k)  # descending: entries above the k-th come first
     tied = torch.nonzero_static(magnitude == top[-1], size=k).view(-1)  # the first k of them
     place = torch.arange(k, device=magnitude.device) - (top > top[-1]).sum()  # among the tied
@@ -83,16 +83,16 @@ class Selection(Protocol):
 
     @property
     def n(self) -> int:
-        """Return the number of entries to choose from."""
+        """Number of entries on this rank to choose from."""
         ...
 
     @property
     def count(self) -> int | None:
-        """Return the number of chosen entries; None if only the device knows it."""
+        """Number of chosen entries on this rank; None if only the device knows it."""
         ...
 
     def positions(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return the chosen entries of [start, stop), ascending, minus `start`; int32.
+        """Return the chosen positions in [start, stop), relative to `start`, ascending; int32.
 
         Synchronizes with a CUDA device.
         """
@@ -145,7 +145,7 @@ class LargestSelection:
 
 @dataclass(frozen=True)
 class Candidates:
-    """A tensor, or a shard of one, of which `k` entries over all shards are to be selected.
+    """A tensor or shard to select from: `k` is the number of entries to select over all shards.
 
     `values` are 1-D, contiguous fp32, bf16 or fp16 without NaN.
     """
@@ -167,7 +167,7 @@ def select_largest(
     sum_bins: SumBins | None = None,
     shard: FlatShard | None = None,
 ) -> LargestSelection:
-    """Select the k entries of largest magnitude; ties go to the first.
+    """Select the k entries of largest magnitude; ties go to the first position.
 
     On CUDA the host does not wait. 16-bit values are widened in pieces. If the tensor is sharded,
     all ranks call this, including those without entries.
@@ -231,7 +231,7 @@ def _by_counting(
 
 
 def _together(values: torch.Tensor, shard: FlatShard, sum_bins: SumBins) -> torch.Tensor:
-    """Return the fp32 magnitudes of all entries of a sharded tensor."""
+    """Return the fp32 magnitudes of a whole sharded tensor; collective over its ranks."""
     bits = torch.zeros(shard.total, dtype=torch.int32, device=values.device)
     places = shard.logical(torch.arange(shard.numel, device=values.device))
     bits.index_copy_(0, places, magnitudes(values))
@@ -268,7 +268,7 @@ class _Counter:
         self.wanted = self._column([one.k for one in batch])
 
     def bracket(self, numbers: tuple[int, int, int]) -> torch.Tensor:
-        """Return the same bracket for each tensor."""
+        """Return (first, last, shift) as a row for each tensor, int64 [m, 3]."""
         row = to_device(torch.tensor(numbers), self.device)
         return row.expand(len(self.batch), 3)
 
@@ -363,7 +363,7 @@ def _reaching(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _from_top(counts: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `_reaching` does, from the last place down."""
+    """Return the same as `_reaching`, with counts added up from the last place down."""
     place, rest = _reaching(counts.flip(1), wanted)
     return counts.shape[1] - 1 - place, rest
 
@@ -404,7 +404,7 @@ class GivenSelection:
 
 @dataclass(frozen=True)
 class DrawnSelection:
-    """A selection of runs `[starts, starts + lengths)` of the whole tensor, as far as on this rank.
+    """A selection of runs `[starts, starts + lengths)` of the whole tensor, on this rank's shard.
 
     `starts` and `lengths` are int64 on the CPU, ordered by start.
     """
@@ -441,8 +441,8 @@ def draw_seeded(
 ) -> DrawnSelection:
     """Draw k of the n entries of a tensor from seed, step and name alone.
 
-    Whole blocks of 64 entries are drawn, of which one is shortened to make the total k. `shard` is
-    this rank's shard of the tensor.
+    Whole blocks of 64 entries are drawn, and the last one drawn is shortened to make the total k.
+    `shard` is this rank's shard of the tensor.
     """
     assert 0 <= k <= n
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()

@@ -49,8 +49,8 @@ class FlatShard:
     def of_stored(cls, counts: torch.Tensor, rank: int) -> FlatShard:
         """Create the shard of a tensor's stored entries, numbered among the stored entries only.
 
-        `counts`, int64 [ranks, rows], are the entries that each rank stores of each of its rows;
-        the rows of the whole tensor alternate between ranks.
+        `counts`, int64 [ranks, rows], are the entries that each rank stores of each of its rows.
+        The whole tensor has the first row of every rank, in rank order, then the second, and so on.
         """
         places = counts.T.reshape(-1).cumsum(0).view(counts.shape[1], -1) - counts.T
         mine = counts[rank]
@@ -81,7 +81,7 @@ class FlatShard:
 
     @property
     def is_run(self) -> bool:
-        """Return whether the entries are contiguous in the whole tensor."""
+        """True if the entries are contiguous in the whole tensor."""
         return self.row == self.stride and self.runs is None
 
     def logical(self, local: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class FlatShard:
         return min(max(moved, 0), self.numel)
 
     def part(self, start: int, stop: int) -> FlatShard:
-        """Return the shard of the range `[start, stop)` of the whole tensor."""
+        """Return this rank's shard of the range `[start, stop)`, as if the range were the whole."""
         low, high = self.below(start), self.below(stop)
         if low == high:
             return FlatShard(0, stop - start)

@@ -62,10 +62,10 @@ class CompressedWork(ABC):
 class FeedbackReducer(GradientReducer, ABC):
     """Reducer that compresses residual + gradient of matrices, and keeps the unsent part.
 
-    Steps before `start_iter`, and buckets of which `plan` compresses nothing, such as buckets of
-    1-D parameters, are sent as on the dense path. The residual belongs to this rank; it is fp32, in
-    unscaled units, and excludes vocabulary padding. Each tensor-parallel rank compresses its part
-    of a parameter as if the part were the whole, so the results depend on the grid.
+    Buckets are sent as on the dense path before `start_iter`, and always if they have a 1-D
+    parameter or if `plan` returns no parameter for them. The residual belongs to this rank; it is
+    fp32, in unscaled units, and excludes vocabulary padding. Each tensor-parallel rank compresses
+    its part of a parameter as if the part were the whole, so the results depend on the grid.
     """
 
     name: str
@@ -125,7 +125,7 @@ class FeedbackReducer(GradientReducer, ABC):
     # ---- GradientReducer -----------------------------------------------------------------------
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout | None = None) -> None:
-        """Allocate the residuals."""
+        """Plan each bucket and allocate the residuals, which are 0."""
         import torch
 
         self._counted = [bucket.index for bucket in buckets if self.model_shard.owns(bucket)]
@@ -199,7 +199,7 @@ class FeedbackReducer(GradientReducer, ABC):
             if name in self._residual:
                 self._residual[name].copy_(residual)
             else:
-                # On this grid its parts are so small that factors would not be smaller.
+                # On this grid the parts are too small for factors to save anything.
                 self._notes.append(f"{self.name}: sends {name} whole, what waited is dropped")
 
     def _squared_residual(self) -> float:
@@ -212,7 +212,7 @@ class FeedbackReducer(GradientReducer, ABC):
 
 
 def options_of(config: Config, kind: type[T]) -> T:
-    """Return the section of a path's options."""
+    """Return the path's section of the configuration, which is of type `kind`."""
     (found,) = (options for options in config.extensions.values() if isinstance(options, kind))
     return found
 

@@ -15,28 +15,28 @@ from megatron.data_parallel.bucket_plan import (
 
 
 def count(density: float, entries: int) -> int:
-    """Return K = ceil(d n), so that top-k leaves no parameter out."""
+    """Return k = ceil(d n), the entries to send of n, so that top-k leaves no parameter out."""
     return math.ceil(density * entries)
 
 
 def is_smaller(rows: int, columns: int, rank: int) -> bool:
     """Return whether factors of this rank have fewer entries than the matrix.
 
-    This also bounds the rank by both sides.
+    If they have, the rank is also below both sides of the matrix.
     """
     return rank * (rows + columns) < rows * columns
 
 
 RESIDUAL_BYTES = 8
-"""Bytes of the residual per entry: fp32, and its successor during a step."""
+"""Bytes of the residual per entry: the fp32 residual and the buffer of its next value."""
 FACTOR_BYTES = 4
 
 
 def powersgd_bytes(rank: RankShapes, *, rank_of_factors: int) -> PathBytes:
     """Return the bytes of PowerSGD's state, by kind.
 
-    `warm start` is the Q of the last step; `factors` are P, its basis and Q, and parameters that
-    are sent whole with the first factor.
+    `warm start` is the Q of the last step; `factors`, which exist during a step, are P with the
+    parameters that are sent whole, the basis of P, and Q.
     """
     residual = warm = passing = 0
     for bucket in matrices(rank):
@@ -91,7 +91,7 @@ def _factors(
 
 
 def _is_worth_it(param: ParamShape, rank: RankShapes, rank_of_factors: int) -> bool:
-    """Return whether `PowerSGDReducer` compresses a parameter, by any rank's smallest part."""
+    """Return whether `PowerSGDReducer` compresses a parameter: its smallest part decides."""
     least = list(param.local_shape)
     if param.tp_shard is not None:
         least[param.tp_shard.axis] = param.tp_shard.block // rank.tp * param.tp_shard.blocks

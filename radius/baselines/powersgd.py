@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron.data_parallel.exchange import Exchange
 
 AT_ONCE = {"cpu": PIECE, "cuda": 2 * 1024 * 1024}
-"""Entries of a matrix that are decompressed at a time, by the type of its device."""
+"""Entries of a matrix that are decompressed at a time, by device type."""
 WARM_START = "warm_start/"
 """Prefix, before a logical name, of the Q of the last step, equal on all data-parallel ranks."""
 
@@ -46,7 +46,7 @@ def first_q(seed: int, name: str, columns: int, rank: int) -> torch.Tensor:
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the column space.
+    """Return orthonormal columns, [n, r], whose span includes the columns of `matrix` [n, r].
 
     Householder's QR has full rank even if columns are dependent or 0. Gram-Schmidt would divide by
     0 there, and a Q that became 0 would stay 0.
@@ -197,9 +197,9 @@ class PowerSGDReducer(FeedbackReducer):
         return [matrix.name for matrix in plan.matrices]
 
     def _is_worth_it(self, name: str) -> bool:
-        """Return whether factors are smaller, for any rank's smallest part of the parameter.
+        """Return whether factors are smaller than the smallest part of the parameter on any rank.
 
-        All ranks of a parameter have a residual, or none has.
+        The smallest part decides, so that either all ranks of a parameter have a residual or none.
         """
         info, tp = self.infos[name], self.model_shard.tp
         ranks = 1 if tp is None else tp.size
@@ -236,7 +236,7 @@ class PowerSGDReducer(FeedbackReducer):
                 q.copy_(shared[self._warm_start(name)])
 
     def _warm_start(self, name: str) -> str:
-        """Return the checkpoint's name of Q; for a part, the name of the whole parameter."""
+        """Return the name of Q in a checkpoint; that of a tensor shard ends with its range."""
         shard = self.infos[name].tp_shard
         part = f"@{shard.axis}:{shard.start}-{shard.stop}" if shard is not None else ""
         return f"{WARM_START}{name}{part}"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.parallel.tensor_shard import ModelShard
 
 POSITION_BYTES = 4
-"""Bytes of a position, which is an int32."""
+"""Bytes of a position in a message, an int32."""
 MOST_ENTRIES = 2**31 - 1
 
 
@@ -118,7 +118,7 @@ class TopKPath(GradientPath):
 
 
 def message_bytes(entries: int, value_bytes: int) -> int:
-    """Return the length of a message, padded so that the next rank's positions are aligned."""
+    """Return the bytes of a message, padded so that the next rank's positions are aligned."""
     used = entries * (POSITION_BYTES + value_bytes)
     return -(-used // POSITION_BYTES) * POSITION_BYTES
 
