@@ -71,9 +71,10 @@ PATHS = [
     PathCase("dense"),
     PathCase("dense", offloaded=True),
     PathCase("dense", wire="fp32"),
-    PathCase("dense", wire="bf16"),
-    PathCase("dense", wire="bf16", sharded=True),
-    # Each rank rounds its own values, so other shares of a batch are rounded otherwise.
+    # Each rank rounds its own values, so other shares of a batch are rounded otherwise; Adam makes
+    # whole updates of the differences of small gradients.
+    PathCase("dense", wire="bf16", linear=False),
+    PathCase("dense", wire="bf16", linear=False, sharded=True),
     PathCase("dense", wire="int8", lossless=False, linear=False),
     PathCase("dense", wire="int4", lossless=False, linear=False),
     PathCase("dense", wire="int8", lossless=False, linear=False, offloaded=True),
@@ -97,8 +98,8 @@ PATHS = [
     PathCase("samo", RANDOM | DSR, sharded=True),
     PathCase("samo", RANDOM | DSR, offloaded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
-    PathCase("radius", SHORT, lossless=False, wire="bf16"),
-    PathCase("samo+radius", RANDOM | SHORT, lossless=False, wire="bf16"),
+    PathCase("radius", SHORT, lossless=False, linear=False, wire="bf16"),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="bf16"),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
     # Each rank selects from its own share of the batch, so other shares select other entries.
