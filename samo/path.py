@@ -95,7 +95,7 @@ class SamoPath(GradientPath):
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
         layout = parts.raise_on_all_ranks(draw)
-        reducer = mean_reducer(config, open_exchange(config, groups))
+        reducer = mean_reducer(config, infos, open_exchange(config, groups))
         return PathParts(
             layout=layout,
             reducer=reducer,

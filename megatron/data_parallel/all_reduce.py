@@ -62,8 +62,9 @@ class AllReduceReducer(GradientReducer):
             before backward (AxoNN, section IV-B).
         most: Maximum number of entries per all-reduce; longer buckets are reduced in pieces. None
             means no limit.
-        feedback: Whether each rank keeps what an encoded wire loses of its matrices, and sends it
-            with the next gradients. Otherwise the reducer has no state.
+        feedback: Number of entries of each parameter on this rank, without padding. Each rank then
+            keeps what an encoded wire loses of its matrices, and sends it with the next gradients.
+            None: the reducer has no state.
     """
 
     def __init__(
@@ -71,15 +72,17 @@ class AllReduceReducer(GradientReducer):
         exchange: Exchange,
         divides: bool = True,
         most: int | None = None,
-        feedback: bool = False,
+        feedback: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(exchange)
         self.divides, self.most = divides, most
-        self._keeps = feedback and not exchange.is_exact
+        self._entries = None if exchange.is_exact else feedback
         self._feedback: dict[int, WireFeedback] = {}
 
     def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
-        self._feedback = {b.index: WireFeedback(b) for b in buckets if self._keeps and b.matrix}
+        if self._entries is not None:
+            matrices = [bucket for bucket in buckets if bucket.matrix]
+            self._feedback = {b.index: WireFeedback(b, self._entries) for b in matrices}
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         # A bucket may be empty on a tensor-parallel rank, and then on every data-parallel rank.

@@ -37,7 +37,7 @@ class DensePath(GradientPath):
     ) -> GradientReducer:
         from megatron.data_parallel.reduce_scatter import mean_reducer
 
-        return mean_reducer(config, exchange)
+        return mean_reducer(config, infos, exchange)
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
         return plan_feedback(config, rank)

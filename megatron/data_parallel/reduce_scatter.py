@@ -7,14 +7,14 @@ as the halves of an all-reduce, before and after the update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.data_parallel.all_reduce import AllReduceReducer
-from megatron.data_parallel.bucket import BucketShard, GradBucket, Slice
+from megatron.data_parallel.bucket import BucketShard, GradBucket, ParamInfo, Slice
 from megatron.data_parallel.bucket_plan import shard_length
 from megatron.data_parallel.exchange import Exchange, Transfer
 from megatron.data_parallel.layout import BucketLayout
@@ -40,14 +40,21 @@ def sums_gradients(config: Config) -> bool:
     return precision.predivide_loss or config.gradient.grad_path in SUMMABLE
 
 
-def mean_reducer(config: Config, exchange: Exchange) -> AllReduceReducer:
+def mean_reducer(
+    config: Config, infos: Sequence[ParamInfo], exchange: Exchange
+) -> AllReduceReducer:
     """Return the reducer of a path that averages whole buckets."""
     divides = not sums_gradients(config)
-    feedback = config.gradient.keeps_rounding
+    feedback = entries_on_rank(infos) if config.gradient.keeps_rounding else None
     if config.parallel.use_distributed_optimizer and exchange.ranks > 1:
         return ReduceScatterReducer(exchange, divides, feedback=feedback)
     most = config.offload.chunk if config.offload.optimizer_cpu_offload else None
     return AllReduceReducer(exchange, divides, most, feedback)
+
+
+def entries_on_rank(infos: Sequence[ParamInfo]) -> dict[str, int]:
+    """Return the number of entries of each parameter on this rank, without padding."""
+    return {info.name: info.local_entries for info in infos}
 
 
 @dataclass
@@ -86,7 +93,7 @@ class ReduceScatterReducer(AllReduceReducer):
         exchange: Exchange,
         divides: bool = True,
         scatter: bool | None = None,
-        feedback: bool = False,
+        feedback: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(exchange, divides, feedback=feedback)
         self.scatter = scatter

@@ -17,10 +17,18 @@ class WireFeedback:
     The mean over ranks of what they keep is the update that is still due, so a run on another
     number of ranks continues from the mean. A step needs a second buffer, since a dropped step must
     leave the first one unchanged.
+
+    Args:
+        bucket: The bucket.
+        entries: Number of entries of each parameter on this rank, which come first in its slice.
     """
 
-    def __init__(self, bucket: GradBucket) -> None:
+    def __init__(self, bucket: GradBucket, entries: Mapping[str, int]) -> None:
         self._bucket = bucket
+        self._slices = {
+            name: Slice(where.start, min(where.numel, entries[name]))
+            for name, where in bucket.slices.items()
+        }
         self._kept: torch.Tensor | None = None
         self._lost: torch.Tensor | None = None
         self._scale = 0.0
@@ -49,15 +57,15 @@ class WireFeedback:
     def states(self) -> Iterator[tuple[str, PerEntryState]]:
         """Yield what is kept by parameter."""
         if self._kept is not None:
-            for name, where in self._bucket.slices.items():
+            for name, where in self._slices.items():
                 yield name, PerEntryState(param=name, values=partial(where.of, self._kept))
 
     def load(self, own: Mapping[str, torch.Tensor]) -> None:
         """Load what `states` yielded."""
-        found: dict[Slice, torch.Tensor] = {
-            where: own[name] for name, where in self._bucket.slices.items() if name in own
-        }
-        self._kept = torch.zeros_like(self._bucket.grad, dtype=torch.float32) if found else None
-        for where, values in found.items():
-            assert self._kept is not None, "something was found"
-            where.of(self._kept)[: values.numel()].copy_(values)
+        found = [(where, own[name]) for name, where in self._slices.items() if name in own]
+        if not found:
+            self._kept = None
+            return
+        self._kept = torch.zeros_like(self._bucket.grad, dtype=torch.float32)
+        for where, values in found:
+            where.of(self._kept).copy_(values)

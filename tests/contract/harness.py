@@ -18,7 +18,7 @@ from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.data_parallel.encoded_wire import open_exchange
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, entries_on_rank
 from megatron.data_parallel.reducer import PerEntryState, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
@@ -144,7 +144,7 @@ class Toy:
             reducer = ReduceScatterReducer(
                 open_exchange(config, groups),
                 scatter=scatter,
-                feedback=config.gradient.keeps_rounding,
+                feedback=entries_on_rank(self.infos) if config.gradient.keeps_rounding else None,
             )
             parts = replace(parts, reducer=reducer)
         self.engine = GradientEngine(
