@@ -37,7 +37,7 @@ GRADIENT_PATHS: dict[str, GradientPath] = {
         PowerSGDPath(),
     )
 }
-"""Gradient paths by the value of `--grad-path`. A new path is one folder and one entry here."""
+"""Gradient paths by the value of `--grad-path`. A new path is one file and one entry here."""
 
 
 def model_provider(
@@ -86,9 +86,12 @@ def train_valid_test_datasets_provider(
     samples: tuple[int, int | None, int | None],
     log: Callable[[str], None],
 ) -> Datasets:
-    """Build the train, validation and test data sets.
+    """Build the data sets of training, validation and test.
 
-    They have at least `samples` samples each, or all of a split once where that is None.
+    `samples` has the least number of samples of each; None means each sample of the split once.
+
+    Raises:
+        DataError: Data are missing, damaged, too small or of another tokenizer.
     """
     from megatron.data.build import build_datasets
 

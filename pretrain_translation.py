@@ -14,7 +14,7 @@ TRANSLATION_TASK = TranslationTask()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` asks; returns the exit code."""
+    """Train as `argv` asks and return the exit code."""
     return pretrain(TRANSLATION_TASK, GRADIENT_PATHS, argv)
 
 

@@ -81,7 +81,7 @@ VISION_TASK = VisionTask(model_provider, train_valid_test_datasets_provider)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as `argv` asks; returns the exit code."""
+    """Train as `argv` asks and return the exit code."""
     return pretrain(VISION_TASK, GRADIENT_PATHS, argv)
 
 

@@ -42,7 +42,7 @@ MOST = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         folders = find_steps(options.run, last=options.last, steps=_steps(options.steps))
@@ -95,8 +95,8 @@ def average(folders: Sequence[Path], output: Path) -> Path:
     """Write the mean of checkpoints to `output/checkpoints`, under the step of the last one.
 
     Args:
-        folders: Step folders, which are verified.
-        output: A folder, made where it is missing.
+        folders: Step folders; opening them verifies every byte.
+        output: A folder, which is created if it is missing.
 
     Returns:
         The step folder written.
@@ -174,7 +174,7 @@ def _common_mask(saved: Sequence[Checkpoint], name: str) -> Any:
 
 
 def _without_path(identity: dict[str, Any], *, masked: bool) -> dict[str, Any]:
-    """Return an identity of the plain path, or with masks of SAMO's, whose state alone is left."""
+    """Return the identity as that of the dense path, or with masks of SAMO, without path state."""
     path = "samo" if masked else "dense"
     kept = {"model", "data", "training", *GRADIENT_PATHS[path].sections}
     found = {key: value for key, value in identity.items() if key.partition(".")[0] in kept}

@@ -110,7 +110,7 @@ def _report(prefix: str, options: argparse.Namespace) -> None:
 
 
 def _check_files(prefix: str, recorded: Mapping[str, DataFileRecord], *, show: bool) -> None:
-    """Hash both files; DataError if one differs from the recorded hash."""
+    """Hash both files. Raises `DataError` if a hash differs from the recorded one."""
     for suffix in SUFFIXES:
         path = f"{prefix}{suffix}"
         try:
@@ -134,7 +134,7 @@ def _described(sidecar: dict[str, object] | None, key: str) -> int | None:
 
 
 def _ends(data: IndexedDataset, eod: int) -> tuple[int, int]:
-    """Return the documents whose last token is `eod`, and the documents that have a token."""
+    """Return the number of documents that end in `eod`, and of those that have a token."""
     tokens = data.read(0, data.num_tokens)
     ended = filled = 0
     for places in _last_tokens(data):
@@ -157,7 +157,10 @@ def _last_tokens(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
 
 
 def _scan(data: IndexedDataset, vocab_size: int | None) -> tuple[int, int]:
-    """Return the smallest and the largest id; DataError for an id outside [0, vocab_size)."""
+    """Return the smallest and the largest id.
+
+    Raises `DataError` for a negative id, or for one of `vocab_size` or more (None: any).
+    """
     low, high = int(data.read(0, 1)[0]), 0
     for start in range(0, data.num_tokens, _CHUNK):
         part = data.read(start, min(_CHUNK, data.num_tokens - start))

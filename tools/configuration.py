@@ -31,7 +31,10 @@ from pretrain_gpt import GRADIENT_PATHS  # noqa: E402
 PAGE = REPO / "docs" / "configuration.md"
 MARK = "<!-- Everything below this line is written by tools/configuration.py. -->\n"
 TASKS: tuple[type[Config], ...] = (GPTConfig, VisionConfig, TranslationConfig)
-"""Configurations of the tasks. The page has all sections of the first, and own ones of others."""
+"""Configurations of the tasks.
+
+The page has all sections of the first, and the sections `model` and `data` of the others.
+"""
 FIELDS = fields_by_section(GRADIENT_PATHS)
 _CODE = re.compile(r"(?<![\w/-])(--[a-z][\w-]*\w|\w+/\w+\.(?:py|yaml)|\w+_\w*|_\w+)(?![\w/-])")
 """Flags, files and names with an underscore, in a sentence."""
@@ -70,7 +73,7 @@ def page(old: str) -> str:
 
 
 def flags() -> str:
-    """Return one table of flags per section; of further tasks, only their own sections."""
+    """Return one table of flags per section of GPT, and of `model` and `data` of other tasks."""
     parts = ["## Flags\n"]
     for section, specs in FIELDS.items():
         parts.append(f"### {section}\n")
@@ -186,7 +189,7 @@ def default(spec: FieldSpec) -> str:
 
 
 def text(sentence: str) -> str:
-    """Return a sentence of the program as Markdown, with flags, files and names as code."""
+    """Return a sentence as Markdown: characters of tables escaped, flags and names as code."""
     return _CODE.sub(r"`\1`", re.sub(r"([|*<])", r"\\\1", sentence))
 
 

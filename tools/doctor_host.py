@@ -82,7 +82,7 @@ def versions() -> Iterator[Finding]:
 
 
 def network(nodes: int) -> Iterator[Finding]:
-    """Check the address of this host's name, by which its peers look for it."""
+    """Check the address of this host's name, to which ranks on other nodes connect."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})

@@ -1,7 +1,7 @@
 """One rank of `tools/doctor.sh`: reports its host, and runs all-reduces over every kind of group.
 
-Started by scripts/launch.sh in place of pretrain_gpt.py. The first cause of a failure is written to
-status.json of the run folder, as in a run.
+scripts/launch.sh starts it in place of pretrain_gpt.py. A failure is written to status.json of the
+run folder, where the first cause stays, as in a run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check(launch: Launch, runtime: Runtime, place: list[str]) -> None:
 
 
 def grids(world: int) -> Iterator[ParallelDims]:
-    """Yield grids that together have every kind of group that these ranks can form."""
+    """Yield grids for the checks: data-parallel, and with an even number of ranks TP 2 and PP 2."""
     yield ParallelDims(tp=1, dp=world, pp=1)
     if world % 2 == 0:
         yield ParallelDims(tp=2, dp=world // 2, pp=1)
@@ -126,7 +126,10 @@ def _tell_ranks(
 
 
 def _bandwidth(world: Group, runtime: Runtime) -> str:
-    """Return the seconds of an all-reduce, and the bytes that each rank sends by the ring model."""
+    """Time all-reduces, and return a text with the median and the rate at which a rank sends.
+
+    The rate counts the bytes of a ring algorithm. Collective over the world.
+    """
     import torch
 
     tensor = torch.zeros(ENTRIES, device=runtime.device)

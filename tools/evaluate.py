@@ -3,10 +3,10 @@
     python tools/evaluate.py RUN --task lambada FILE
     python tools/evaluate.py RUN --task multiple-choice FILE [--limit 100] [--json]
 
-FILE is JSON lines (also .gz, .bz2, .xz). A line of lambada is {"text": ...}, whose last word is
-predicted, or {"context": ..., "continuation": ...}. The output is the share of words of which every
-token is the model's first choice, and the perplexity of a word, exp of its mean negative
-log-likelihood (Paperno et al. 2016). A line of multiple-choice is
+FILE is JSON lines (also .gz, .bz2, .xz). A line of lambada is {"text": ...}, and its last word is
+predicted, or {"context": ..., "continuation": ...}. The output is the share of words that greedy
+decoding yields, and the perplexity of a word: exp of the mean negative log-likelihood of the words
+(Paperno et al. 2016). A line of multiple-choice is
 
     {"context": "The sky is", "choices": ["blue", "loud"], "answer": 0}
 
@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A line of a task: each of `endings` is scored after `context`; `answer` is the right one."""
+    """A line of a task: each of `endings` is scored after `context`.
+
+    `answer` is the index of the right ending, and `where` names file and line in errors.
+    """
 
     where: str
     context: str
@@ -77,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the task by name."""
+    """Score the file with the model, and return the figures of the task by name.
+
+    Raises:
+        DataError: The file is empty or has a bad line, or no tokenizer fits.
+        ConfigError, CheckpointError: `find_model` raises these errors.
+    """
     task = TASKS[options.task]
     examples = list(islice(_examples(options.file, task.read), options.limit))
     if not examples:
@@ -145,7 +153,11 @@ def _tokens(example: Example, ending: str, tokenizer: Tokenizer, length: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """A function that reads a line (its position is for errors), and one that uses the scores."""
+    """The functions of a task.
+
+    `read` makes an example of a line and of its place in the file. `figures` computes the figures
+    by name from all examples and the likelihoods of their endings.
+    """
 
     read: Callable[[Mapping[str, Any], str], Example]
     figures: Callable[[Sequence[Example], Sequence[Sequence[Likelihood]]], dict[str, float]]

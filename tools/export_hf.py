@@ -7,8 +7,8 @@ The format is GPT-2's, or Llama's for models that are exactly Llama (rotary, RMS
 biases). Weights are the optimizer's fp32 weights, of any grid and gradient path, without padding of
 the vocabulary; pruned entries are zeros. One tensor at a time is in memory.
 
-Exit code 2 for wrong usage and for a model that neither format can hold exactly, 3 for a damaged
-tokenizer file, 4 for a missing or damaged checkpoint.
+Exit code 2 for wrong usage and for a model that neither format can hold exactly, 3 for missing or
+damaged tokenizer files that flags name, 4 for a missing or damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write OUT completely or not at all, and print what was written."""
+    """Write OUT completely or not at all, and print a summary."""
     from megatron.checkpoint.store import Checkpoint
 
     output: Path = options.output
@@ -124,7 +124,7 @@ def _tell(
 def _items(
     saved: Checkpoint, described: SavedModel, format: str, dtype: str
 ) -> Iterator[TensorToWrite]:
-    """Yield the tensors of the file; each is read when it is written."""
+    """Yield the tensors of the file; the data of each is read when it is written."""
     import torch
 
     config = described.model

@@ -2,10 +2,10 @@
 
     python tools/faults_table.py RESULTS.xml
 
-RESULTS.xml is written by pytest. A test may record the properties `fault` (its row; by default its
-own name), `trials` (by default 1), `detected`, `recovered` (by default trials, if it passed) and
-`seconds` (from the fault to the end of the other ranks). A column that no test of a row records
-shows the passed trials.
+pytest writes RESULTS.xml. A test may record the properties `fault` (its row; by default the name of
+the test), `trials` (by default 1), `detected` and `recovered` (by default all trials if the test
+passed, else 0) and `seconds` (from the fault to the end of the other ranks). A row has the sums of
+its tests, and their longest time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class FaultTableRow:
 
 
 def read_rows(path: str) -> dict[str, FaultTableRow]:
-    """Return rows by fault, in the order of the tests, without skipped tests."""
+    """Return rows by fault, in the order of the tests, without skipped tests.
+
+    Raises `ParseError` or `ValueError` for a file of another kind.
+    """
     rows: dict[str, FaultTableRow] = {}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         if case.find("skipped") is not None:
@@ -56,7 +59,7 @@ def read_rows(path: str) -> dict[str, FaultTableRow]:
 
 
 def format_table(rows: dict[str, FaultTableRow]) -> str:
-    """Return the rows with headings, and a last line with the sums."""
+    """Return the table as text: headings, rows, and a last line with the sums."""
     lines: list[Sequence[str]] = [_COLUMNS]
     for name, row in rows.items():
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
@@ -74,7 +77,7 @@ def format_table(rows: dict[str, FaultTableRow]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Print the table and return the exit code.
 
-    2 unless one file is named, 3 for a file that cannot be read.
+    2 for wrong usage or a file that is missing or cannot be opened, 3 for another kind of file.
     """
     parser = argparse.ArgumentParser(
         prog="faults_table.py", description="Table of a run of tests/faults.", allow_abbrev=False

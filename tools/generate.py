@@ -23,7 +23,7 @@ from megatron.errors import ConfigError, DataError, SparsetronError  # noqa: E40
 from tools.run_model import add_tokenizer_flags, check_tokenizer_flags, find_model  # noqa: E402
 
 MOST_TOKENS, MOST_SAMPLES = 1_000_000, 10_000
-"""Larger values would run for days or fill the memory."""
+"""Largest values of the flags: more would run for days or fill the memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _within(flag: str, value: int, most: int) -> tuple[str, int, bool, str]:
 
 
 def _samples(options: argparse.Namespace) -> list[str]:
-    """Return the prompt with each of its continuations."""
+    """Return one text for each sample: the prompt and its continuation."""
     saved = find_model(options.run, step=options.checkpoint_step)
     tokenizer = saved.tokenizer(options)
 

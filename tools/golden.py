@@ -84,7 +84,10 @@ def difference(before: Result, after: Result) -> str:
 
 
 def record(cases: Sequence[GoldenCase]) -> int:
-    """Write the losses of this tree and return the exit code."""
+    """Run the cases in this tree, write their losses to `LOSSES`, and return the exit code.
+
+    A case that fails, or does not run, keeps its recorded losses.
+    """
     stored = json.loads(LOSSES.read_text(encoding="utf-8")) if LOSSES.exists() else {}
     failed = 0
     for result in results(REPO, cases):
@@ -101,7 +104,7 @@ def record(cases: Sequence[GoldenCase]) -> int:
 
 
 def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
-    """Run the cases in a tree, and yield each result when its case has ended."""
+    """Run the cases in a tree in one process, and yield each result when its case has ended."""
     settings = json.dumps([{**asdict(case), "flags": case.command_line} for case in cases])
     with subprocess.Popen(
         [sys.executable, str(RUNS), str(tree), settings],
@@ -120,7 +123,7 @@ def results(tree: Path, cases: Sequence[GoldenCase]) -> Iterator[Result]:
 
 @contextmanager
 def checkout(commit: str) -> Iterator[Path]:
-    """A worktree of a commit in a temporary folder.
+    """Yield a worktree of a commit in a temporary folder, and remove it afterwards.
 
     Raises:
         subprocess.CalledProcessError: git knows no such commit, or there is no git repository.

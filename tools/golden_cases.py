@@ -24,9 +24,9 @@ BUCKETS = "--ddp-bucket-size 6000"
 class GoldenCase:
     """A run of `ranks` ranks with these flags in addition to those of every run.
 
-    `mpi` starts the ranks with mpiexec. `leave_at` ends the run by `--exit-interval` after that
-    step; `kill_at` ends the ranks by SIGKILL once that step's checkpoint is committed; the same
-    command then resumes the run.
+    `mpi` starts the ranks with mpiexec. `leave_at` ends a first start by `--exit-interval` after
+    that step, and `kill_at` ends it by SIGKILL once that step's checkpoint is committed; a second
+    start resumes the run and trains to the end.
     """
 
     name: str
@@ -38,7 +38,7 @@ class GoldenCase:
 
     @property
     def command_line(self) -> str:
-        """Return the flags of `pretrain_gpt.py`."""
+        """The flags of `pretrain_gpt.py` for this run, without those of the second start."""
         buckets = "" if "--optimizer-cpu-offload" in self.flags else BUCKETS
         return f"{MODEL} {RUN} {buckets} {self.flags}"
 

@@ -4,8 +4,8 @@ Started by `golden.py` as `python golden_runs.py TREE CASES_JSON`. TREE may be a
 this file uses only `pretrain_gpt.main`, its flags and its files. Standard output is one line of
 JSON per case: {"name": ..., "losses": [...], "tensors": {name: sha256}}.
 
-torch is imported once. The ranks of a case are forks of this process, which computes nothing
-itself, so that a run takes one second instead of four for its imports.
+This process imports torch once and computes nothing itself. Except under mpiexec, the ranks of a
+case are forks of it, so that a run takes one second instead of four for its imports.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Train one case to its end, in `folder`.
+    """Train one case to its end in `folder`, and return its name, losses and tensors.
 
     Raises:
-        Failed: The run failed.
+        Failed: The run failed or did not end in time.
     """
     run_dir, log = folder / "run", folder / "log"
     argv = [*case["flags"].split(), "--run-dir", str(run_dir)]
@@ -154,7 +154,7 @@ def _end(log: Path) -> str:
 
 
 def _losses(run_dir: Path) -> list[float]:
-    """Return the loss of each step, in order; of a repeated step the later one."""
+    """Return the loss of each step, in order; if a step was repeated, the later loss."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "lm_loss" in row]
     by_step = {row["iteration"]: row["lm_loss"] for row in rows}
@@ -162,7 +162,7 @@ def _losses(run_dir: Path) -> list[float]:
 
 
 def _tensors(run_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of every tensor in the last checkpoint, with its dtype and shape."""
+    """Return a SHA-256 for every tensor in the last checkpoint, over dtype, shape and bytes."""
     from safetensors import safe_open
 
     folder = max((run_dir / "checkpoints").glob("step_*[0-9]"))

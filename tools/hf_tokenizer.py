@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """Contents by file name; none if `why_none` gives a reason.
+    """The contents of the files of a tokenizer, by file name.
 
-    `eod`: id that ends a document, if known.
+    `why_none` gives the reason if there are none. `eod` is the id that ends a document, if known.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -32,8 +32,10 @@ class TokenizerFiles:
 def tokenizer_files(described: SavedModel, options: argparse.Namespace) -> TokenizerFiles:
     """Return the files of the tokenizer named by the flags, the run or its data.
 
-    A run without a tokenizer is no error. Damaged files are an error, and so are missing files that
-    flags name.
+    If flags name no tokenizer, one that is missing or damaged is no error: `why_none` tells.
+
+    Raises:
+        ConfigError, DataError: Flags name a tokenizer that cannot be built or is not the run's.
     """
     try:
         tokenizer = described.tokenizer(options)
@@ -93,7 +95,7 @@ def _config(kind: str, mark: str, positions: int) -> bytes:
 
 
 def files_of_folder(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """Return tokenizer type and files, by our flags' fields, of a Hugging Face model folder.
+    """Return the tokenizer type of a Hugging Face model folder, and its files by setting.
 
     None if the folder has no tokenizer that is supported.
     """

@@ -63,7 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bring_in(source: Path, output: Path, *, seq_length: int | None) -> None:
-    """Write OUT completely or not at all, and print how to train from it."""
+    """Write OUT, and print how to train from it. An error removes what was written.
+
+    Raises:
+        ConfigError: The source has no config.json, OUT is not new, or the network is unknown here.
+        CheckpointError: Weights are missing, damaged or of another network.
+        DataError: The tokenizer's files are damaged.
+    """
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source}: no config.json there; give a folder of Hugging Face's")
     if output.exists() and any(output.iterdir()):
@@ -89,7 +95,7 @@ def _write(
 
     vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
     data, vocabulary = _bring_tokenizer(source, output, vocab_size=vocab_size)
-    # What a run must share with the checkpoint is its network; the rest is the run's own.
+    # A run that loads the checkpoint must share the network only; it chooses everything else.
     config = resolve(
         GPTConfig(model=model, data=data, training=TrainingConfig(micro_batch_size=1)), 1
     )
@@ -136,7 +142,7 @@ def _weights(
 class _WeightState(Mapping[str, "torch.Tensor"]):
     """Tensors by their names in a file, or in the files of an index, read on access.
 
-    `leave_out`: names that transformers ignores, too, if config.json ties them.
+    `leave_out` has the names that transformers ignores if config.json ties their weights.
     """
 
     def __init__(self, source: Path, stack: ExitStack, *, leave_out: Sequence[str]) -> None:
@@ -191,7 +197,7 @@ def _check(weights: Mapping[str, torch.Tensor], model: ModelConfig) -> None:
     from megatron.model.gpt import GPT
 
     table = weights.get("embedding.word_embeddings.weight")
-    # Checked first: a model of a width that no file has could not even be described.
+    # Checked first, since a huge hidden size in config.json could not even be described.
     if table is None or table.ndim != 2 or table.shape[1] != model.hidden_size:
         found = "missing" if table is None else tuple(table.shape)
         raise CheckpointError(
@@ -257,7 +263,7 @@ def _bring_tokenizer(
 
 
 def _model_yaml(config: GPTConfig) -> str:
-    """The sections of a configuration file that the import decides: the model, the tokenizer."""
+    """Return the lines of the configuration that the import decides: model and tokenizer."""
     kept, section = ["# The network and its tokenizer, for --config.\n"], ""
     for line in to_yaml(config).splitlines(keepends=True):
         if line.startswith("#"):

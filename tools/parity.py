@@ -4,12 +4,12 @@
     python tools/parity.py --tp 2 --pp 2 --dp 2 --sequence-parallel --paths dense radius
     python tools/parity.py --pp 2 -- --hidden-size 256      another model: flags of pretrain_gpt.py
 
-Trains a few steps on one rank and on the grid, from the same weights and data, in fp32 without
-dropout, with SGD, since AdamW magnifies rounding. For each gradient path it prints the largest
-difference of losses, of each tensor's first gradient and of its last values, relative to the
-tensor's largest entry, and whether all copies of a tensor are equal to the last bit. Exit code 1 if
-a difference is more than rounding: 1e-5, or 1e-4 where entries are selected, since selection may
-break ties by the last bit (contract 11). 2 for wrong usage.
+The tool trains a few steps on one rank and on the grid, from the same weights and data, in fp32
+without dropout, with SGD, since AdamW magnifies rounding. For each gradient path it prints the
+largest difference of losses, of each tensor's first gradient and of its last values, relative to
+the tensor's largest entry, and whether all copies of a tensor are equal to the last bit. Exit code
+1 if a difference is more than rounding: 1e-5, or 1e-4 where entries are selected, since the last
+bit may decide a selection. 2 for wrong usage.
 """
 
 from __future__ import annotations

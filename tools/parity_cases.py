@@ -39,7 +39,7 @@ class ParityGrid:
 
     @property
     def flags(self) -> list[str]:
-        """Return the flags of `pretrain_gpt.py`."""
+        """The flags of `pretrain_gpt.py` for this grid."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--sequence-parallel"] * self.sequence_parallel
@@ -56,9 +56,10 @@ class ParityGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
-    """A gradient path with its flags, number of steps and tolerance of the weights.
+    """A gradient path with its flags and number of steps.
 
-    The first gradient is dense in each case, or of the same entries.
+    `limit` is the tolerance of losses and weights. The first gradient is compared to `ROUNDING` in
+    every case: it has all entries, or the same ones on both grids.
     """
 
     name: str

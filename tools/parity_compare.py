@@ -19,8 +19,8 @@ KINDS = ("gradients", "weights")
 class Differences:
     """The differences of a case.
 
-    It has the largest difference of each kind with its tensor, and the tensors whose copies differ
-    or of which a grid lacks a part.
+    `worst` has the largest relative difference of each kind and its tensor. `unequal` names tensors
+    with copies that differ, or with parts that no rank of a grid has.
     """
 
     case: ParityCase
@@ -30,7 +30,7 @@ class Differences:
 
     @property
     def good(self) -> bool:
-        """Return whether the difference is rounding. NaN is not."""
+        """Whether all differences are within rounding. A NaN is not."""
         limits = {"gradients": ROUNDING, "weights": self.case.limit}
         near = all(self.worst[kind][0] <= limit for kind, limit in limits.items())
         return near and self.losses <= self.case.limit and not self.unequal
@@ -47,13 +47,13 @@ class Differences:
 
 
 def differences(reference: Path, grid: Path, case: ParityCase) -> Differences:
-    """Return the differences between the results in two folders."""
+    """Return the differences between the results of a case in two folders."""
     one, other = gather(_files(reference, case)), gather(_files(grid, case))
     return compare(one, other, case)
 
 
 def compare(one: Gathered, other: Gathered, case: ParityCase) -> Differences:
-    """Return the whole tensors of two grids."""
+    """Return the differences between the whole tensors and the losses of two grids."""
     unequal = sorted({*one.unequal, *other.unequal, *(one.whole.keys() ^ other.whole.keys())})
     worst = {kind: (0.0, "none") for kind in KINDS}
     for key in one.whole.keys() & other.whole.keys():
@@ -66,7 +66,10 @@ def compare(one: Gathered, other: Gathered, case: ParityCase) -> Differences:
 
 
 def relative(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the largest difference relative to the largest magnitude."""
+    """Return the largest difference relative to the largest magnitude of `one`.
+
+    The result is absolute if `one` is zero, and NaN if the shapes differ.
+    """
     if one.shape != other.shape:
         return float("nan")
     scale = float(np.abs(one).max(initial=0.0))

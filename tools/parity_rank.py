@@ -36,7 +36,7 @@ from tools.parity_cases import CASES, ParityCase, ParityGrid, flags_of  # noqa: 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank with the settings in `arguments`."""
+    """Train every case as one rank, write the results, and return the exit code."""
     settings = json.loads(arguments[0])
     grid, extra = ParityGrid(**settings["grid"]), settings["extra"]
     launch = detect_launch()
@@ -62,11 +62,10 @@ def run_case(
     own: Path,
     extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train, and return losses and tensors.
+    """Train a case, and return its losses and this rank's part of each tensor.
 
-    The result has "losses", and for each tensor this rank's part of its first mean gradient
-    ("gradients") and of its last values ("weights"), with "pieces", which give the position of the
-    part.
+    "losses" has one loss per step. By tensor, "gradients" has the mean gradient of the first step,
+    "weights" the last values, and "pieces" the position of the part in the whole tensor.
     """
     config = resolve(parse(flags_of(case, grid, extra), paths=GRADIENT_PATHS), grid.ranks)
     trainer = build_trainer(

@@ -5,10 +5,10 @@
 
 Needs neither GPU nor torch. `--site`: a file in scripts/site with the machine's rates; `--gpu`: one
 of its kinds of GPU; `--efficiency`: share of the GPU's peak that forward and backward reach.
-Without `--world-size` one copy of the model is planned. `--paper` prints the SAMO paper's memory
-model, and compares its measurements with this program's figures. State is counted as it is
-allocated, activations as autograd saves them, messages as transports keep them; time is estimated
-by a model.
+Without `--world-size` one copy of the model is planned. `--paper` also prints the SAMO paper's
+memory model; the paper's measurements are printed with every plan of the model that it measured.
+State is counted as it is allocated, activations as autograd saves them, messages as transports keep
+them; time is estimated by a model.
 
 Exit code 0 also if the model does not fit, 2 for wrong settings.
 """
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Planner:
-    """Plans configurations on one site with one vocabulary."""
+    """The plans of configurations on one site with one vocabulary."""
 
     def __init__(self, site: Site, vocabulary: int) -> None:
         self._site, self._vocabulary = site, vocabulary
 
     def plan(self, config: GPTConfig, world: int) -> Plan:
-        """Return the plan of a resolved configuration."""
+        """Return the plan of a resolved configuration on `world` ranks."""
         return Plan.of(
             config,
             world=world,
@@ -113,13 +113,16 @@ def _text(
 
 
 def site_of(options: argparse.Namespace) -> Site:
-    """Return the machine that the options name, or an assumed one."""
+    """Return the machine that the options name, by default `DEFAULT_SITE`.
+
+    Raises `ConfigError` for an unknown site or kind of GPU, or an efficiency outside (0, 1].
+    """
     found = read_site(SITES, options.site or DEFAULT_SITE, options.gpu)
     return with_efficiency(found, options.efficiency)
 
 
 def assumed_site(site: Site) -> str:
-    """Return the note on an assumed machine."""
+    """Return a note that says which machine is assumed."""
     others = sorted(file.stem for file in SITES.glob("*.env") if file.stem != site.name)
     return (
         f"no --site is given: nodes of {site.gpus_per_node} {site.gpu} ranks with "
@@ -129,7 +132,7 @@ def assumed_site(site: Site) -> str:
 
 
 def vocabulary_of(config: GPTConfig) -> tuple[int, str]:
-    """Entries of the vocabulary; and what to tell if they are a guess."""
+    """Return the number of entries of the vocabulary, and a note if the number is assumed."""
     data = config.data
     try:
         prefixes = data_prefixes(data)
@@ -147,7 +150,7 @@ def vocabulary_of(config: GPTConfig) -> tuple[int, str]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this tool's own options, and the arguments of the configuration."""
+    """Return the options of this tool, and the arguments of `pretrain_gpt.py`."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _PlanParser(
         usage="tools/plan.py CONFIG --world-size N [--site NAME] [--gpu KIND] [--efficiency X] "
@@ -172,7 +175,7 @@ class _PlanParser(argparse.ArgumentParser):
 
 
 def ranks(text: str) -> int:
-    """Parse a number of ranks."""
+    """Return a number of ranks from its text. Raises `ArgumentTypeError`."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a whole number of ranks, from 1 to {MOST_RANKS:,}"

@@ -119,7 +119,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> PreprocessResult:
-    """Check the flags against each other and the disk, then preprocess."""
+    """Check the flags against each other and the disk, then write the token files.
+
+    Raises:
+        ConfigError: Flags conflict, or an output exists.
+        DataError: An input is missing or damaged.
+    """
     _check(arguments)
     keys = tuple(arguments.json_keys)
     choice = TokenizerChoice(
@@ -198,7 +203,7 @@ class ProgressLine:
         self._signal = number
 
     def watch(self, counts: PreprocessCounts) -> None:
-        """Show the progress; exit if a signal arrived."""
+        """Show the progress. Raises `SystemExit` if a signal arrived."""
         if self._signal:
             self.log("interrupted; nothing was written")
             raise SystemExit(128 + self._signal)
@@ -210,7 +215,7 @@ class ProgressLine:
             self._next = counts.documents - counts.documents % self._interval + self._interval
 
     def line(self, counts: PreprocessCounts) -> str:
-        """Return the line of documents, tokens and MB of text, and their rate since the start."""
+        """Return a line with documents, tokens and MB of text, and their rates since the start."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         megabytes = counts.text_bytes / 1e6
         return (

@@ -1,4 +1,4 @@
-"""Sentence pairs to the files that pretrain_translation.py reads.
+"""Convert sentence pairs to the files that pretrain_translation.py reads.
 
     python tools/preprocess_pairs.py --tatoeba deu-eng.zip --source-lang de --target-lang en \\
         --output-prefix data/de-en
@@ -6,9 +6,9 @@
         --source-lang de --target-lang en --output-prefix data/de-en
 
 Pairs are shuffled and split by the sentences of one language, so that no sentence of that language
-is in two splits. A joint BPE of both languages and a dictionary of each are learned from the
-training pairs; text is lowercased. Exit: 0 done, 2 a flag is wrong, 3 the data is. Imports no
-torch.
+is in two splits; one of the other language can be. A joint BPE of both languages and a dictionary
+of each are learned from the training pairs; text is lowercased. Exit code 0: done, 2: a flag is
+wrong, 3: the data are wrong. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LANGUAGE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,15}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return the exit code."""
     options = parse(argv)
     try:
         run(options)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags; argparse leaves with code 2 on a wrong one."""
+    """Parse the flags; argparse exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(
         prog="preprocess_pairs.py",
         description="Turn sentence pairs into the files that training reads.",
@@ -83,7 +83,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> PairCounts:
-    """Check the flags, then preprocess and print what was written."""
+    """Check the flags, write the files and print a summary.
+
+    Raises:
+        ConfigError: Flags are wrong, or an output exists.
+        DataError: An input is missing or damaged.
+    """
     _check(options)
     shares = split_shares(options.split)
     found = _read(options)

@@ -66,7 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prune(step: Path, sparsity: Fraction, options: argparse.Namespace) -> None:
-    """Draw the masks of a step that verifies, write them, and print a summary."""
+    """Draw the masks of a verified step, write them, and print a summary.
+
+    Raises:
+        CheckpointError: The step has no weight matrix to prune.
+        ConfigError: The masks would keep entries that the checkpoint has pruned.
+        NumericsError: Weights are not finite.
+    """
     from megatron.checkpoint.store import Checkpoint
     from samo.mask import save_masks
     from samo.pruning import NamedWeights, magnitude, refuse_zeros
@@ -145,9 +151,9 @@ def _entry(config: Path) -> str:
 
 
 def _usable(config: Path, output: Path, overwrite: bool) -> str:
-    """Return a configuration for training with the masks.
+    """Return the path of a configuration for training with the masks.
 
-    It is the run's, or a copy without conflicting settings.
+    It is the run's, or a copy that this function writes without the conflicting settings.
     """
     lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = list(_without_the_path(lines))

@@ -74,7 +74,7 @@ def _tell_unreadable(run: RunData) -> None:
 def _write(runs: Sequence[RunData], output: str | None) -> None:
     """Write the reports and, for several runs, the comparison.
 
-    With `output`, which holds a single page, only the comparison.
+    For several runs and an `output`, which holds a single page, only the comparison is written.
     """
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """A step folder that verifies, and the facts about its model known before reading it."""
+    """A step folder that verifies, and the facts about its model that are known before loading."""
 
     step: Path
     model: ModelConfig
@@ -47,8 +47,9 @@ class SavedModel:
     def tokenizer(self, options: argparse.Namespace | None = None) -> Tokenizer:
         """Return the tokenizer that `options` name (`add_tokenizer_flags`).
 
-        Without one, the run's, else the one that made its data. Raises `DataError` if none is
-        known, or if it is not the tokenizer of the checkpoint's data.
+        If they name none, return the tokenizer of the run, else the one that made its data. Raises
+        `DataError` if none is known or its files are damaged, or if it is not the tokenizer of the
+        checkpoint's data, and `ConfigError` for wrong flags.
         """
         tokenizer = _tokenizer(self.data, options)
         self._check_tokenizer(tokenizer)
@@ -141,7 +142,10 @@ def check_tokenizer_flags(options: argparse.Namespace) -> None:
 
 
 def run_folder(place: Path) -> Path | None:
-    """Return the folder with the configuration of a path."""
+    """Return the folder with config.yaml that belongs to a run, checkpoints or step folder.
+
+    None if there is no such file.
+    """
     folders = [place, place.parent] if place.name == CHECKPOINTS else [place]
     if place.parent.name == CHECKPOINTS:
         folders.append(place.parent.parent)
@@ -244,7 +248,7 @@ def check_shape(saved: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
 
 
 def weight_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of training, but fp32 for fp16 on a CPU, which is very slow."""
+    """Return the dtype named `name`, but fp32 in place of fp16 on a CPU, which is very slow."""
     import torch
 
     return torch.float32 if name == "float16" and device.type == "cpu" else getattr(torch, name)

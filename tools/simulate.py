@@ -192,7 +192,7 @@ def _data(plan: Plan, steps: Sequence[SimulatedStep]) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return this tool's own options, and the arguments of the configuration."""
+    """Return the options of this tool, and the arguments of `pretrain_gpt.py`."""
     config = [] if not argv or argv[0].startswith("-") else ["--config", argv.pop(0)]
     parser = _SimulateParser(
         usage="tools/simulate.py CONFIG --world-size N [OPTIONS] [FLAGS OF pretrain_gpt.py]\n"

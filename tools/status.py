@@ -55,8 +55,8 @@ _TAIL_BYTES = 1 << 16
 class Standing:
     """The facts about a run.
 
-    `state`: running, done, left, failed; lost (status.json says running, but no process runs);
-    unknown (no readable status.json). Ages are in seconds.
+    `state` is running, done, left or failed as in status.json, lost (status.json says running, but
+    no process runs) or unknown (no readable status.json). `heartbeat_age` is in seconds.
     """
 
     run: str
@@ -140,7 +140,7 @@ def _tell(run: Path, found: Standing, status: Status, seen: Sequence[RankStatus]
 def _why_lost(
     run: Path, status: Status, seen: Sequence[RankStatus], age: float | None
 ) -> str | None:
-    """Return why a run with the state running does not run; None if it runs."""
+    """Return the reason if a run with the state running does not run; None if it runs."""
     try:
         check_free(run)
     except RunFolderInUse:
@@ -215,9 +215,9 @@ def _last_recorded(run: Path) -> int:
 
 
 def _next_command(run: Path, found: Standing) -> str:
-    """Return the command to type next.
+    """Return the command to type next, or advice with a command.
 
-    A folder with its configuration needs no other flag to resume.
+    A run folder has its configuration, so that resuming needs no other flag.
     """
     if found.state == "running":
         return shlex.join(["tail", "-f", str(run / LOG)])
@@ -250,7 +250,7 @@ def _start_again(run: Path, found: Standing) -> str:
 
 
 def in_words(found: Standing) -> str:
-    """Return the lines for people."""
+    """Return the facts as lines of text for a terminal."""
     rows = [("run", found.run), ("state", found.state)]
     rows += [("why", found.why)] * bool(found.why)
     if found.exit_code is not None:

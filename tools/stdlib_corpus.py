@@ -63,7 +63,11 @@ def make_corpus(
 
     `library` is the folder of the modules (default: this interpreter's). The order of documents
     mixes packages and depends only on names, so that the tail that `--split` takes for validation
-    resembles the rest. Documents beyond `max_bytes` of text in all are left out.
+    resembles the rest. A document with which the text would exceed `max_bytes` is left out.
+
+    Raises:
+        ConfigError: `max_bytes` is below 1.
+        DataError: The library is not there as source, or `output` cannot be written.
     """
     if max_bytes < 1:
         raise ConfigError(f"--max-bytes: {max_bytes}; wanted at least 1")
@@ -129,7 +133,7 @@ def _documents(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
-    """Return a module's source, "" if it is not UTF-8 (a few are deliberately not)."""
+    """Return a module's source; "" if it is not UTF-8, which is deliberate, or has a zero byte."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:

@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_texts(
     batches: Iterator[RecordBatch], keys: Sequence[str], *, max_bytes: int | None
 ) -> Iterator[str]:
-    """Yield the texts of all keys in order; DataError with file and line for a bad record."""
+    """Yield the texts of all keys in order, until they have `max_bytes` characters.
+
+    Raises `DataError` with file and line for a bad record.
+    """
     left = max_bytes if max_bytes is not None else sys.maxsize
     for batch in batches:
         for number, payload in batch.records:

@@ -4,13 +4,14 @@
     python tools/translate.py RUN --input FILE --beam 4 --length-penalty 1
     python tools/translate.py RUN --bleu [--split test] [--limit 500] [--json]
 
-Prints a translation for each line, found by beam search. `--bleu` translates the sources of a
-split that training did not see, and prints the corpus BLEU of the lowercased translations
-(Papineni et al. 2002, by sacrebleu) with its signature; `--tokenize none` is for data that was
+The tool prints a translation for each line, found by beam search. `--bleu` translates the sources
+of a held-back split, and prints the corpus BLEU of the lowercased translations (Papineni et al.
+2002, by sacrebleu) with its signature. Pairs of the split are not in the training data, but a
+sentence of the language that --split-by did not name can be. `--tokenize none` is for data that was
 tokenized before tools/preprocess_pairs.py read it.
 
 RUN is a run folder, its checkpoints, one step folder of it, or the output of
-tools/average_checkpoints.py; any grid's checkpoint will do. Exit code 2 for wrong usage, 3 for bad
+tools/average_checkpoints.py; checkpoints of any grid work. Exit code 2 for wrong usage, 3 for bad
 data, 4 for a missing or damaged checkpoint.
 """
 
@@ -133,7 +134,7 @@ def find_translator(place: Path, *, step: int | None, data_path: str | None) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = parse_arguments(arguments)
     try:
         _check(options)
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score(translator: Translator, options: argparse.Namespace) -> dict[str, Any]:
-    """Translate a held-back split and return its BLEU, with the facts it depends on.
+    """Translate a held-back split, and return its BLEU with the facts on which BLEU depends.
 
     Raises:
         ConfigError: sacrebleu is not installed.
@@ -253,7 +254,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags; argparse leaves with code 2 on a wrong one."""
+    """Parse the flags; argparse exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(
         prog="translate.py",
         description="Translate with the model of a run, or score it on its held-back pairs.",

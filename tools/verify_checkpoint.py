@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(folder: Path, *, tables: bool) -> list[str]:
-    """Print each step, and return the problems.
+    """Print each step that verifies, and return the problems of the others.
 
-    Raises `CheckpointError` for a folder without checkpoints.
+    Raises `CheckpointError` for a folder without checkpoints, and for a damaged step folder.
     """
     if (folder / MANIFEST_NAME).exists() or not folder.is_dir():
         report(folder, verify_folder(folder), tables=tables)
@@ -94,7 +94,7 @@ def report(folder: Path, manifest: Manifest, *, tables: bool) -> None:
 
 
 def layout_row(name: str, record: TensorRecord) -> tuple[str, ...]:
-    """Return the storage of a tensor as a row of the layout table."""
+    """Return a row of the table of tensors: name, dtype, shape, slices, files and storage."""
     kinds = []
     if record.scope == DATA_PARALLEL:
         kinds.append("per data-parallel rank")

@@ -1,4 +1,4 @@
-"""The models as plain modules: GPT and three image classifiers.
+"""The models as plain modules: GPT, three image classifiers and a DC-Transformer.
 
 The modules of GPT know a tensor-parallel group, but no data or pipeline parallelism. gpt.py
 composes embedding.py, layer.py (norm.py, attention.py with rotary.py, mlp.py) and the output layer;
@@ -7,7 +7,8 @@ huggingface_config.py convert GPT-2 and Llama; generation.py samples text; likel
 blocked_attention.py and gelu.py replace slow CPU code of torch.
 
 wide_resnet.py, vgg.py and resnet.py are the image classifiers, made of the layers of
-convolution.py; image_shapes.py counts their parameters and operations (without torch).
-dc_transformer.py translates: layers of dynamic_convolution.py, the loss of label_smoothing.py;
-dc_transformer_shapes.py counts its parameters and operations, beam_search.py searches translations.
+convolution.py and batch_norm.py; image_classifier.py adds the loss and the accuracy, and
+image_shapes.py counts parameters and operations (without torch). dc_transformer.py translates with
+the layers of dynamic_convolution.py and the loss of label_smoothing.py; dc_transformer_shapes.py
+counts its parameters and operations (without torch), and beam_search.py searches translations.
 """

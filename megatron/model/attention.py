@@ -45,7 +45,8 @@ class SelfAttention(nn.Module):
 
     The rows of `query_key_value` are grouped as in Megatron: for each query group its query heads,
     its key, its value, so that tensor shards hold whole groups. `num_heads` and `num_groups` count
-    this rank's. `recomputes`: recompute everything between the two projections in backward.
+    the heads and groups of this rank. With `recomputes`, backward recomputes everything between the
+    two projections.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class SelfAttention(nn.Module):
         Args:
             rotary: cosines and sines of the whole sequence.
             mask: bool [b, 1, s, s], True where attention is allowed; None for causal.
-            cache: for generation; must be empty for a pass of several positions.
-            stream: the dropout stream that recomputation enters again.
+            cache: for generation; must be empty for a pass of several positions. Not used if the
+                attention is recomputed.
+            stream: the dropout stream that the recomputed part enters in each of its two passes.
         """
         mixed = self.tp.by_position(self.query_key_value(hidden))
         if self.recomputes and torch.is_grad_enabled():
@@ -113,7 +115,10 @@ class SelfAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Map projected [b, s, rows] to this rank's concatenated contexts [b, s, heads * d]."""
+        """Map the output of `query_key_value` to this rank's contexts [b, s, heads * d].
+
+        `mixed` is [b, s, g * (q + 2) * d] with this rank's groups.
+        """
         batch, length, _ = mixed.shape
         per_group = self.num_heads // self.num_groups
         mixed = mixed.view(batch, length, self.num_groups, per_group + 2, self.head_dim)

@@ -16,8 +16,9 @@ from megatron.data_parallel.buffers import BufferInfo
 class BatchNorm2d(nn.Module):
     """Batch normalization over the channels of images [n, c, h, w].
 
-    Weight, bias and statistics are fp32, whatever the dtype of the images. Equal to
-    `torch.nn.BatchNorm2d` with a momentum. `weight` and `bias` are not initialized here.
+    The module computes as `torch.nn.BatchNorm2d` does, but training updates a shadow of the running
+    statistics, which the engine commits. Weight, bias and statistics are fp32, whatever the dtype
+    of the images. `weight` and `bias` are not initialized here.
 
     Args:
         channels: The number of channels c.

@@ -159,9 +159,10 @@ def _advance(
     position: int,
     beam: Beam,
 ) -> list[tuple[int, int, float]]:
-    """Finish and extend the hypotheses of a sentence; return those that go on, none when done.
+    """Finish and extend the hypotheses of a sentence, and return those that go on.
 
-    `candidates` are (hypothesis, token, log-likelihood of all tokens), the best first.
+    `candidates` and the result are (hypothesis, token, log-likelihood of all tokens), the best
+    first. An empty result means that the sentence is done.
     """
     kept: list[tuple[int, int, float]] = []
     for rank, (row, token, value) in enumerate(candidates):

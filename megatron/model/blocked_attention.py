@@ -30,7 +30,7 @@ _softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def blocked_attention_serves(query: torch.Tensor) -> bool:
-    """Return whether `blocked_attention` is the faster way: for 16 bit on a CPU, uncompiled.
+    """Return whether `blocked_attention` is faster: for 16-bit tensors on a CPU, uncompiled.
 
     torch.compile cannot trace it, and torch's fused kernel is faster in fp32, with AVX2 and AVX512.
     """

@@ -1,4 +1,4 @@
-"""Layers of the image classifiers without initial values, and the fillers of these layers."""
+"""Layers of the image classifiers, and the function that fills them with initial values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Linear(nn.Linear):
 def convolution(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False, **placed: Any
 ) -> nn.Conv2d:
-    """Return an unfilled convolution with an odd square kernel, padded by half of it.
+    """Return a convolution without initial values, with an odd square kernel, padded by half of it.
 
     Args:
         inputs: Channels of the input.
@@ -48,14 +48,15 @@ def convolution(
 
 
 def linear(inputs: int, outputs: int, **placed: Any) -> nn.Linear:
-    """Return an unfilled linear layer with a bias."""
+    """Return a linear layer with a bias, without initial values."""
     return _Linear(inputs, outputs, **placed)
 
 
 def fill(network: nn.Module, *, seed: int, convolutions: Filler, linears: Filler) -> None:
-    """Fill the parameters in place: products by their fillers, norm weights 1, norm biases 0.
+    """Fill all parameters of a network in place.
 
-    Values depend on the seed, the logical name and the shape alone.
+    The fillers apply to convolutions and linear layers; weights of norms become 1, biases 0. Values
+    depend on the seed, the logical name and the shape alone.
     """
     for owner, module in network.named_modules():
         filler = {_Convolution: convolutions, _Linear: linears}.get(type(module))

@@ -53,7 +53,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, **placed))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the layer: [..., columns] -> [..., rows]."""
+        """Apply the layer: [..., inputs] -> [..., outputs]."""
         return multiply(hidden, self.weight, self.bias)
 
 
@@ -152,7 +152,7 @@ class DecoderCache:
     values: torch.Tensor
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Replace the hypotheses by those at `rows` (int64 [b']), in place of this object."""
+        """Keep the hypotheses at `rows` (int64 [b']), in this order; changes this cache."""
         self.window, self.keys, self.values = (
             part.index_select(0, rows) for part in (self.window, self.keys, self.values)
         )
@@ -294,11 +294,11 @@ class DCTransformer(nn.Module):
 
     @property
     def begins(self) -> bool:
-        """Return True: the chunk takes batches."""
+        """True, since the model is the only chunk and takes batches."""
         return True
 
     def run(self, iteration: int, batch: PairBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Return `loss` of a microbatch; `iteration` and its number seed dropout."""
+        """Return `loss` of a microbatch; `iteration` and the microbatch's number seed dropout."""
         assert hidden is None, "the model is one chunk"
         self.streams.at(iteration, batch.index)
         return self.loss(batch.source, batch.inputs, batch.targets)
@@ -374,7 +374,7 @@ class DCTransformer(nn.Module):
         return list(self._infos)
 
     def buffer_infos(self) -> list[BufferInfo]:
-        """Return no buffer: the model has none that training updates."""
+        """Return an empty list, since the model has no buffer that training updates."""
         return []
 
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -407,7 +407,7 @@ class DCTransformer(nn.Module):
         *,
         first_stream: int,
     ) -> torch.Tensor:
-        """Run all layers of one side, recomputed spans as one."""
+        """Run all layers of one side; backward recomputes each recomputed span as a whole."""
         # Recomputation runs after the streams have moved on, so the current position is kept.
         position = self.streams.position
 

@@ -95,6 +95,9 @@ def convolve(hidden: torch.Tensor, kernels: torch.Tensor, *, padding: int) -> to
         hidden: [b, t, c].
         kernels: [b, t, h, k] in the dtype of `hidden`.
         padding: taps before the position itself.
+
+    Returns:
+        The sums [b, t, c] of `out` in the formula above.
     """
     length, (heads, width) = hidden.shape[1], kernels.shape[2:]
     values = hidden.unflatten(2, (heads, -1)).transpose(1, 2)  # [b, h, t, c / h]

@@ -61,7 +61,7 @@ class Embedding(nn.Module):
     ) -> torch.Tensor:
         """Embed int64 tokens [b, s] as [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
-        `position_ids` [b, s]: None for 0..s-1.
+        `position_ids` are int64 [b, s]; None means 0..s-1.
         """
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
@@ -103,7 +103,10 @@ class OutputLayer(ShardedModule):
             self.shards["weight"] = vocabulary_shard(vocab_size, size, tp=tp)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Project to logits [b, s, columns], or by rank from [b, s/tp, h]; padding becomes 0."""
+        """Project [b, s, h] to logits [b, s, columns] of this rank's share, with padding columns.
+
+        With sequence parallelism: [b, s/tp, h] -> [tp * b, s/tp, columns].
+        """
         if self.is_sharded:
             return multiply_by_columns(hidden, self.weight, None, self.tp)
         return multiply(hidden, self.weight)

@@ -19,7 +19,10 @@ _CHUNK_ELEMENTS = 1 << 19
 
 
 def gelu_tanh(inputs: torch.Tensor) -> torch.Tensor:
-    """Apply GELU in GPT-2's tanh form to a tensor of any shape, dtype and device."""
+    """Apply GELU in GPT-2's tanh form to a floating-point tensor of any shape and device.
+
+    The chunked form serves 16-bit CPU tensors that need a gradient; torch's function serves others.
+    """
     chunked = inputs.device.type == "cpu" and inputs.dtype in (torch.bfloat16, torch.float16)
     if torch.compiler.is_compiling():
         chunked = False  # the compiler fuses the loop itself

@@ -62,7 +62,7 @@ def generate(
 
 
 def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Sample a token id from fp32 logits [vocabulary] on the CPU."""
+    """Return the next token id from fp32 logits [vocabulary] on the CPU, as `sampling` says."""
     if sampling.greedy:
         return int(logits.argmax())
     scaled = logits / sampling.temperature

@@ -104,7 +104,7 @@ class GPT(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits [b, s, padded vocabulary] of int64 tokens [b, s]; needs embedding and head.
+        """Return the logits of the whole model, which must have embedding and head on this stage.
 
         Args:
             tokens: int64 [b, s].
@@ -112,8 +112,8 @@ class GPT(nn.Module):
             document_ids: [b, s]; attention stays inside runs of equal ids. None for one document.
 
         Returns:
-            The logits of this rank's share of the vocabulary, padded. Padding columns are
-            undefined.
+            The logits [b, s, columns] of this rank's share of the vocabulary. Padding columns have
+            no meaning.
         """
         hidden = self.embed(tokens, position_ids)
         hidden = self.transform(hidden, position_ids, document_ids)
@@ -138,7 +138,7 @@ class GPT(nn.Module):
 
     @property
     def begins(self) -> bool:
-        """Return whether the embedding is on this stage, so that `run` takes tokens."""
+        """Whether the embedding is on this stage, so that `run` takes tokens."""
         return self.embedding is not None
 
     def run(
@@ -149,11 +149,12 @@ class GPT(nn.Module):
         Args:
             iteration: the step; with the number of the microbatch it seeds dropout.
             batch: tokens and labels [b, s].
-            hidden: input of the first layer [b, s, h]; None if `begins`.
+            hidden: input of the first layer, [b, s, h] or [b, s/tp, h] with sequence parallelism;
+                None if `begins`.
 
         Returns:
-            The output of the last layer [b, s, h], or with the output layer the sum of the token
-            losses, fp32 [1].
+            The output of the last layer, of the shape of `hidden`; on the stage with the output
+            layer the sum of the token losses, fp32 [1].
         """
         self.streams.at(iteration, batch.index)
         if hidden is None:
@@ -177,10 +178,11 @@ class GPT(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> torch.Tensor:
-        """Run the layers of this stage: [b, s, h] -> [b, s, h].
+        """Run the layers of this stage: [b, s, h] -> [b, s, h], or [b, s/tp, h] likewise.
 
         `position_ids` and `document_ids` cover whole sequences on every rank. `caches`, one per
-        layer, are for generation on one rank, without recomputation or dropout.
+        layer, are for generation on one tensor-parallel rank; they exclude recomputation, and do
+        not seed dropout.
         """
         rotary = self._rotary_at(position_ids, self.tp.whole_length(hidden.shape[1]))
         mask = None if document_ids is None else document_mask(document_ids)
@@ -198,7 +200,7 @@ class GPT(nn.Module):
         return hidden
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Project the last layer's output to this rank's logits [b, s, padded vocabulary]."""
+        """Project the last layer's output to this rank's logits [b, s, columns], with padding."""
         return self.tp.by_position(self._project(hidden))
 
     def loss_from_hidden(
@@ -223,7 +225,7 @@ class GPT(nn.Module):
         return list(self._infos)
 
     def buffer_infos(self) -> list[BufferInfo]:
-        """Return no buffer: the model has none that training updates."""
+        """Return an empty list, since the model has no buffer that training updates."""
         return []
 
     def load_values(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -241,7 +243,11 @@ class GPT(nn.Module):
         return {info.name: info.param.detach()[: info.local_shape[0]] for info in self._infos}
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile each layer with `torch.compile(**options)`, except for the seeding of dropout."""
+        """Compile each layer in place with `torch.compile(**options)`.
+
+        Functions marked `uncompiled`, such as the seeding of dropout and collectives, stay as they
+        are.
+        """
         keep_uncompiled()
         for layer in self.layers:
             layer.compile(**options)

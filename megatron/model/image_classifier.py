@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ImageClassifier(nn.Module):
-    """A chunk that returns the sum of cross-entropies and the number of correct classes.
+    """A chunk that returns the sum of the cross-entropies and the number of correct predictions.
 
     Args:
         network: Maps images [b, 3, h, w] to scores [b, classes], in its parameters' dtype.
         device: The device of the parameters.
-        dtype: The dtype of the network's input.
+        dtype: The dtype to which images are cast for the network.
         streams: The streams from which the network draws dropout.
     """
 
@@ -43,10 +43,10 @@ class ImageClassifier(nn.Module):
         self.streams = streams
 
     def run(self, iteration: int, batch: ImageBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Return the fp32 sums [2] over a microbatch: cross-entropy, correct classes.
+        """Return the fp32 sums [2] over a microbatch: cross-entropy, correct predictions.
 
-        Images with the label `IGNORED` count in neither. A class is correct if its score is the
-        largest, the first of equal ones (top-1).
+        Images with the label `IGNORED` count in neither. A prediction is the class with the largest
+        score (top-1), the first one among equal scores.
         """
         self.streams.at(iteration, batch.index)
         scores = self.network(batch.images.to(self.dtype)).float()
@@ -55,7 +55,10 @@ class ImageClassifier(nn.Module):
         return torch.stack([loss, correct.float()])
 
     def parameter_infos(self) -> list[ParamInfo]:
-        """Return every parameter, in the order of the modules; weights of layers decay."""
+        """Return every parameter, in the order of the modules.
+
+        Weight decay applies to parameters of two or more axes: not to norms and biases.
+        """
         return [
             ParamInfo(
                 name=name,

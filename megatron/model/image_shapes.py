@@ -105,14 +105,17 @@ def wide_resnet_layers(
 
 
 def blocks_of_group(depth: int) -> int:
-    """Return n of a wide residual network of 6 n + 4 layers, else raise `ValueError`."""
+    """Return n of a wide residual network of 6 n + 4 layers.
+
+    Raises `ValueError` for a depth that is not 6 n + 4 with n of at least 1.
+    """
     if depth < 10 or depth % 6 != 4:
         raise ValueError(f"depth {depth} is not 6 n + 4")
     return depth // 6
 
 
 def scaled(channels: Sequence[int], width: float) -> tuple[int, ...]:
-    """Return numbers of channels times `width`, rounded."""
+    """Return each number of channels times `width`, rounded to a whole number."""
     return tuple(round(count * width) for count in channels)
 
 
@@ -197,7 +200,7 @@ def _products(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def _halved(size: tuple[int, int]) -> tuple[int, int]:
-    """Return the size after a stride of 2 with the padding that keeps odd borders."""
+    """Return the height and width after a stride of 2 with padding: half, rounded up."""
     return -(-size[0] // 2), -(-size[1] // 2)
 
 

@@ -25,7 +25,8 @@ def initial_values(
 ) -> torch.Tensor:
     """Return Normal(0, std) values of one logical tensor: fp32, on the CPU.
 
-    Values are equal on every machine type that torch's CPU generator supports.
+    Values are equal on CPUs with AVX2 and with AVX512. torch's code for CPUs without AVX2 rounds
+    differently, and draws other values for some shapes.
     """
     values = torch.empty(logical_shape, dtype=torch.float32)
     return values.normal_(0.0, std, generator=_generator(seed, name, logical_shape))
@@ -63,7 +64,8 @@ def initialise(infos: Iterable[ParamInfo], config: ModelConfig, *, seed: int) ->
 def set_parameter(info: ParamInfo, values: torch.Tensor) -> None:
     """Copy this rank's part of a logical tensor into a parameter in place; padding rows become 0.
 
-    Values are cast to the parameter's dtype. Raises `ValueError` for another shape.
+    Values are cast to the parameter's dtype. Raises `ValueError` if they do not have the logical
+    shape.
     """
     if tuple(values.shape) != tuple(info.logical_shape):
         raise ValueError(f"{info.name}: shape {tuple(values.shape)}, need {info.logical_shape}")

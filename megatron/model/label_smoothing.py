@@ -20,8 +20,8 @@ def smoothed_sums(
 ) -> torch.Tensor:
     """Return the sums over tokens of smoothed loss and negative log-likelihood, fp32 [2].
 
-    The smoothed distribution gives a target 1 - smoothing, and every entry of the vocabulary,
-    the target among them, smoothing / n besides:
+    The smoothed distribution gives the target 1 - smoothing, and adds smoothing / n to every entry
+    of the vocabulary, including the target:
 
         loss = log(sum_i exp z_i) - (1 - smoothing) z_target - smoothing / n * sum_i z_i
 
@@ -32,7 +32,7 @@ def smoothed_sums(
         logits: [tokens, n], of any floating dtype; computed in fp32.
         targets: int64 [tokens].
         smoothing: share of the probability that is spread, [0, 1).
-        ignored: target id of tokens that do not count.
+        ignored: target id of tokens that do not count; an entry of the vocabulary.
     """
     counted = targets != ignored
     sums = torch.stack(_SmoothedLosses.apply(logits, targets, smoothing))

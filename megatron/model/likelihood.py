@@ -42,7 +42,8 @@ def likelihoods(
     """Return a likelihood for each continuation, in order; none may exceed the model's positions.
 
     Sequences of similar length share a batch, padded on the right, which causal attention ignores.
-    Logits are computed at predicted positions only, and summed in fp32.
+    Logits are computed at predicted positions only; their log-softmax is fp32, and
+    log-probabilities are summed in fp64. The model must be in evaluation mode.
     """
     assert not model.training, "dropout would be drawn"
     order = sorted(range(len(continuations)), key=lambda i: -_inputs(continuations[i]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """Two projections with GELU or SwiGLU between: [b, s, h] -> [b, s, h].
+    """Two projections with GELU or SwiGLU between them: [b, s, h] -> [b, s, h].
 
     With SwiGLU the first projection concatenates gate and value, as in Megatron: silu(first half) *
     second half. Tensor-parallel ranks hold the same shares of gate and value.

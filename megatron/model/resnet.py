@@ -1,8 +1,8 @@
 """Bottleneck residual networks with torchvision's names: wide_resnet101_2.
 
-He et al. 2016 with the 3 x 3 convolutions of Zagoruyko and Komodakis 2016 twice as wide. The stride
-of a block is in its 3 x 3 convolution, as in torchvision. 126,886,696 parameters with 1,000
-classes.
+The network is that of He et al. 2016 with 3 x 3 convolutions twice as wide (Zagoruyko and Komodakis
+2016). The stride of a block is in its 3 x 3 convolution, as in torchvision. The network has
+126,886,696 parameters with 1,000 classes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WideResNet101(nn.Module):
 
     Args:
         classes: Number of classes.
-        seed: Seed of the initial values, which are torchvision's.
+        seed: Seed of the initial values, which are drawn from torchvision's distributions.
         width: A factor of all hidden channels, 1 for the published network.
         dtype: The dtype of the parameters; those of batch normalizations are fp32.
         device: The device of the parameters.

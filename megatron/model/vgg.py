@@ -1,6 +1,7 @@
 """VGG-19 without batch normalization (Simonyan and Zisserman 2015, configuration E).
 
-143,667,240 parameters with 1,000 classes. Names and initial values are torchvision's.
+The network has 143,667,240 parameters with 1,000 classes. Parameter names and the distributions of
+initial values are torchvision's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.tensor_parallel.rng import DropoutStreams
 
 
 class Dropout(nn.Module):
-    """Dropout that draws from a stream of its own, by step and microbatch."""
+    """Dropout that draws from a stream of its own, which depends on step and microbatch."""
 
     def __init__(self, probability: float, streams: DropoutStreams, *, layer: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 Zagoruyko and Komodakis 2016, in the form of Mostafa and Wang 2019 and of Sohoni et al. 2019: every
 shortcut is an identity, which skips pixels and adds channels of zeros where the shape changes (with
 a width below 1, the first group drops channels of the stem instead). WRN-28-2 has 1,456,858
-parameters.
+parameters with 10 classes.
 
     image -> conv0 -> [block ... block] x 3 groups -> bn -> ReLU -> mean over pixels -> fc
     block:   bn1 -> ReLU -> conv1 -> bn2 -> ReLU -> conv2 -> + shortcut
@@ -55,9 +55,10 @@ class WideResNet(nn.Module):
 
     Args:
         depth: Number of layers; n blocks in each of three groups.
-        width: The factor of the groups' channels 16, 32 and 64, which are rounded.
+        width: The factor of the groups' channels 16, 32 and 64; products are rounded.
         classes: Number of classes.
-        seed: Seed of the initial values: U(+-1/sqrt(fan_in)), as in Mostafa and Wang's program.
+        seed: Seed of the initial values: U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as in Mostafa and
+            Wang's program.
         dtype: The dtype of the parameters; those of batch normalizations are fp32.
         device: The device of the parameters.
     """

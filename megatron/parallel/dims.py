@@ -27,6 +27,9 @@ class ParallelDims:
     Consecutive ranks share a node, so tp, the axis with most traffic, always varies fastest. With
     `order` "tp-dp-pp" data-parallel groups are closer together than pipelines, with "tp-pp-dp" the
     reverse. The order changes the placement of ranks only, not their results.
+
+    Raises:
+        ConfigError: A degree is below 1.
     """
 
     tp: int
@@ -78,7 +81,7 @@ class ParallelDims:
         return distances[axis]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of a global rank."""
+        """Return the coordinates of a global rank, each counted from 0."""
         return Coordinates(
             tp=rank // self.stride("tp") % self.tp,
             dp=rank // self.stride("dp") % self.dp,

@@ -26,11 +26,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Calls:
-    """The log of collectives that this rank issued over one set of connections.
+    """A counter of the collectives and messages that this rank issues over one set of connections.
 
     gloo pairs the n-th collective of one rank with the n-th of another, whatever they are. `tell`,
-    if set, receives the number and the description of each collective and `name`, which is equal on
-    all ranks of the connections, so that desynchronised ranks can be found.
+    if set, is called with the number and the description of each collective or message and with
+    `name`, which is equal on all ranks of the connections, so that desynchronised ranks are found.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -39,7 +39,7 @@ class Calls:
         self.tell: Callable[[int, str, str], None] | None = None
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
-        """Record a collective that is about to be issued."""
+        """Count a collective or message that is about to be issued, and report it to `tell`."""
         self.count += 1
         if self.tell is not None:
             text = f"{what} of {tensor.numel()} {_last_part(tensor.dtype)}"
@@ -47,7 +47,10 @@ class Calls:
 
 
 class Traffic:
-    """Counter of bytes that this rank sent along one axis, collectives by the ring model."""
+    """A counter of the bytes that this rank sends along one axis.
+
+    The bytes of a collective are those of a ring algorithm, whatever algorithm the backend chose.
+    """
 
     def __init__(self) -> None:
         self._sent = 0
@@ -57,7 +60,7 @@ class Traffic:
         self._sent += sent
 
     def take(self) -> int:
-        """Return the bytes since the last call."""
+        """Return the bytes since the last call, and start again from 0."""
         sent, self._sent = self._sent, 0
         return sent
 
@@ -67,10 +70,11 @@ class Group:
     """The ranks of a process group and this rank's index among them.
 
     `handle` is None for a group of one rank. Groups that share connections share `calls`. Sent
-    bytes are added to `traffic`. `timeout` applies to collectives (None: torch's default).
+    bytes are added to `traffic`. `timeout` is the time limit with which `new_gloo_group` creates
+    another group (None: torch's default).
 
-    Collectives return None if there is nothing to wait for. Their `about` names the collective in
-    reports of desynchronised ranks.
+    Collectives return the work handle of `async_op`, or None if there is nothing to wait for. Their
+    `about` names the collective in reports of desynchronised ranks.
     """
 
     ranks: tuple[int, ...]
@@ -93,7 +97,7 @@ class Group:
         async_op: bool = False,
         about: str = "",
     ) -> dist.Work | None:
-        """Reduce a tensor in place over the group."""
+        """Reduce a tensor in place over the group; one rank keeps its tensor."""
         if self.handle is None:
             return None
         self.calls.note(about or _last_part(op).lower(), tensor)
@@ -159,8 +163,8 @@ class Group:
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
         """Start to send a contiguous tensor to the rank at index `to`.
 
-        The caller must not modify the tensor before the work was waited for. `tag` pairs the
-        message with a `receive`; NCCL pairs by order.
+        The caller must not modify the tensor until the returned work is complete. gloo pairs the
+        message with the `receive` of the same `tag`, NCCL with the next one in order.
         """
         assert self.handle is not None, "nobody to send to"
         self.calls.note(about, tensor)
@@ -170,7 +174,7 @@ class Group:
         return work
 
     def receive(self, out: torch.Tensor, *, source: int, tag: int = 0, about: str) -> dist.Work:
-        """Start to receive into `out` a tensor of its size from the rank at index `source`."""
+        """Start to receive a tensor of the size of `out` into `out` from index `source`."""
         assert self.handle is not None, "nobody to receive from"
         self.calls.note(about, out)
         work = dist.irecv(out, self.ranks[source], group=self.handle, tag=tag)
@@ -180,7 +184,8 @@ class Group:
     def new_gloo_group(self) -> Group:
         """Return a group of the same ranks with its own connections, for use by another thread.
 
-        CPU tensors only. Collective over the world.
+        The group takes CPU tensors only. Collective over the world. A group of one rank returns
+        itself.
         """
         if self.handle is None:
             return self
@@ -189,11 +194,11 @@ class Group:
         return Group(self.ranks, self.rank, handle, self.timeout)
 
     def barrier(self) -> None:
-        """Wait until every rank of the group arrives; uses CPU tensors, so that the host blocks."""
+        """Wait until every rank of the group arrives; the tensor is on the CPU: the host waits."""
         self.all_reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def all_gather_str(self, text: str) -> list[str]:
-        """Gather the text of every rank on every rank, in group order; nothing is unpickled."""
+        """Gather the text of every rank on every rank, in group order, without pickle."""
         if self.handle is None:
             return [text]
         payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
@@ -215,8 +220,9 @@ class Group:
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it raises a `SparsetronError` on any rank, raise on all.
 
-        Every rank raises the error of the first failed rank, so that no rank waits in a later
-        collective.
+        Every rank raises the error of the failed rank with the lowest index, so that no rank waits
+        in a later collective. Other exceptions are raised on their own rank only. Collective over
+        the group.
         """
         result: T | None = None
         mine: SparsetronError | None = None
@@ -268,9 +274,11 @@ class Edges:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """This rank's groups along each axis, of the stages with a tied embedding, and of the world.
+    """The process groups of this rank.
 
-    `edges` connect neighbours in the pipeline; None for a single stage.
+    `tp`, `dp` and `pp` are the groups along the axes. `embedding` has the first and the last stage
+    of the rank's pipeline, which share a tied embedding; a rank between them is alone in it.
+    `edges` connect neighbours in the pipeline (None: a single stage).
     """
 
     dims: ParallelDims
@@ -282,7 +290,7 @@ class ProcessGroups:
     edges: Edges | None = None
 
     def listen(self, tell: Callable[[int, str, str], None]) -> None:
-        """Set `Calls.tell` for every group, to observe all communication of this rank."""
+        """Set `Calls.tell` of every group and edge, to observe all communication of this rank."""
         for group in (self.tp, self.dp, self.pp, self.embedding, self.world, *(self.edges or ())):
             group.calls.tell = tell
 
@@ -313,7 +321,10 @@ class ProcessGroups:
         return found
 
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy."""
+        """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy.
+
+        Collective over these ranks.
+        """
         for group in (self.tp, self.pp):
             group.all_reduce(value, dist.ReduceOp.SUM)
         return value
@@ -324,7 +335,8 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Create the groups. Collective over the world.
 
-        `timeout` applies to collectives of all groups but the world (None: torch's default).
+        `timeout` applies to collectives of groups that do not span the world (None: torch's
+        default); others use the world's process group with its own timeout.
         """
         world = tuple(range(dims.world_size))
         pipelines = dims.lines("pp")

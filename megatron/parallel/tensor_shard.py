@@ -1,4 +1,7 @@
-"""The shard of a tensor and of a model on a rank, and its owner. Imports torch lazily."""
+"""The parts of a tensor and of a model that one rank holds, and which rank owns a part.
+
+Imports torch lazily.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +101,12 @@ class Parameter(Protocol):
 
     @property
     def tp_sharded(self) -> bool:
-        """True if tensor-parallel ranks hold different parts."""
+        """Whether tensor-parallel ranks hold different parts."""
         ...
 
     @property
     def tied(self) -> bool:
-        """True if the first and the last pipeline stage hold a copy each."""
+        """Whether the first and the last pipeline stage hold a copy each."""
         ...
 
 
@@ -122,7 +125,7 @@ class NamedParameter(Parameter, Protocol):
 
 
 class ModelShard:
-    """This rank's part of a model copy, which spans tensor- and pipeline-parallel ranks.
+    """This rank's part of a copy of the model, which tensor- and pipeline-parallel ranks share.
 
     Args:
         infos: Parameters of this rank.
@@ -137,7 +140,7 @@ class ModelShard:
 
     @property
     def tp(self) -> Group | None:
-        """The tensor-parallel group."""
+        """The tensor-parallel group; None if the rank holds the whole model."""
         return None if self._groups is None else self._groups.tp
 
     def owns(self, parameter: Parameter) -> bool:
@@ -163,7 +166,10 @@ class ModelShard:
         return self._groups.tp
 
     def sum_bins(self, name: str) -> Callable[[torch.Tensor], None] | None:
-        """Return a function that sums a tensor of counts in place over `holders`, or None."""
+        """Return a function that sums a tensor of counts in place over the `holders` of a tensor.
+
+        None if this rank holds the tensor whole.
+        """
         tp = self.holders(name)
         return None if tp is None else lambda counts: _sum(tp, counts)
 

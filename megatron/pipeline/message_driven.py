@@ -42,9 +42,9 @@ class BatchProgress:
     def possible(self) -> tuple[Operation, ...]:
         """Return the passes that may come next, most urgent first; empty if the batch is over.
 
-        A single pass comes next whatever arrives. If both messages have arrived, backward goes
-        first. The first stage injects microbatches up to the limit before it waits for gradients,
-        and the last stage runs backward right after forward: neither has a choice.
+        A single possible pass comes next whatever arrives. With two, backward goes first if both
+        messages have arrived. The first stage injects microbatches up to the limit before it waits
+        for gradients, and the last stage runs backward right after forward: neither has a choice.
         """
         backward = Operation(Kind.BACKWARD, self.backwards)
         forward = Operation(Kind.FORWARD, self.forwards)
@@ -57,7 +57,10 @@ class BatchProgress:
         return (forward,) if self.place.needs(forward) is None else (backward, forward)
 
     def choose(self, arrived: Container[Message]) -> Operation | None:
-        """Return the next pass given the arrived messages; None means to wait, or the end."""
+        """Return the next pass given the arrived messages.
+
+        None if the rank must wait for a message, or if the batch is over.
+        """
         for operation in self.possible():
             needed = self.place.needs(operation)
             if needed is None or needed in arrived:
@@ -65,14 +68,14 @@ class BatchProgress:
         return None
 
     def after(self, operation: Operation) -> BatchProgress:
-        """Return the progress after one of the possible passes."""
+        """Return the progress after `operation`, which must be one of `possible`."""
         assert operation in self.possible(), f"{operation} does not come after {self}"
         if operation.kind is Kind.FORWARD:
             return replace(self, forwards=self.forwards + 1)
         return replace(self, backwards=self.backwards + 1)
 
     def messages(self) -> list[Message]:
-        """Return all messages that a batch needs, each kind in order of arrival."""
+        """Return all messages that the rank receives in a batch, each kind in order of arrival."""
         passes = [Operation(kind, i) for i in range(self.microbatches) for kind in Kind]
         return [message for each in passes if (message := self.place.needs(each)) is not None]
 
@@ -85,8 +88,8 @@ _KINDS = tuple(Kind)
 class MessageDriven:
     """The driver of a rank in a message-driven pipeline.
 
-    `limit` is the maximum number of microbatches in flight (None: number of stages), `tp` are the
-    ranks that share the stage, `device` computes, `at` is called with each phase.
+    `limit` is the maximum number of microbatches in flight (None: number of stages). `tp` is the
+    group of ranks that share the stage. `at` is called with the phase in which the rank waits.
     """
 
     def __init__(
@@ -109,10 +112,11 @@ class MessageDriven:
         return BatchProgress(place=self._place, microbatches=microbatches, limit=self.limit)
 
     def passes(self, progress: BatchProgress) -> Iterator[Operation]:
-        """Yield the remaining passes of the batch, each chosen on demand. Collective over `tp`.
+        """Yield the remaining passes of the batch, each chosen when it is asked for.
 
-        The caller must have announced the messages to the transport, and runs each pass before the
-        next.
+        The caller must have announced the messages to the transport, and runs each pass before it
+        asks for the next. Collective over `tp`. Raises `PeerError` if no message arrives within
+        the transport's timeout.
         """
         while possible := progress.possible():
             operation = possible[0] if len(possible) == 1 else self._agree(progress)

@@ -40,11 +40,14 @@ class Streams(Protocol):
         ...
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
-        """Copy to pinned memory on a side stream, once the tensor is computed."""
+        """Copy to pinned memory on a side stream, and return the copy and the event of its end."""
         ...
 
     def to_device(self, pinned: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
-        """Copy to the device on a side stream, without waiting; callable from any thread."""
+        """Copy to the device on a side stream, and return the copy and the event of its end.
+
+        Returns at once; any thread may call it.
+        """
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +55,7 @@ class Streams(Protocol):
         ...
 
     def use(self, tensor: torch.Tensor, copied: StreamEvent) -> None:
-        """Let the compute stream wait for a copy, and keep the tensor's memory until then."""
+        """Let the compute stream wait for a copy, and keep its memory until that stream is done."""
         ...
 
 
@@ -64,7 +67,8 @@ def _nothing() -> None:
 class MessageBuffer:
     """The memory of one message; `buffer` is contiguous, and MPI may access it once `ready()`.
 
-    Any thread may call `landed`, which is due when MPI has received into `buffer`.
+    `landed` is called, from any thread, when MPI has completed the transfer. `fetch` returns the
+    received tensor if that is not `buffer`.
     """
 
     buffer: torch.Tensor
@@ -78,7 +82,7 @@ class MessageBuffer:
 
 
 class Staging(Protocol):
-    """Factory of the buffers of a transport's messages."""
+    """A factory of the buffers of a transport's messages."""
 
     def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
         """Return the buffer that sends a contiguous tensor."""
@@ -90,7 +94,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Staging of tensors in host memory."""
+    """Staging of CPU tensors, which MPI accesses directly."""
 
     def outgoing(self, tensor: torch.Tensor) -> MessageBuffer:
         return MessageBuffer(buffer=tensor)
@@ -206,13 +210,16 @@ class MPITransfer:
 
     @property
     def is_done(self) -> bool:
-        """True if MPI has completed the transfer."""
+        """Whether MPI has completed the transfer."""
         return self.place is not None
 
 
 @dataclass
 class _State:
-    """The state that the thread shares with callers of `MessageMover`, protected by one lock."""
+    """The state that the progress thread shares with callers of `MessageMover`.
+
+    `sweep` changes it under `lock`.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     some: threading.Event = field(default_factory=threading.Event)
@@ -226,7 +233,10 @@ class _State:
     is_closing: bool = False
 
     def sweep(self) -> None:
-        """Issue ready transfers and poll issued ones. The caller holds the lock."""
+        """Issue ready transfers and poll issued ones. The caller holds the lock.
+
+        Raises `PeerError` if MPI reports an error; every later call raises the same error.
+        """
         if self.error is not None:
             raise self.error
         try:
@@ -295,7 +305,10 @@ class MessageMover:
             self._state.sweep()
 
     def wait(self, done: Callable[[], bool], *, seconds: float) -> bool:
-        """Poll until `done()`; return False after a timeout of `seconds`."""
+        """Poll until `done()`, and return whether it became true within `seconds`.
+
+        Raises `PeerError` if MPI reports an error.
+        """
         if done():
             return True
 
@@ -310,7 +323,7 @@ class MessageMover:
             self._state.is_watched = False
 
     def close(self) -> None:
-        """Stop the thread and cancel unfinished transfers; an orderly end leaves none."""
+        """Stop the thread and cancel unfinished transfers, which exist only after a failure."""
         state = self._state
         if self._thread is not None:
             _end(state, self._thread)
@@ -437,7 +450,7 @@ class MPITransport:
                 self._finish_oldest(kind)
 
     def close(self) -> None:
-        """Free the communicator, at an orderly end on all ranks. Collective."""
+        """Stop the progress thread and free the communicator, after `settle`. Collective."""
         self._progress.close()
         self._comm.Free()
 
@@ -493,7 +506,7 @@ def open_mpi_transport(
     """Return the transport of this rank's pipeline for messages of `shape` and `dtype`.
 
     Collective over the world; at most one transport may be open per process. A wait for a message
-    times out after `seconds`. Raises `ConfigError` if ranks would send different shapes.
+    times out after `seconds`. Raises `ConfigError` if ranks would send different shapes or dtypes.
     """
     if groups.edges is None:
         return NoTransport()

@@ -36,9 +36,9 @@ _RECEIVING = {Kind.FORWARD: "forward-recv", Kind.BACKWARD: "backward-recv"}
 class Pipeline:
     """One rank's part of the pipeline, which may have a single stage.
 
-    `sums` is the number of sums that the last chunk returns. `at` is called with each phase that
-    the rank enters. `driven` chooses passes as messages arrive; None selects 1F1B, interleaved if a
-    stage has several chunks.
+    `sums` is the number of sums that the last chunk returns. `at` is called with the name of each
+    phase that the rank enters in training. `driven` chooses passes as messages arrive; None selects
+    1F1B, interleaved if a stage has several chunks.
     """
 
     stage: Stage
@@ -87,7 +87,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], *, iteration: int) -> torch.Tensor:
-        """Return the sums as `forward_backward` does, without gradients."""
+        """Run an evaluation batch, and return the sums as `forward_backward` does."""
         order = forward_only(self.place.stages, self.place.chunks, len(batches))
         self._expect(self._needed(order), len(batches))
         total = self._zero()
@@ -103,7 +103,10 @@ class Pipeline:
         return total
 
     def settle(self) -> None:
-        """Release sent tensors after a step, when all ranks have finished their backwards."""
+        """Wait until all sends are complete, and release the sent tensors.
+
+        Call this after a step, when all ranks have finished their backwards and no wait is long.
+        """
         self.transport.settle()
 
     def _begin(self, count: int) -> Iterable[Operation]:

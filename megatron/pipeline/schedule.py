@@ -124,8 +124,9 @@ def interleaved(stage: int, stages: int, chunks: int, microbatches: int) -> list
 def warm_up(stage: int, stages: int, chunks: int, microbatches: int) -> int:
     """Return the number of forwards before the first pair of a forward and a backward.
 
-    With several chunks, a rank runs twice as many forwards ahead for each later stage, to stay busy
-    until a needed input has passed through the other stages.
+    With one chunk, a rank runs one forward ahead for each later stage. With several, it runs two
+    for each later stage, and `stages` for each chunk but one, to stay busy until a needed input has
+    passed through the other stages.
     """
     below = stages - 1 - stage
     ahead = below if chunks == 1 else 2 * below + (chunks - 1) * stages

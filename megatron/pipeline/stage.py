@@ -22,7 +22,7 @@ class Chunk(Protocol):
 
     @property
     def begins(self) -> bool:
-        """True if the chunk takes a batch and not the output of another chunk."""
+        """Whether the chunk takes a batch and not the output of another chunk."""
         ...
 
     def parameter_infos(self) -> list[ParamInfo]:
@@ -68,9 +68,9 @@ class _Graph(NamedTuple):
 class Stage:
     """The model chunks of one rank, in forward order.
 
-    The first chunk of the model takes a batch, the last one returns sums; others take and return
-    the hidden state. `forward` keeps the graph of a microbatch until its `backward`, but not the
-    data of the output, which is freed once sent.
+    Each chunk gets the batch. All but the first of the model also take the hidden state, and all
+    but the last, which returns sums, return it. `forward` keeps the graph of a microbatch until its
+    `backward`, but not the data of the output, which is freed once sent.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -128,8 +128,8 @@ class Stage:
 
         Args:
             index: Number of the microbatch in the global batch.
-            gradient: Gradient of the chunk's output; a number if the output are sums, of which the
-                first has this gradient and the others none.
+            gradient: Gradient of the chunk's output. If the output is a vector of sums, a number:
+                the gradient of the first sum; the others get 0.
             chunk: Index of the chunk.
 
         Returns:
@@ -146,7 +146,7 @@ class Stage:
 
 
 class _Anchor(torch.autograd.Function):
-    """Substitute for an output whose data may be freed; backward passes on `holder`'s gradient."""
+    """A substitute for an output, whose data may be freed; backward takes `holder`'s gradient."""
 
     # torch's own backward would need the output and its memory, and would import sympy, which takes
     # half a second, to compare the shapes of output and gradient.

@@ -34,7 +34,7 @@ _MICROBATCHES = 1 << 20
 
 
 class Transport(Protocol):
-    """The carrier of messages of successive training steps and evaluation batches."""
+    """A carrier of activations and gradients between stages, for one batch after another."""
 
     def expect(self, messages: Sequence[Message], *, unanswered: int) -> None:
         """Announce the next messages in order of use; may post the first receives ahead.
@@ -44,7 +44,11 @@ class Transport(Protocol):
         ...
 
     def receive(self, message: Message) -> torch.Tensor:
-        """Wait for the next message, and return its tensor, which the caller owns."""
+        """Wait for the next message, and return its tensor, which the caller owns.
+
+        `message` must be the next one announced to `expect` (of its kind, where messages arrive in
+        any order).
+        """
         ...
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
@@ -98,7 +102,7 @@ class NoTransport:
 class GroupTransport:
     """Transport over torch.distributed, for fixed schedules.
 
-    All messages have one `shape` and `dtype`; both ends of an edge issue them in one order.
+    All messages have one `shape` and `dtype`, and both ends of an edge issue them in one order.
     """
 
     def __init__(
@@ -196,7 +200,7 @@ def open_transport(
     """Return the transport of this rank's pipeline for messages of `shape` and `dtype`.
 
     Collective over the pipeline. Several `chunks` per stage also connect the last stage to the
-    first. Raises `ConfigError` if ranks would send different shapes.
+    first. Raises `ConfigError` if ranks would send different shapes or dtypes.
     """
     if groups.edges is None:
         return NoTransport()

@@ -1,1 +1,1 @@
-"""Tasks: a model with its data, and the facts of both that a run needs."""
+"""Tasks. A task is a model with its data, and tells a run what it needs to know of both."""

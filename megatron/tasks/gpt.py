@@ -1,4 +1,4 @@
-"""The GPT task: a decoder-only transformer on `.bin/.idx` data. Loads torch only to build."""
+"""The GPT task: a decoder-only transformer on `.bin/.idx` data. Imports torch only to build."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class GPTTask:
             `model_provider(config, vocabulary, groups, device, layers=..., pre_process=...,
             post_process=...)`.
         train_valid_test_datasets_provider: Builds the three data sets; called as
-            `train_valid_test_datasets_provider(config, vocabulary, samples, say)`, with the least
-            number of samples of each, or None for one pass over a whole split.
+            `train_valid_test_datasets_provider(config, vocabulary, samples, log)`. `samples` has
+            the least number of samples of each, or None for one pass over the whole split.
     """
 
     model_provider: Callable[..., GPT]
@@ -159,8 +159,7 @@ class LoadedGPT:
         ]
         if choose_compilation(config, device.type).on:
             for chunk in chunks:
-                # Dropout must not be compiled: compiled code draws other numbers, and grids would
-                # disagree.
+                # Compiled dropout draws other numbers than eager dropout; grids would disagree.
                 chunk.compile_layers(options={"fallback_random": True})
         return chunks
 

@@ -1,7 +1,7 @@
-"""The interface between `megatron.pretrain` and a task. Loads no torch.
+"""The interface between `megatron.pretrain` and a task. Imports no torch.
 
-Task.check_files --> look at the files of a run that has not started
-Task.open        --> OpenTask: chunks, readers, message shape, FLOPs, identity
+Task.check_files --> the files that a run would read exist and fit; nothing is built
+Task.open        --> LoadedTask: chunks, readers, message shape, FLOPs, identity
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadedTask(Protocol):
-    """A task whose files were read: all facts that do not depend on other ranks are known."""
+    """A task for one run, after its files were read; `Task.open` returns it."""
 
     @property
     def summary(self) -> str:
@@ -38,19 +38,19 @@ class LoadedTask(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """Return the work of a sample, for the figures at the end of a run."""
+        """The work of a sample, for the figures at the end of a run."""
         ...
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint and a run that loads it must share.
 
-        Keys are dotted names, values as JSON holds them: `checkpoint.compatibility.identity` of the
-        configuration, with facts that files tell.
+        Keys are dotted names and values JSON values, as `checkpoint.compatibility.identity` returns
+        them for a configuration and for facts that were read from files.
         """
         ...
 
     def data_files(self) -> dict[str, Any]:
-        """Return facts by which a resumed run finds that its data changed.
+        """Return facts about the data files, by which a resumed run detects that its data changed.
 
         Raises:
             DataError: A file is missing or cannot be read.
@@ -89,24 +89,24 @@ class Task(Protocol):
 
     @property
     def measures(self) -> Measures:
-        """What batches count and the last chunk sums up, with names for the results."""
+        """The unit that batches count, and the names of sums and means, such as the loss."""
         ...
 
     @property
     def formula(self) -> str:
-        """The operations in `LoadedTask.flops_per_sample`, for the log and the trackers."""
+        """The terms of `LoadedTask.flops_per_sample` in words, for the log and the trackers."""
         ...
 
     def check_files(
         self, config: Any, run_dir: Path, *, log: Callable[[str], None]
     ) -> CheckpointSource | None:
-        """Look at every file that a run would read, without starting the run.
+        """Check the files that a run would read, without starting the run.
 
         Returns:
-            Where the run would start from; None for initial weights.
+            The checkpoint from which the run would start; None for initial weights.
 
         Raises:
-            ConfigError, DataError, CheckpointError: As the run itself would.
+            ConfigError, DataError, CheckpointError: The run itself would raise this error.
         """
         ...
 
@@ -115,12 +115,12 @@ class Task(Protocol):
     ) -> Mapping[str, tuple[int, ...]] | None:
         """Return the shape of every parameter of the whole model by logical name.
 
-        None where files that tell the size of the model are not named.
+        None if the size of the model depends on files that the configuration does not name.
         """
         ...
 
     def open(self, config: Any) -> LoadedTask:
-        """Read what the task needs before anything is built. Ranks call it on their own.
+        """Read the files on which the model depends. Not collective: each rank reads them.
 
         Raises:
             ConfigError, DataError: The files do not fit the configuration.

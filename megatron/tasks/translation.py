@@ -1,4 +1,7 @@
-"""The translation task: a DC-Transformer on packs of sentence pairs. Loads torch only to build."""
+"""The translation task: a DC-Transformer on packs of sentence pairs.
+
+Imports torch only to build.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ FREE = (
 class TranslationTask:
     """Translation with a DC-Transformer.
 
-    `loss` is the label-smoothed cross-entropy of a target token, `nll` its negative log-likelihood,
-    of which the perplexity is taken.
+    `loss` is the mean label-smoothed cross-entropy of a target token, `nll` its mean negative
+    log-likelihood. The perplexity is exp(nll).
     """
 
     config: type[TranslationConfig] = TranslationConfig
@@ -109,7 +112,7 @@ class TranslationTask:
 
 @dataclass(frozen=True)
 class LoadedTranslation:
-    """The translation task of a run whose dictionaries and pairs were read."""
+    """The translation task of one run, after dictionaries and pairs were read."""
 
     config: TranslationConfig
     vocabulary: PairVocabulary
@@ -214,7 +217,7 @@ class LoadedTranslation:
 
 
 def pair_paths(config: TranslationConfig) -> PairPaths:
-    """Return the files of the data that a configuration names."""
+    """Return the files of the data that a configuration names by `data_path` and languages."""
     from megatron.data.preprocess_pairs import PairPaths
 
     data = config.data

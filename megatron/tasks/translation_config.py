@@ -100,7 +100,7 @@ def first_kernels(layers: int) -> tuple[int, ...]:
 
 @section
 class PairDataConfig:
-    """Sentence pairs, and the packs that are the samples of a run."""
+    """The files of sentence pairs, and the size of the packs, which are the samples of a run."""
 
     data_path: str | None = option(
         default=None,

@@ -1,4 +1,4 @@
-"""The vision task: a network that classifies images. Loads torch only to build."""
+"""The vision task: a network that classifies images. Imports torch only to build."""
 
 from __future__ import annotations
 
@@ -174,5 +174,5 @@ class LoadedVision:
         )
 
     def message_shape(self, groups: ProcessGroups) -> tuple[int, ...]:
-        """Return no axes: there is one chunk, which hands nothing on."""
+        """Return an empty shape, since the only chunk sends no message."""
         return ()

@@ -1,6 +1,6 @@
 """The configuration of an image classifier: its sections `model` and `data`, and their rules.
 
-Loads no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CIFAR10_MEAN, CIFAR10_STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 
 @section
 class VisionModelConfig:
-    """Shape of the network."""
+    """Kind and shape of the network, and the size of its images."""
 
     vision_backbone_type: Literal["wide-resnet", "vgg19", "wide-resnet101"] = option(
         default="wide-resnet",
@@ -44,8 +44,8 @@ class VisionModelConfig:
     )
     width_factor: float | None = option(
         default=None,
-        help="Factor of the channels of all layers behind the first (ours; none = "
-        f"{WIDE_RESNET_WIDTH:g} for wide-resnet, 1 for others).",
+        help="Factor of the hidden channels; the first layer of a wide-resnet keeps its 16 (ours; "
+        f"none = {WIDE_RESNET_WIDTH:g} for wide-resnet, 1 for others).",
         within=between(1 / 16, 64),
     )
     num_classes: int = option(
@@ -74,7 +74,7 @@ class VisionModelConfig:
 
     @property
     def width(self) -> float:
-        """Factor of the channels."""
+        """Factor of the channels, with the default of the network filled in."""
         if self.width_factor is not None:
             return self.width_factor
         return WIDE_RESNET_WIDTH if self.vision_backbone_type == "wide-resnet" else 1.0
@@ -99,7 +99,7 @@ class VisionModelConfig:
 
 @section
 class VisionDataConfig:
-    """Images."""
+    """The images, their augmentation and normalization."""
 
     data_path: str | None = option(
         default=None,
@@ -192,5 +192,5 @@ class VisionConfig(Config):
         return dataclasses.replace(self, model=model)
 
     def data_paths(self) -> list[str]:
-        """Return a place in the folder of the images, into which no run may write."""
+        """Return a path in the folder of the images, since no run may write into that folder."""
         return [] if self.data.data_path is None else [f"{self.data.data_path}/train"]

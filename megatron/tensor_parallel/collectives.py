@@ -35,17 +35,17 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """Return this rank's position in the group."""
+        """Index of this rank in the group."""
         return self.group.rank
 
     @property
     def cuts_sequence(self) -> bool:
-        """Return whether each rank holds a part of each sequence between layers."""
+        """Whether each rank holds a part of each sequence between layers."""
         return self.sequence_parallel and self.size > 1
 
     def whole_length(self, length: int) -> int:
@@ -75,7 +75,10 @@ class TensorParallel:
     def gather(
         self, part: torch.Tensor, *, async_op: bool = False
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Gather parts [b, s/tp, n] by rank, and return them with the work handle of `async_op`."""
+        """Gather parts [b, s/tp, n] to [tp * b, s/tp, n], and return the work handle of `async_op`.
+
+        Without sequence parallelism `part` is returned as it is.
+        """
         if not self.cuts_sequence:
             return part, None
         rows = part.new_empty(self.size * part.shape[0], *part.shape[1:])
@@ -86,7 +89,7 @@ class TensorParallel:
     ) -> tuple[torch.Tensor, dist.Work | None]:
         """Sum contiguous `terms` over ranks, and return the sum with the work handle of `async_op`.
 
-        The sum overwrites `terms`, or with sequence parallelism, where `terms` are by rank, is a
+        The sum overwrites `terms`. With sequence parallelism, `terms` are by rank, and the sum is a
         new tensor of this rank's positions.
         """
         if not self.cuts_sequence:
@@ -101,7 +104,7 @@ UNCUT = TensorParallel()
 
 
 _UNCOMPILED: list[list[Callable[..., Any]]] = []
-"""The callees of `uncompiled` functions."""
+"""Functions that `keep_uncompiled` has yet to exclude; each wrapper calls the item of its list."""
 
 
 def uncompiled(function: F) -> F:
@@ -117,7 +120,7 @@ def uncompiled(function: F) -> F:
 
 
 def keep_uncompiled() -> None:
-    """Exclude all `uncompiled` functions from torch.compile."""
+    """Exclude all functions that `uncompiled` has wrapped so far from torch.compile."""
     # Not at import, since the compiler takes as long to load as the rest of torch.
     while _UNCOMPILED:
         called = _UNCOMPILED.pop()

@@ -2,7 +2,8 @@
 
 torch's function widens all 16-bit logits to fp32 and keeps a softmax of that size. Here the logits
 are the only tensor of their size: statistics are fp32 over chunks of tokens that stay in cache, and
-backward overwrites the logits with their gradient. Triton kernels do the same on CUDA.
+backward overwrites the logits with their gradient. On CUDA, Triton kernels do the same if Triton is
+installed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def token_losses(
     """Return the negative log-likelihood of each target, fp32 [n].
 
     Takes ownership of `logits`: **backward overwrites them with their gradient**, so the caller
-    must not read them again (autograd refuses a second backward by the version counter). A target
-    outside the vocabulary is an error of the index operation on one rank, and of `check_ids` on
-    several.
+    must not read them again (autograd refuses a second backward by the version counter). For a
+    target outside the vocabulary, `check_ids` raises if the group has several ranks, and torch's
+    index operation on one rank.
 
     Args:
         logits: [n, columns], this rank's even share of the vocabulary. Columns past the share are
@@ -97,7 +98,11 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def maximum_and_exp_sum(real: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's largest logit over the group, and the local sum of exp; fp32 [n]."""
+    """Return each token's largest logit over the group, and a local sum; two fp32 tensors [n].
+
+    The sum is that of exp(logit - largest logit) over the columns of `real` [n, columns].
+    Collective over the group.
+    """
     if (kernels := _kernels(real)) is not None:
         mine, exp_sum = kernels.statistics(real)
         maximum = mine.clone()
@@ -123,7 +128,7 @@ def _kernels(logits: torch.Tensor) -> ModuleType | None:
 
 
 def exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write exp(logits - maximum) to `out`."""
+    """Write exp(logits - maximum) to `out` (fp32) for logits [n, columns] and a maximum [n]."""
     # A power of two, since torch's CPU exp takes four times as long. One dtype per operation, as
     # mixed dtypes make a copy.
     out.copy_(logits)
@@ -131,7 +136,7 @@ def exp_below(maximum: torch.Tensor, logits: torch.Tensor, *, out: torch.Tensor)
 
 
 def token_chunks(logits: torch.Tensor):
-    """Yield (rows, fp32 scratch of their shape) over runs of tokens; the scratch is reused."""
+    """Yield slices of tokens, each with an fp32 scratch [tokens, columns]; all share its memory."""
     tokens, columns = logits.shape
     limit = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_OTHER)
     size = max(1, min(tokens, limit // max(columns, 1)))

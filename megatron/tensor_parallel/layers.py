@@ -22,7 +22,8 @@ from megatron.tensor_parallel.products import multiply, product
 class ShardedModule(nn.Module):
     """A module that holds this rank's shards of parameters.
 
-    `shards`: by parameter name in this module; empty on one rank. Values are filled by `init`.
+    `shards` has the shard of each sharded parameter by its name in this module, and is empty on one
+    rank. The model fills the values.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -64,9 +65,9 @@ def shards_of(model: nn.Module) -> dict[str, TensorShard]:
 class ColumnParallelLinear(ShardedModule):
     """Linear layer with this rank's share of n outputs: [..., k] -> [..., share of n].
 
-    The sum of the input gradient over ranks overlaps with the weight gradient. `blocks`: number of
-    equal blocks of outputs, of each of which a rank has a share. With sequence parallelism the
-    input is a part of each sequence, and the output is whole, by rank.
+    The sum of the input gradient over ranks overlaps with the weight gradient. The outputs consist
+    of `blocks` equal blocks, and a rank has a share of each. With sequence parallelism the input
+    is a part of each sequence; the output has whole sequences, with rows by rank.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class ColumnParallelLinear(ShardedModule):
             self._hold((num_outputs,), name="bias", **placed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the layer: [b, s, k] -> [b, s, share of n], or [b, s/tp, k] -> by rank."""
+        """Apply the layer: [b, s, k] -> [b, s, share of n].
+
+        With sequence parallelism: [b, s/tp, k] -> [tp * b, s/tp, share of n].
+        """
         if self.is_sharded:
             return multiply_by_columns(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
@@ -119,7 +123,10 @@ class RowParallelLinear(ShardedModule):
             self.bias = nn.Parameter(torch.empty(num_outputs, dtype=dtype, device=device))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the layer: [b, s, share of k] -> [b, s, n], or by rank -> [b, s/tp, n]."""
+        """Apply the layer: [b, s, share of k] -> [b, s, n].
+
+        With sequence parallelism: [tp * b, s/tp, share of k] -> [b, s/tp, n].
+        """
         if self.is_sharded:
             return multiply_by_rows(inputs, self.weight, self.bias, self.tp)
         return multiply(inputs, self.weight, self.bias)
@@ -131,8 +138,8 @@ def multiply_by_rows(
 ) -> torch.Tensor:
     """Multiply as `F.linear` by this rank's share of inputs, and sum over ranks (g).
 
-    `inputs` [b, s, k], or by rank with sequence parallelism; `weight` [n, k]; `bias` [n], added
-    once. Returns [b, s, n] or [b, s/tp, n].
+    k is this rank's share. `inputs` [b, s, k], or [tp * b, s/tp, k] with sequence parallelism;
+    `weight` [n, k]; `bias` [n], added once, after the sum. Returns [b, s, n] or [b, s/tp, n].
     """
     return _MultiplyByRows.apply(inputs, weight, bias, tp)
 
@@ -172,8 +179,8 @@ def multiply_by_columns(
 ) -> torch.Tensor:
     """Gather the inputs if needed (f), and multiply as `F.linear` by this rank's share of outputs.
 
-    `inputs` [b, s, k], or [b, s/tp, k] with sequence parallelism; `weight` [n, k]; `bias` [n].
-    Returns [b, s, n], or by rank.
+    n is this rank's share. `inputs` [b, s, k], or [b, s/tp, k] with sequence parallelism; `weight`
+    [n, k]; `bias` [n]. Returns [b, s, n] or [tp * b, s/tp, n].
     """
     return _MultiplyByColumns.apply(inputs, weight, bias, tp)
 

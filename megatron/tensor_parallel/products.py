@@ -44,9 +44,10 @@ def multiply(
 def product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `multiply` without a graph, for functions with their own backward.
+    """Compute `multiply` inside an autograd function, which has a backward of its own.
 
-    The three products of a linear layer have one size, and so use the same implementation.
+    The three products of a linear layer have the same number of multiplications, and so use the
+    same implementation.
     """
     if _one_dnn_serves(left, right):
         return _product(left, right, bias)

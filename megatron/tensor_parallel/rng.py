@@ -46,7 +46,7 @@ class DropoutStreams:
         self.hidden_rank = self.heads_rank if tp.cuts_sequence else 0
 
     def at(self, iteration: int, microbatch: int) -> None:
-        """Move to a forward pass; call this before each one in training."""
+        """Set the position to a forward pass; call this before each forward pass in training."""
         self.position = StreamPosition(iteration, microbatch)
 
     @uncompiled
@@ -92,11 +92,11 @@ class LayerStream:
     position: StreamPosition
 
     def heads(self) -> None:
-        """Seed for the attention weights of this rank's heads and for later dropout."""
+        """Seed the generators for dropout of this rank's heads, and of later tensors."""
         self._enter(self.streams.heads_rank)
 
     def hidden(self) -> None:
-        """Seed for hidden states, unless these share the stream of heads."""
+        """Seed the generators for dropout of hidden states, unless they share the heads' stream."""
         if self.streams.hidden_rank != self.streams.heads_rank:
             self._enter(self.streams.hidden_rank)
 

@@ -20,9 +20,9 @@ _OUTSIDE = "is outside the vocabulary of"
 
 
 class VocabularyTable(ShardedModule):
-    """Lookup table of this rank's share of the vocabulary.
+    """Lookup table with this rank's share of the rows of the vocabulary.
 
-    The end is padded to a multiple of `divisible_by` rows, which exist in memory only.
+    The number of rows is padded to a multiple of `divisible_by`; the padding is in memory only.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class VocabularyTable(ShardedModule):
         """Look up ids [b, s] as rows [b, s, h], or [b, s/tp, h] with sequence parallelism.
 
         Raises:
-            IndexError: an id is outside the vocabulary, with several ranks on a CPU. On CUDA the
-                device asserts.
+            IndexError: an id on a CPU is outside the vocabulary; on a single rank, outside the
+                padded table. On CUDA the device asserts.
         """
         if not self.is_sharded:
             return F.embedding(ids, self.weight)
@@ -67,7 +67,10 @@ def vocabulary_shard(vocab_size: int, size: int, *, tp: TensorParallel) -> Tenso
 
 
 def check_ids(ids: torch.Tensor, *, vocab_size: int) -> None:
-    """Raise `IndexError` for ids outside the vocabulary, on all ranks, which see the same ids."""
+    """Raise `IndexError` for ids outside the vocabulary, on all ranks, which see the same ids.
+
+    For ids on CUDA the device asserts instead.
+    """
     if ids.device.type == "cuda":
         # A device assertion, as of CUDA's index operations, does not make the host wait.
         inside = ((ids >= 0) & (ids < vocab_size)).all()

@@ -15,7 +15,15 @@ from tests.bench.test_convergence import Fake, run_some
 from tools.bench.convergence.report import write_report
 from tools.bench.convergence.rows import append_row
 from tools.bench.convergence.study import StudyRun, dense_of, flags_of
-from tools.bench.pruning_rates.page import MOVING, RATES, STAYING, against, by_rate, losses_of
+from tools.bench.pruning_rates.page import (
+    MOVING,
+    RATES,
+    STAYING,
+    against,
+    by_rate,
+    loss_rises,
+    losses_of,
+)
 from tools.bench.pruning_rates.study import FACTORS, PLAN, at_rate, base_and_factor, study, swept
 
 STUDY = study()
@@ -65,6 +73,14 @@ def row(group: str, loss: float, seed: int = 1, **more: Any) -> dict[str, Any]:
 def at(base: str, factor: int) -> str:
     run = next(run for group in swept() for run in group if run.group == base)
     return at_rate(run, factor).group
+
+
+def test_a_loss_rises_from_the_window_before_a_rewiring_to_the_first_one_after_it() -> None:
+    curve = [[4, 8.0], [8, 7.0], [12, 7.5], [16, 9.0]]
+    # Steps 9 to 12 hold the rewiring after step 10; the rewiring after step 16 has no later window.
+    pruned = [[2, 1], [8, 5], [10, 5], [16, 5]]
+    found = loss_rises({"plan": {"steps": 400}, "curve": curve, "dsr_pruned": pruned})
+    assert found == {8: 0.5, 10: 2.0}
 
 
 def test_tables_by_hand() -> None:

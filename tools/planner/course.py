@@ -50,7 +50,7 @@ class Setting:
 
     @classmethod
     def of(cls, grid: RankGrid, site: Site, ranks: Sequence[RankShapes]) -> Setting:
-        """Return the setting that `seconds` uses."""
+        """Return the setting with the pass times and links of the cost model (`seconds`)."""
         passes = [pass_seconds(grid, site, stage) for stage in range(grid.dims.pp)]
         return cls(
             grid, site, ranks, passes, Links(site.link(grid.dims, "dp"), site.message(grid.dims))
@@ -58,12 +58,12 @@ class Setting:
 
     @cached_property
     def message(self) -> float:
-        """Return the seconds of a message."""
+        """Seconds of a message."""
         return self.links.message.message(Activations(self.grid).hidden)
 
     @cached_property
     def kinds(self) -> Sequence[StepTraffic]:
-        """Return the kinds of step of the run."""
+        """The kinds of step of the run, with their collectives."""
         return self.grid.path.plan_traffic(self.grid.config, self.ranks[0])
 
 
@@ -92,7 +92,10 @@ class Course:
 
 
 def course_of(setting: Setting, lasts: Lasts) -> Course:
-    """Return the course of one pipeline."""
+    """Simulate the passes of one pipeline, and return them.
+
+    Equal rounds are left out if pass times do not vary and stages have one chunk (see `ROUNDS`).
+    """
     grid, steady = setting.grid, lasts is unchanged
     stages, chunks, count = grid.dims.pp, len(grid.split[0]), microbatches_of(grid)
     blocking = setting.links.blocking
@@ -123,7 +126,7 @@ def course_of(setting: Setting, lasts: Lasts) -> Course:
 
 
 def _crossing(rank: int, stages: int, chunk: int, chunks: int, kind: Kind) -> int:
-    """Return the messages that a pass waits for and sends."""
+    """Return the number of messages, 0 to 2, that a pass waits for and sends."""
     place, operation = (
         StagePosition(stage=rank, stages=stages, chunks=chunks),
         Operation(kind, 0, chunk),
@@ -147,5 +150,5 @@ def jittered(factor: Callable[[int, Operation], float]) -> Lasts:
 
 
 def with_links(setting: Setting, links: Links) -> Setting:
-    """Return the setting with other links between stages."""
+    """Return the setting with other links."""
     return replace(setting, links=links)

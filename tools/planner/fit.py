@@ -37,20 +37,26 @@ class Way:
 
     @property
     def flags(self) -> str:
-        """Return the flags to append to the command."""
+        """The flags to append to the command."""
         return " ".join(_flag(name, value) for name, value in self.changes.items())
 
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for plans that fit, near one that does not; `paths` has the gradient paths."""
+    """A search for plans that fit, near one that does not.
+
+    `paths` has the gradient paths by name; `planner` plans a configuration on the same ranks.
+    """
 
     plan: Plan
     paths: Mapping[str, GradientPath]
     planner: Planner
 
     def nearest(self) -> list[Way]:
-        """Return the settings that fit with the fewest changes: one, else two, else three."""
+        """Return up to `MOST` plans that fit with the fewest changes: one, else two, else three.
+
+        Two changes are full recomputation and another one; three also have a micro-batch of 1.
+        """
         singles = list(self._singles())
         found = self._fitting({**change} for change in singles)
         deeper = {"recompute_granularity": "full"}
@@ -64,7 +70,10 @@ class Search:
         return found[:MOST]
 
     def fewest(self) -> dict[str, Way | None]:
-        """Return the smallest pipelines, each with the change that makes it small."""
+        """Return the smallest pipeline that fits, without and with a change that saves memory.
+
+        Keys describe the change; a value is None if no pipeline on these ranks fits.
+        """
         path = self.plan.grid.config.gradient.grad_path
         found = {f"{path} as it is": self.fewest_stages()}
         if "samo" in path:
@@ -143,9 +152,9 @@ class Search:
 
 
 def changed(config: GPTConfig, changes: Changes, paths: Mapping[str, GradientPath]) -> GPTConfig:
-    """The configuration with other values of some fields, checked as a parsed one is.
+    """Return the configuration with other values of some fields, checked like a parsed one.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if the values are refused.
     """
     sections: dict[str, Any] = {}
     for name, value in changes.items():

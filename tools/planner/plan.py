@@ -40,7 +40,7 @@ class StagePlan:
     state: StateBytes
     activations: ActivationBytes
     gradient: int
-    """Largest dense gradient that backward makes before the engine takes it."""
+    """Bytes of the largest dense gradient that backward makes before the engine takes it."""
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -64,7 +64,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Queue:
-    """Seconds of a whole run, by purpose."""
+    """Seconds of a whole run, without waiting in a queue, by purpose."""
 
     training: float
     evaluating: float
@@ -72,13 +72,13 @@ class Queue:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the run, with one start."""
+        """Seconds of the run, with one start."""
         return self.training + self.evaluating + self.saving + START_SECONDS
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved configuration on the ranks and the GPU of a site."""
+    """A resolved configuration on the ranks of a grid, and on the GPUs of a site."""
 
     grid: RankGrid
     site: Site
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of a device that this stage needs, with the reserve."""
+        """Bytes that the fullest stage needs on a device, with the reserve."""
         return self.fullest.total + RESERVE[self.grid.device]
 
     @property
@@ -154,17 +154,17 @@ class Plan:
 
     @property
     def fits_device(self) -> bool:
-        """True if the device has enough memory."""
+        """Whether the device has enough memory."""
         return self.needed <= self.site.memory
 
     @property
     def fits_host(self) -> bool:
-        """True if the node has enough host memory."""
+        """Whether the node has enough host memory."""
         return self.host <= self.site.host_memory
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits into the device's and the host's memory."""
+        """Whether the run fits into the device's and the host's memory."""
         return self.fits_device and self.fits_host
 
     # ---- the run -------------------------------------------------------------------------------
@@ -176,33 +176,33 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Return the microbatches of each pipeline in a step."""
+        """Number of microbatches of each pipeline in a step."""
         return microbatches_of(self.grid)
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step of the whole global batch."""
+        """Number of tokens of a step with the whole global batch."""
         config = self.grid.config
         return (config.training.global_batch_size or 0) * config.model.seq_length
 
     @property
     def steps(self) -> int:
-        """Return the steps of the run, 0 if unknown."""
+        """Number of steps of the run, 0 if unknown."""
         return self.grid.config.total_iterations()
 
     @property
     def nodes(self) -> int:
-        """Return the nodes that the ranks fill."""
+        """Number of nodes that the ranks need."""
         return -(-self.grid.dims.world_size // self.site.gpus_per_node)
 
     @cached_property
     def traffic(self) -> list[StepBytes]:
-        """Return the bytes of a step of the first tensor-parallel rank of each stage."""
+        """Bytes that the first tensor-parallel rank of each stage sends in a step."""
         return [step_bytes(self.grid, stage.stage, stage.rank) for stage in self.stages]
 
     @cached_property
     def seconds(self) -> StepSeconds:
-        """Return the seconds of an average step."""
+        """Seconds of an average step, by phase."""
         return step_seconds(self.grid, self.site, [stage.rank for stage in self.stages])
 
     # ---- disk and queue ------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Return the maximum number of checkpoints that the run keeps."""
+        """Maximum number of checkpoints that the run keeps."""
         asked, steps = self.grid.config.checkpoint, self.steps
         count = -(-steps // asked.save_interval) if asked.save_interval else 1
         retain = asked.save_retain_interval
@@ -235,7 +235,7 @@ class Plan:
 
     @cached_property
     def queue(self) -> Queue:
-        """Return the time of the whole run on these nodes, without queueing."""
+        """Time of the whole run on these nodes."""
         config = self.grid.config
         asked, evaluation = config.checkpoint, config.evaluation
         saves = -(-self.steps // asked.save_interval) if asked.save_interval else 1
@@ -247,7 +247,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes for readers of these numbers."""
+        """Sentences about what these numbers assume or leave out."""
         found: list[str] = []
         if self.grid.dims.tp > 1 and self.stages[0].rank.stored:
             found.append("which entries a mask leaves on a tensor-parallel rank is known once it is"
@@ -264,7 +264,10 @@ class Plan:
 
 
 def group_bytes(plan: Plan) -> Mapping[str, float]:
-    """Return the bytes that the busiest rank sends in a mean step, by group and to the host."""
+    """Return the bytes that a rank sends in a mean step, by group and to the host.
+
+    The number of each group is that of the stage that sends most there.
+    """
     dims, found = plan.grid.dims, {"dp": 0.0, "tp": 0.0, "pp": 0.0, "host": 0.0}
     for each in plan.traffic:
         steps = sum(kind.steps for kind in each.dp) or 1

@@ -23,7 +23,7 @@ WIDTH = 100
 
 
 def lines_of(plan: Plan) -> Iterator[str]:
-    """Yield the lines of the plan, section by section."""
+    """Yield the lines of a plan: run, memory, traffic and, if steps are known, time; then notes."""
     yield from _run(plan)
     yield from _memory(plan)
     yield from _traffic(plan)
@@ -33,7 +33,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 
 def ways_lines(ways: Sequence[Way]) -> Iterator[str]:
-    """Yield the lines of settings that fit instead, the nearest first."""
+    """Yield the lines of settings that fit instead, the nearest first, or a line without any."""
     yield ""
     yield "it does not fit; with these flags it does" if ways else "nothing near it fits"
     width = max((len(way.flags) for way in ways), default=0)
@@ -56,7 +56,7 @@ def stages_lines(fewest: Mapping[str, Way | None]) -> Iterator[str]:
 def as_data(
     plan: Plan, ways: Sequence[Way] = (), fewest: Mapping[str, Way | None] | None = None
 ) -> dict[str, Any]:
-    """Return the report as plain numbers: bytes and seconds."""
+    """Return the report as data for JSON, in bytes and seconds."""
     grid, dims = plan.grid, plan.grid.dims
     found: dict[str, Any] = {
         "grid": {**dims.sizes, "nodes": plan.nodes, "order": dims.order},

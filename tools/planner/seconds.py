@@ -4,9 +4,9 @@
     F F F | B F B F ... with messages and bubble | last B ...   |----------|----------|
                                                      '--------' buckets leave, hidden here
 
-Computation is FLOPs at a share of peak. Groups are alpha-beta links. The schedule is simulated by
-`pipeline.timeline`, the work after it by `updates`. The gradient path's own computation, data,
-saving and evaluation are not included.
+Computation is FLOPs at a share of peak. Groups are alpha-beta links. `timeline` simulates the
+schedule, and `updates` the work after it. The gradient path's own computation, data, saving and
+evaluation are not included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tools.planner.updates import (
 )
 
 Lasts = Callable[[int, Operation, float], float]
-"""A function that returns a pass's seconds, from a rank's seconds by the model."""
+"""A function that returns the seconds of a pass from its rank, its operation and model seconds."""
 
 
 def unchanged(rank: int, operation: Operation, seconds: float) -> float:
@@ -53,7 +53,7 @@ class PassSeconds:
 
     @property
     def total(self) -> float:
-        """Return the seconds of forward and backward together."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
 
@@ -171,10 +171,10 @@ def play(
     *,
     lasts: Lasts = unchanged,
 ) -> Timeline:
-    """Simulate the passes of the stages.
+    """Simulate the passes of the stages, and return the timeline in seconds.
 
-    `transfer`: seconds of a message, which occupies no rank; `lasts`: turns the model's seconds of
-    a pass into its actual seconds.
+    `transfer` is the seconds of a message, which occupies no rank. `lasts` turns the model's
+    seconds of a pass into the simulated ones.
     """
     stages, chunks = grid.dims.pp, len(grid.split[0])
     parallel = grid.config.parallel
@@ -201,11 +201,11 @@ def collective_seconds(sent: PlannedCollective, link: Link, ranks: int) -> float
 
 
 class AfterBackward(NamedTuple):
-    """Seconds of one stage's rank.
+    """Seconds of one stage's rank after backward.
 
-    `reduce` is all its reductions, `exposed` the part after backward, `looked` the time from then
-    until the norm is known, `updated` until its parameters are. If updates follow sums one by one,
-    no rank waits for a norm.
+    `reduce` is the time of all its reductions, and `exposed` the part after backward. `looked` is
+    the time from the last reduction until the norm is known, and `updated` the time from the norm
+    until parameters are updated. If updates follow sums one by one, `looked` is 0.
     """
 
     reduce: float
@@ -245,7 +245,7 @@ def after_backward(
 
 
 def _mean_after(grid: RankGrid, site: Site, rank: RankShapes, backward: float) -> AfterBackward:
-    """Return the mean over the steps of the run."""
+    """Return `after_backward`, averaged over the steps of the run."""
     kinds = grid.path.plan_traffic(grid.config, rank)
     found = [(kind.steps, after_backward(grid, site, rank, kind, backward)) for kind in kinds]
     count = sum(steps for steps, _ in found)

@@ -88,12 +88,12 @@ class SimulatedStep:
 
     @property
     def length(self) -> float:
-        """Seconds."""
+        """Seconds of the step."""
         return self.phases.total
 
 
 def simulate(setting: Setting) -> list[SimulatedStep]:
-    """A step of each kind that the run has."""
+    """Simulate a step of each kind that the run has, and return the steps."""
     courses = [course_of(setting, lasts) for lasts in setting.lasts]
     found: list[SimulatedStep] = []
     for number, kind in enumerate(setting.kinds):
@@ -113,7 +113,7 @@ def mean_seconds(steps: Sequence[SimulatedStep]) -> float:
 
 
 class _Reduction:
-    """Simulates collectives and optimizers of a step, after the passes of `courses`."""
+    """The simulation of collectives and optimizers of a step, after the passes of `courses`."""
 
     def __init__(self, setting: Setting, courses: Sequence[Course], kind: int) -> None:
         self._setting, self._courses, self._kind = setting, courses, kind
@@ -132,7 +132,7 @@ class _Reduction:
             )
 
     def events(self) -> Iterator[SimulatedEvent]:
-        """Yield all activities."""
+        """Yield the events of all stages: reductions, norms, updates and gathers."""
         setting, stages = self._setting, range(self._stages)
         found: list[SimulatedEvent] = []
         sums = [self._reduce(stage, found) for stage in stages]
@@ -163,13 +163,13 @@ class _Reduction:
         since: float,
         takes: Callable[[float], float],
     ) -> Iterator[SimulatedEvent]:
-        """Run the simulation on every stage."""
+        """Yield the events of `jobs`, which run one after the other on the device of each stage."""
         for stage, its in enumerate(jobs):
             for job, start, stop in in_turns(its, since, takes):
                 yield SimulatedEvent(stage, lane, f"{lane} {job.name}", start, stop)
 
     def _reduce(self, stage: int, found: list[SimulatedEvent]) -> BucketSums:
-        """Return the sums of one stage up to the start of its optimizer."""
+        """Return the collectives of one stage, and append the events of reductions to `found`."""
         rank, overlaps = self._setting.ranks[stage], self._grid.config.parallel.overlap_grad_reduce
 
         def ready(number: int, share: float, free: float) -> float:
@@ -200,7 +200,7 @@ class _Reduction:
     def _ready(self, stage: int, share: float) -> float:
         """Return the time at which a share of a stage's gradient is complete.
 
-        It appears evenly in each chunk's last backward.
+        The gradient of a chunk grows evenly during the chunk's last backward.
         """
         turns = self._backwards[stage]
         at = share * len(turns)

@@ -97,7 +97,7 @@ class Link:
         return self.latency + nbytes / self.rate
 
     def mixed_with(self, other: Link, share: float) -> Link:
-        """Return the mean link of messages of which a share uses another link."""
+        """Return the mean link of messages if a share of them uses another link."""
         if share in (0, 1):
             return other if share else self
         slowness = (1 - share) / self.rate + share / other.rate
@@ -114,7 +114,7 @@ class Link:
 def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
     """Return the facts of a site, with one of its kinds of GPU (None: the first).
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for an unknown site or kind of GPU, and for a file with bad facts.
     """
     known = sorted(file.stem for file in folder.glob("*.env"))
     if not _NAME.fullmatch(name) or name not in known:
@@ -159,7 +159,10 @@ def read_site(folder: Path, name: str, gpu: str | None = None) -> Site:
 
 
 def with_efficiency(site: Site, share: float | None) -> Site:
-    """Return the site with another share of peak. Raises `ConfigError`."""
+    """Return the site with another share of peak (None: the site's).
+
+    Raises `ConfigError` for a share outside (0, 1].
+    """
     if share is None:
         return site
     if not 0 < share <= 1:
@@ -174,14 +177,14 @@ class _Facts:
     suffix: str
 
     def text(self, key: str) -> str:
-        """Return the value for this kind of GPU, else the value for all."""
+        """Return the value for this kind of GPU, else the value for all kinds."""
         for name in (f"{key}{self.suffix}", key):
             if name in self.found:
                 return self.found[name]
         raise ConfigError(f"site {self.site}: has no {key}; add it to scripts/site/{self.site}.env")
 
     def flag(self, key: str) -> bool:
-        """Return whether a setting is yes; no by default."""
+        """Return whether a setting is yes; a missing setting is no."""
         text = self.found.get(key, "no")
         if text not in ("yes", "no"):
             raise ConfigError(f"site {self.site}: {key}={text}: must be yes or no")

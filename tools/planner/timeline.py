@@ -32,10 +32,10 @@ class Deadlock(Exception):
 
 
 class Player(Protocol):
-    """The progress of a rank."""
+    """The progress of a rank in its operations; an immutable value."""
 
     def possible(self) -> Sequence[Operation]:
-        """Return the possible next operations, the most urgent first; None at the end."""
+        """Return the possible next operations, the most urgent first; empty at the end."""
         ...
 
     def after(self, operation: Operation) -> Self:
@@ -45,17 +45,17 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """A `Player` with a fixed order, of which `done` operations have run."""
+    """A `Player` with a fixed order, whose first `done` operations have run."""
 
     order: Sequence[Operation]
     done: int = 0
 
     def possible(self) -> Sequence[Operation]:
-        """Return the only next operation."""
+        """Return the next operation alone; empty at the end."""
         return self.order[self.done : self.done + 1]
 
     def after(self, operation: Operation) -> Fixed:
-        """Return the progress after it."""
+        """Return the progress after the next operation."""
         return replace(self, done=self.done + 1)
 
 
@@ -76,15 +76,15 @@ class Timeline:
 
     @property
     def length(self) -> Time:
-        """Return the time from the start to the end of the last operation of any rank."""
+        """Time from the start to the end of the last operation of any rank."""
         return max(passed[-1].stop for passed in self.ranks)
 
     @property
     def bubble(self) -> Fraction:
-        """Return idle time over busy time of the busiest rank.
+        """Idle time divided by busy time of the busiest rank.
 
-        It is (p - 1) / (v m) if stages take equal times (Narayanan et al. 2021, section 2.2; Eq. 6
-        and 7 of the SAMO paper).
+        The ratio is (p - 1) / (v m) if stages take equal times (Narayanan et al. 2021, section 2.2;
+        Eq. 6 and 7 of the SAMO paper).
         """
         busy = max(
             sum(Fraction(each.stop) - Fraction(each.start) for each in passed)
@@ -101,10 +101,10 @@ class Timeline:
         return most
 
     def __str__(self) -> str:
-        """Draw one row per rank, one letter per unit of time: microbatch A, B, ...
+        """Draw one row per rank with one letter per unit of time: microbatch A, B, ...
 
         Capitals are forward, small letters backward, followed by the chunk if there are several.
-        For whole times only.
+        Times must be whole numbers.
         """
         chunked = any(each.operation.chunk for passed in self.ranks for each in passed)
         width = 2 if chunked else 1
@@ -119,7 +119,7 @@ class Timeline:
 
 
 def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
-    """Return every rank of a message-driven pipeline, before the batch."""
+    """Return the progress of every rank of a message-driven pipeline before the batch."""
     return [
         BatchProgress(
             place=StagePosition(stage=rank, stages=stages), microbatches=microbatches, limit=limit
@@ -129,7 +129,7 @@ def driven(stages: int, microbatches: int, limit: int) -> list[BatchProgress]:
 
 
 def even(rank: int, operation: Operation) -> Time:
-    """Return the `Factor` of equal passes on all ranks."""
+    """Return 1: the `Factor` of equal passes on all ranks."""
     return 1
 
 
@@ -161,12 +161,19 @@ def timeline(
     transfer: Time = 0,
     factor: Factor = even,
 ) -> Timeline:
-    """Run each rank's next operation as early as messages allow.
+    """Simulate a batch: each rank runs its next operation as early as messages allow.
 
-    `ranks`: for each rank an order, or a player that decides as messages arrive; a message that
-    arrives just when a rank becomes free counts as arrived. `forward` and `backward`: time of a
-    pass through one chunk, times its `factor`; `transfer`: time of a message, which occupies no
-    rank. Raises `Deadlock`, naming what each rank waits for.
+    Args:
+        ranks: For each rank an order, or a player that decides as messages arrive. A message that
+            arrives just when a rank becomes free counts as arrived.
+        chunks: Number of model chunks of a rank.
+        forward: Time of a forward pass through one chunk, before its factor.
+        backward: Time of a backward pass through one chunk, before its factor.
+        transfer: Time of a message, which occupies no rank.
+        factor: Returns the factor of each pass.
+
+    Raises:
+        Deadlock: Ranks wait for ever; the error names the messages.
     """
     players = [Fixed(each) if isinstance(each, Sequence) else each for each in ranks]
     places = [

@@ -11,15 +11,16 @@ from megatron.low_memory.checkpoint_interval import recompute_spans
 from megatron.memory_estimate import Activations, RankGrid, microbatches_of
 
 NUMBER = 8
-"""Bytes of the fp64 numbers that a copy of the model sums in each step."""
+"""Bytes of an fp64 number, such as the norm and the loss that a copy of the model sums."""
 
 
 @dataclass(frozen=True)
 class TensorTraffic:
     """Traffic of one microbatch on the tensor-parallel group.
 
-    Bytes sent in `forward`, `again` in recomputed forwards, and in `backward`, and the number of
-    trips round the ring. A sum takes two trips, a gather or a scattered sum one.
+    `forward`, `again` (recomputed forwards) and `backward` are the bytes that a rank sends, and
+    the fields in `_rounds` the trips round the ring. A sum takes two trips, a gather or a scattered
+    sum one.
     """
 
     forward: int = 0
@@ -31,7 +32,7 @@ class TensorTraffic:
 
     @property
     def total(self) -> int:
-        """Total bytes."""
+        """Bytes that a rank sends in all three parts."""
         return self.forward + self.again + self.backward
 
 
@@ -39,8 +40,9 @@ class TensorTraffic:
 class StepBytes:
     """Bytes sent by a rank of one stage.
 
-    `dp`: by kind of step; `tp` and `pp`: in every step, without messages of a gradient path to
-    other ranks of its model; `host`: offloaded states, each way.
+    `dp` has the collectives by kind of step. `tp` and `pp` are sent in every step; they leave out
+    what a gradient path sends to other ranks of its copy of the model. `host` is the size of the
+    offloaded states, which move once each way.
     """
 
     dp: list[StepTraffic]
@@ -50,7 +52,7 @@ class StepBytes:
 
 
 def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
-    """Return the bytes that this rank of the stage sends."""
+    """Return the bytes that `rank`, a rank of the stage, sends in a step."""
     held = sum(bucket.numel for bucket in rank.buckets)
     return StepBytes(
         dp=list(grid.path.plan_traffic(grid.config, rank)),
@@ -61,7 +63,7 @@ def step_bytes(grid: RankGrid, stage: int, rank: RankShapes) -> StepBytes:
 
 
 def state_width(config: GPTConfig) -> int:
-    """Bytes of an entry's master weight and moments."""
+    """Return the bytes of an entry's master weight and moments."""
     return 4 * (1 + config.optimizer.num_moments)
 
 

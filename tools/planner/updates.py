@@ -24,7 +24,7 @@ from tools.planner.traffic import state_width
 
 
 class Summed(NamedTuple):
-    """A collective, and the time from which it runs."""
+    """A collective, with its start and end."""
 
     sent: PlannedCollective
     start: float
@@ -38,7 +38,7 @@ class BucketSums(NamedTuple):
     late: list[PlannedCollective]
 
     def over(self, since: float) -> float:
-        """Return the time at which all reductions and updates are complete."""
+        """Return the time at which all reductions are complete, at least `since`."""
         return max([since, *(each.stop for each in self.done)])
 
 
@@ -72,8 +72,9 @@ def play_sums(
 ) -> BucketSums:
     """Schedule the reductions one after the other, first in first out.
 
-    `ready`: returns when a bucket may be sent, from its number, the share of all gradients that are
-    complete then, and the time at which the network is free.
+    `ready` returns the time from which a bucket may be sent, given its number, the share of all
+    gradients that are complete with it, and the time at which the network is free. `takes` returns
+    the seconds of a collective. A second all-gather of a bucket is left for the time after updates.
     """
     entries = sum(bucket.numel for bucket in rank.buckets)
     done, rest, late = list[Summed](), list[PlannedCollective](), list[PlannedCollective]()
@@ -133,7 +134,7 @@ def embedding_seconds(grid: RankGrid, link: Link, entries: int) -> float:
 
 
 def norm_seconds(grid: RankGrid, site: Site, entries: float) -> float:
-    """Return the seconds of the norm of `entries` gradients."""
+    """Return the seconds of a pass over `entries` gradient entries for their norm."""
     return BYTES[grid.config.precision.grad_dtype] * entries / site.memory_rate
 
 

@@ -21,8 +21,8 @@ AS_ROUNDING = 2.0
 class Apart:
     """The distance of a loss curve from plain PyTorch's.
 
-    Absolute values: largest difference of the first `EQUAL_STEPS` steps and of all steps, mean
-    difference of all steps, and the difference of the last validation loss.
+    `first` and `most` are the largest absolute differences of the first `EQUAL_STEPS` steps and of
+    all steps, and `mean` the mean one. `valid` is the signed difference of the validation losses.
     """
 
     first: float
@@ -32,7 +32,7 @@ class Apart:
 
 
 def apart(curve: Mapping[str, Any], plain: Mapping[str, Any]) -> Apart:
-    """The differences of one run."""
+    """Return the distance of a run from plain PyTorch's."""
     differences = [abs(a - b) for a, b in zip(curve["losses"], plain["losses"], strict=True)]
     return Apart(
         first=max(differences[:EQUAL_STEPS]),
@@ -48,7 +48,7 @@ def seed_noise(curves: Mapping[str, Any]) -> float:
 
 
 def verdicts(curves: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Return the claims of Figure 10 in a form that can fail."""
+    """Return the claims of Figure 10 in a form that can fail, and whether each holds."""
     ours, rounding = (apart(curves[name], curves[PLAIN]) for name in (OURS, STOCK))
     noise = seed_noise(curves)
     return [

@@ -88,7 +88,7 @@ def train(
 
 
 def plain_gpt(config: GPTConfig, vocabulary: int) -> PlainGPT:
-    """The plain model with the first weights of a run of ours."""
+    """Return the plain model with the initial weights of a run of ours."""
     model = config.model
     ours = GPT(
         model, vocab_size=vocabulary, seed=config.training.seed, dtype=torch.float32, device="cpu"
@@ -128,7 +128,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _check(config: GPTConfig) -> None:
-    """The loop below knows no more than this."""
+    """Assert that the loop below implements these settings."""
     options = config.optimizer
     assert config.precision.param_dtype == "float32" and options.optimizer == "adam"
     assert options.lr is not None and options.lr_decay_style == "cosine"

@@ -1,4 +1,4 @@
-"""Loss curves of the AxoNN validation, and how far they are apart."""
+"""Loss curves of the AxoNN validation, and their distances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREY = "#9ca3af"
 
 
 def write_plot(path: Path, curves: Mapping[str, Any]) -> bool:
-    """Draw losses and differences from plain PyTorch's. False without matplotlib."""
+    """Draw losses and differences from plain PyTorch's; return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

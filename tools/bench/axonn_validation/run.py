@@ -43,12 +43,12 @@ REPO = Path(__file__).resolve().parents[3]
 
 RANKS, STAGES = 4, 2
 EXTRA_SEEDS = (1, 2)
-"""Beside the run's own."""
+"""Seeds of further runs of plain PyTorch, besides the seed of the study."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationStudy:
-    """The run that all of them are. `data`: None for numbers made up."""
+    """The settings that all runs share. `data` None means mock data."""
 
     layers: int = 6
     hidden: int = 320
@@ -62,7 +62,7 @@ class ValidationStudy:
     data: Path | None = None
 
     def flags(self, *, seed: int | None = None, micro_batch: int = 1) -> list[str]:
-        """Flags of `pretrain_gpt.py`."""
+        """Return the flags of `pretrain_gpt.py`."""
         values: dict[str, object] = {
             "num-layers": self.layers,
             "hidden-size": self.hidden,
@@ -97,7 +97,7 @@ SMALL = ValidationStudy(layers=2, hidden=32, heads=2, sequence=16, steps=8, warm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     try:
         if options.redraw is not None:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(study: ValidationStudy, work: Path) -> dict[str, Any]:
-    """Losses of all runs, and what they are of."""
+    """Return the losses of all runs, and the settings of the study."""
     curves: dict[str, LossCurve] = {PLAIN: _plain(study, work, "plain")}
     curves[OURS] = _ours(study, work / "axonn")
     curves[STOCK] = _plain(study, work, "stock", fp32_norm=True)
@@ -141,7 +141,7 @@ def _plain(
     fp32_norm: bool = False,
     seed: int | None = None,
 ) -> LossCurve:
-    """A run of plain PyTorch, taken from `work` where it was finished before."""
+    """Return a run of plain PyTorch, from `work` if it was finished there before."""
     flags = study.flags(seed=seed)
     asked = {"flags": flags, "fp32_norm": fp32_norm}
     path = work / f"{name}.json"
@@ -163,7 +163,7 @@ def _plain(
 
 
 def _ours(study: ValidationStudy, folder: Path) -> LossCurve:
-    """Our run, which goes on where it was interrupted."""
+    """Start or resume our run, and return its losses."""
     flags = study.flags()
     flags += ["--pipeline-model-parallel-size", str(STAGES), "--pipeline-schedule"]
     flags += ["message-driven", "--log-interval", str(max(1, study.steps // 6))]
@@ -184,7 +184,7 @@ def _ours(study: ValidationStudy, folder: Path) -> LossCurve:
 
 
 def curve_of(folder: Path, steps: int) -> LossCurve:
-    """Losses of a finished run of ours, from its folder."""
+    """Return the losses of a finished run of ours, from its folder."""
     losses: dict[int, float] = {}
     valid: dict[int, float] = {}
     for values in records(folder / JSONL):

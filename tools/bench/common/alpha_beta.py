@@ -19,10 +19,7 @@ class AlphaBetaLink:
     ranks: int
 
     def all_reduce(self, payload: float) -> float:
-        """Return the seconds of a ring all-reduce of `payload` bytes (Eq.
-
-        3 of the Radius paper).
-        """
+        """Return the seconds of a ring all-reduce of `payload` bytes (Radius paper, Eq. 3)."""
         n = self.ranks
         return 2 * self.alpha * (n - 1) + 2 * payload * self.beta * (n - 1) / n
 
@@ -49,10 +46,10 @@ def fit(ranks: int, *, small: tuple[int, float], large: tuple[int, float]) -> Al
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBetaTimeline:
-    """The times of a step that sends nothing.
+    """The times of a step that sends nothing, in seconds from its start.
 
-    Seconds from its start until each parameter's gradient is complete, until backward ends, and
-    until the step ends.
+    `ready` is the time at which the gradient of each parameter is complete, `backward` the end of
+    backward and `step` the end of the step.
     """
 
     ready: Mapping[str, float]

@@ -216,7 +216,7 @@ class DdpTraining:
 class DdpLoop(DdpTraining):
     """Our GPT in torch's DistributedDataParallel.
 
-    One parameter for the tied table; parameters and moments in the dtype.
+    The tied table is one parameter. Parameters and moments have the dtype.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class DdpLoop(DdpTraining):
 
 
 class Batches:
-    """The microbatches that our trainer reads, for the other contenders."""
+    """The microbatches that a trainer of ours would read, for the other contenders."""
 
     def __init__(self, trainer: Trainer) -> None:
         reader, size = trainer.readers.train, trainer.config.training.global_batch_size
@@ -270,7 +270,7 @@ def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.AdamW:
 
 
 def sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.SGD:
-    """Torch's fused SGD with momentum and L2 weight decay of all parameters."""
+    """Return torch's fused SGD with momentum, and L2 weight decay of all parameters."""
     return torch.optim.SGD(
         parameters, lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=IMAGE_DECAY, fused=True
     )
@@ -291,7 +291,7 @@ def _communication_hook(hook: str, rank: int) -> tuple[object, Callable[..., Any
 
 
 class _LossModule(torch.nn.Module):
-    """Returns the mean loss as `forward`, which DDP wraps."""
+    """A module whose forward returns the mean loss, as DDP needs it."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

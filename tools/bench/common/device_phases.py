@@ -12,7 +12,7 @@ from megatron.training import Trainer
 
 
 class DevicePhases:
-    """Marks the beginning and the end of each method of a trainer in the device's queue.
+    """Marks in the device's queue at the beginning and the end of a trainer's methods.
 
     Nothing waits before `seconds` is called, so the queue stays as full as without marks.
     """

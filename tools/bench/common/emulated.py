@@ -42,10 +42,9 @@ class EmulatedLayer:
 
 
 class EmulatedTraining:
-    """What a step pretends to compute: layers, seconds of forward and backward.
+    """The computation that a step emulates: its layers, and seconds of forward and backward.
 
-    `bucket`: entries of a bucket, None for the trainer's own; `image`: an image network, trained
-    with momentum SGD and without clipping.
+    `image` stands for an image network, which is trained with momentum SGD and without clipping.
     """
 
     forward: float
@@ -54,21 +53,21 @@ class EmulatedTraining:
 
     @property
     def parts(self) -> Sequence[EmulatedLayer]:
-        """Return the layers in the order of the forward pass."""
+        """Layers in the order of the forward pass."""
         raise NotImplementedError
 
     @property
     def bucket(self) -> int | None:
-        """Return the entries of a bucket."""
+        """Number of entries of a bucket; None for the trainer's own."""
         return None
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters."""
+        """Number of parameters."""
         return sum(math.prod(shape) for part in self.parts for shape in part.shapes.values())
 
     def gradients(self, seed: int, dtype: str = "float32") -> Gradients:
-        """Return the gradients of backward, the same at every step."""
+        """Return the random gradients of a backward, drawn from `seed`, by layer and parameter."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(shape: Sequence[int]) -> torch.Tensor:
@@ -79,7 +78,7 @@ class EmulatedTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation(EmulatedTraining):
-    """`layers` of one matrix and one vector each. Each matrix fills a bucket."""
+    """Equal layers of one matrix and one vector each; a matrix fills a bucket."""
 
     layers: int = 8
     rows: int = 1120
@@ -170,7 +169,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 def infos_of(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[ParamInfo]:
-    """Return whole parameters as the engine wants them; weight decay is of matrices alone."""
+    """Return parameters as the engine wants them, unsharded; only matrices decay."""
     return [
         ParamInfo(
             name=name,
@@ -209,8 +208,8 @@ class _EmulatedLayer(torch.autograd.Function):
 class EngineTraining:
     """A step of our engine, a registered gradient path and our optimizer around a model.
 
-    `bucket`: entries of a bucket, None for the trainer's own; `image`: momentum SGD without
-    clipping in place of AdamW.
+    `bucket` is the number of entries of a bucket (None: the trainer's own). With `image`, momentum
+    SGD without clipping takes the place of AdamW.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The image networks of the SAMO paper, computing: random images, the same batch at every step."""
+"""The image networks of the SAMO paper on random images, the same batch at every step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tools.planner.replay.image_networks import CLASSES
 class ImageTraining:
     """A network of `image_networks.NAMES` and the batch of one rank.
 
-    `images` of `side` x `side` pixels a step; `width` is a factor of the hidden channels. Dropout
-    is off, since the time of a step is all that is asked.
+    A step takes `images` images of `side` x `side` pixels. `width` is a factor of the hidden
+    channels. Dropout is off, since only the time of a step is measured.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ImageTraining:
 
 
 class ImageModel(torch.nn.Module):
-    """A network that classifies one batch: the mean cross entropy is its output."""
+    """A network with one batch of images; its output is the mean cross-entropy."""
 
     def __init__(self, made: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
         super().__init__()

@@ -73,9 +73,9 @@ _GO_WITH = {
 class Method:
     """A row of the benchmark.
 
-    `kind`: compute, dense, radius, topk, powersgd, samo, samo+radius (ours), or ddp. `density` of a
-    radius or topk path, `rank` of either PowerSGD, `sparsity` of samo's masks; `bucket_mb` None is
-    DDP's default.
+    `kind` is compute, dense, radius, topk, powersgd, samo or samo+radius (ours), or ddp. `density`
+    belongs to radius and topk, `rank` to PowerSGD (ours or DDP's), and `sparsity` to samo's masks.
+    `bucket_mb` None means DDP's default.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Method:
 
     @property
     def resamples(self) -> bool:
-        """True if some of its steps send everything."""
+        """Whether some of the method's steps send everything."""
         return self.kind.endswith("radius")
 
     @property
@@ -122,7 +122,7 @@ def method(name: str, *, interval: int = 4) -> Method:
 
 
 def with_computing(names: Sequence[str]) -> list[str]:
-    """Return these rows after the rows that only compute."""
+    """Return these rows, preceded by the rows that compute the same and send nothing."""
     return list(dict.fromkeys([COMPUTE, *(method(name).compute for name in names), *names]))
 
 

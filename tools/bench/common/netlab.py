@@ -69,7 +69,7 @@ class Network:
 
     @property
     def interface(self) -> str | None:
-        """Return the interface with this rank's own counters; None if ranks share one."""
+        """The interface with this rank's own counters; None if ranks share one."""
         return None if self.rate == NO_LIMIT else "net0"
 
 
@@ -106,7 +106,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def why_not(network: Network) -> str | None:
-    """Return why this network is not available on this machine, in one line; else None."""
+    """Return the reason, in one line, if this network is not available here; else None."""
     if network.rate == NO_LIMIT:
         return None
     options = ["--ranks", "1", "--rate", network.rate, "--delay", network.delay]

@@ -32,7 +32,7 @@ PHASES = (FORWARD, BACKWARD, GATHER, CHECK, WAIT, NORM, OPTIMIZER, SCATTER, LOGG
 
 
 class Phases:
-    """Wraps a trainer's methods; `means` returns the mean seconds of each phase over the steps."""
+    """Stopwatches around a trainer's methods, which `remove` takes away."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._seconds: dict[str, float] = {phase: 0.0 for phase in PHASES}

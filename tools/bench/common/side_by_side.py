@@ -33,8 +33,8 @@ class Contender(Protocol):
 class Timing:
     """The steps of one contender.
 
-    Median and minimum seconds, median CPU seconds of this process, tokens/s by the median, first
-    and last loss.
+    Seconds are of a whole step; `cpu_seconds` is the median CPU time of this process. Tokens per
+    second follow from the median. `first_loss` is that of the first step, warm-up included.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Tokens/s of `ours` over tokens/s of `theirs`.
+    """Tokens/s of `ours` divided by tokens/s of `theirs`.
 
-    The ratio is the median over the rounds in which both ran directly one after the other. `target`
-    None: for information.
+    The ratio is the median over rounds, in each of which both took a step. Without a `target` it is
+    for information.
     """
 
     ours: str
@@ -61,7 +61,7 @@ class Ratio:
 
     @property
     def met(self) -> bool:
-        """True if the target is reached."""
+        """Whether the target, if there is one, is reached."""
         return self.target is None or self.ratio >= self.target
 
 

@@ -1,4 +1,4 @@
-"""The memory of a process: by Linux, of live tensors, and of gradients during a backward."""
+"""The memory of a process: as Linux counts it, of live tensors, and of gradients in backward."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WholeGradients(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Return the current number."""
+        """Number of these tensors that are alive now."""
         return sum(not made.expired() for made in self._made.values())
 
     def __torch_dispatch__(

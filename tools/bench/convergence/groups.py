@@ -17,8 +17,8 @@ class RunGroup:
 
     `gap` is the mean over seeds of the validation loss minus that of the dense run of the same
     seed, beta2 and optimizer. `error` is its standard error; with one seed it comes from the
-    scatter of groups with several (`error_is_own` False). None if a run failed or the value is
-    unknown.
+    scatter of groups with several (`error_is_own` False). Both are None if no seed has a gap, and
+    the error also if no group has several seeds.
     """
 
     name: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tools.bench.convergence.groups import RunGroup
 
 SMOOTHED = 5
-"""Points of a curve that are averaged."""
+"""Number of points of a curve that are averaged into one."""
 
 
 @dataclass(frozen=True, kw_only=True)

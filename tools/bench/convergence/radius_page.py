@@ -42,7 +42,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """True if the margin exceeds twice its standard error."""
+        """Whether the margin exceeds twice its standard error."""
         return self.margin > 2 * self.error
 
 

@@ -124,11 +124,11 @@ class StudyRun:
 
     @property
     def is_dense(self) -> bool:
-        """True if other runs fork from it and are compared with it."""
+        """Whether other runs fork from this run and are compared with it."""
         return self.variant == DENSE
 
     def entries(self, plan: StudyPlan) -> int:
-        """Number of trained parameters, after pruning."""
+        """Return the number of trained parameters, after pruning."""
         if self.sparsity is None:
             return parameters(plan.sequence, self.shape)
         return stored(plan.sequence, self.sparsity, self.shape)
@@ -215,9 +215,9 @@ def stages(run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path) -> Ite
 def trunk_stages(
     run: StudyRun, plan: StudyPlan, *, data: Path, runs_dir: Path
 ) -> Iterator[list[str]]:
-    """The starts of the dense run that a fork still lacks.
+    """Yield the starts of a dense run that make the checkpoints which a fork still lacks.
 
-    A dense run may have its row from another machine, whose folder is not here.
+    The row of the dense run may come from another machine, so that its folder is not here.
     """
     if run.start is not None:
         steps = [step for step in fork_steps(plan) if step < plan.start_step(run.start)]

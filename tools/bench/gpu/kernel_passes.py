@@ -92,7 +92,7 @@ class KernelBench:
         rounds: int,
         peers: bool,
     ) -> dict[str, Any]:
-        """Time every pass of every model and density.
+        """Time every pass of every model and density, and return the report.
 
         Seconds are medians over rounds in which our kernel and its peer take turns.
         """

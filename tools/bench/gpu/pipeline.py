@@ -50,7 +50,7 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 
 @dataclass(frozen=True)
 class QueueCase:
-    """A run of `ranks` GPUs."""
+    """A run on `ranks` GPUs, with more flags and environment variables."""
 
     name: str
     ranks: int
@@ -132,7 +132,7 @@ def problem(case: QueueCase, folder: Path, first: RunData | None, *, smoke: bool
 
 
 def _env(case: QueueCase, rank: int, port: int) -> list[str]:
-    """Return the environment `env` with torchrun's variables.
+    """Return the beginning of a command that sets torchrun's variables.
 
     Starting ranks without torchrun ensures that they end with this tool.
     """

@@ -177,7 +177,10 @@ def _reader_flags(shape: Shape) -> list[str]:
 def _time(
     contender: Contender, shape: Shape, *, steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return the median step after warm-up. Every step reads the loss, which waits for the GPU."""
+    """Return the figures of a contender's steps after warm-up.
+
+    Every step reads the loss, which waits for the GPU.
+    """
     began = perf_counter()
     losses = [contender.step()]
     first = perf_counter() - began

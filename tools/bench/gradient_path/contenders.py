@@ -40,8 +40,8 @@ NOTHING = float("nan")
 class Facts:
     """Facts about one step on this rank.
 
-    Bytes sent by the ring model (NaN if the contender does not count them), entries sent over
-    entries stored, and seconds blocked on communication.
+    `bytes_sent` are counted by the ring model (NaN if the contender does not count them), `density`
+    is entries sent divided by entries stored, and `blocked` seconds of waiting for communication.
     """
 
     bytes_sent: float
@@ -73,10 +73,10 @@ class MeasuredContender(Protocol):
 
 
 class OursPath:
-    """Steps of our engine.
+    """A contender with our engine.
 
-    Blocked time is the reducer's waits plus the vote, which is the first to wait for pending
-    messages.
+    Its blocked time is that of the reducer's waits and of the vote, which is the first to wait for
+    pending messages.
     """
 
     def __init__(self, method: Method, engine: GradientEngine) -> None:
@@ -151,9 +151,9 @@ class TrainerPath(OursPath):
 
 
 class DdpPath:
-    """DDP.
+    """A contender with torch's DistributedDataParallel.
 
-    Blocked time is from the last gradient to the end of backward, including the copy back.
+    Its blocked time is from the last gradient to the end of backward, including the copy back.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class DdpPath:
 
 
 class Arrivals:
-    """Records when gradients are complete in steps of an engine that sends nothing."""
+    """A record of the times at which gradients are complete, for an engine that sends nothing."""
 
     def __init__(self, engine: GradientEngine) -> None:
         self._engine = engine
@@ -210,9 +210,10 @@ class Arrivals:
         self.backward.append(self._ended)
 
     def medians(self) -> dict[str, Any]:
-        """Return mean seconds over the kept steps, from the start of a step.
+        """Return the median times over the kept steps, in seconds from the start of a step.
 
-        They are until each gradient (`ready`, by name) and until the end of `backward`.
+        `ready` has the time at which each gradient is complete, by name, and `backward` is the end
+        of backward.
         """
         ready = {name: statistics.median(seconds) for name, seconds in self.ready.items()}
         return {"ready": ready, "backward": statistics.median(self.backward)}
@@ -304,7 +305,7 @@ def _ddp(
 
 
 def emulated(network: str | None, *, smoke: bool = False) -> EmulatedTraining:
-    """Return what a step pretends to compute: an image network, or the default model."""
+    """Return the emulated computation of an image network, or of the default model."""
     if network is None:
         return SMOKE_EMULATION if smoke else Emulation()
     times = SLOWER if network == "wide_resnet101" else 1.0

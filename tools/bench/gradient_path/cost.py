@@ -1,4 +1,4 @@
-"""The own work of a sparse step at 124M parameters, without a network limit.
+"""The cost that a sparse step adds at 124M parameters, without a network limit.
 
 GPT-2 small, sequence 256, micro-batch 2, one thread per rank. Steps of the methods take turns;
 stopwatches around the methods of engine and optimizer measure a path's own work. For Radius (d =
@@ -43,7 +43,7 @@ Seconds = Mapping[str, Mapping[str, float]]
 class CostStudy:
     """Methods to compare, by dtype, on a number of ranks.
 
-    It defines the phases of their own work, and the targets.
+    `own` describes the phases of a method's own work for the page, and `judge` returns the targets.
     """
 
     ranks: int

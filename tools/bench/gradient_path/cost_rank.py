@@ -39,7 +39,10 @@ SMALL_GPT2 = Shape(
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Return median seconds by kind of step and phase, of the slower rank of each step."""
+    """Run one rank with the settings in `arguments`, and return the exit code.
+
+    Rank 0 writes median seconds by kind of step and phase; each is the slowest rank's in a step.
+    """
     settings = json.loads(arguments[0])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

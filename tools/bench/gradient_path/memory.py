@@ -29,7 +29,7 @@ INTERVAL = 3
 def peak_memory(names: Sequence[str], emulation: Emulation) -> dict[str, float]:
     """Return the peak growth of resident memory in bytes, mean over two ranks, by method.
 
-    Also, as `parameters`, the number of parameters of the model.
+    The key `parameters` has the number of parameters of the model.
     """
     # Forks of this process have torch imported, which takes seconds.
     context = multiprocessing.get_context("forkserver")

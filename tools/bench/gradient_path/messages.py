@@ -23,7 +23,8 @@ HOOK_GAIN = 2
 class Sizes:
     """Shapes by name in the order of the forward pass, and the names of each of our buckets.
 
-    `stored` has the stored entries of parameters stored in part; `width` is bytes per entry.
+    `stored` has the number of stored entries by parameter; a parameter that it lacks is stored
+    whole. `entry_bytes` is the number of bytes of an entry that is sent.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -41,16 +42,16 @@ class Sizes:
 
     @property
     def stored_share(self) -> float:
-        """Return f of the SAMO paper: stored entries over all."""
+        """The share f of the SAMO paper: stored entries divided by all entries."""
         return sum(map(self.numel, self.shapes)) / sum(map(self.entries, self.shapes))
 
     @property
     def matrices(self) -> list[str]:
-        """Return the parameters in which sparse paths select entries."""
+        """Names of the parameters in which sparse paths select entries."""
         return [name for name in self.shapes if self.is_matrix(name)]
 
     def is_matrix(self, name: str) -> bool:
-        """Return whether sparse paths compress it."""
+        """Return whether sparse paths compress this parameter."""
         return len(self.shapes[name]) > 1
 
     def bytes_of(self, names: Sequence[str]) -> int:
@@ -120,9 +121,9 @@ def _bucket(
 
 
 def _selected(method: Method, numel: int, interval: int) -> float:
-    """Entries of a matrix that a Radius step sends.
+    """Return the number of entries of a matrix that a sparse Radius step sends.
 
-    Ceil(d n), with the rolling schedule also the T-th part that is sent densely.
+    It is ceil(d n); the rolling schedule also sends a T-th of the other entries.
     """
     kept = math.ceil(method.density * numel)
     return kept + (numel - kept) / interval if "rolling" in method.flags else kept

@@ -55,9 +55,10 @@ COLUMNS = ("seconds", "blocked", "bytes_sent", "density", "counted")
 class Settings:
     """The settings of a rank.
 
-    Of `warm_up + rounds` turns of each method the first are not kept. `interval`: Radius's T; its
-    first resample is over when the turns begin. `network`: an image network, whose contenders are
-    in memory one at a time, with `images` a step where it really computes.
+    Each method takes `warm_up + rounds` turns, and the first ones are not kept. `interval` is
+    Radius's T; its first resample is over when the turns begin. `network` names an image network;
+    its contenders are in memory one at a time, and take `images` images a step under the real
+    protocol.
     """
 
     protocol: str
@@ -107,7 +108,7 @@ class RankBench:
         self._medians: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Take all turns: of all contenders by turns, of an image network's one after another."""
+        """Take all turns: contenders alternate; those of an image network run one after another."""
         if self.settings.network is None:
             self._take_turns(self._contenders(self.methods))
             return
@@ -121,7 +122,10 @@ class RankBench:
             release()
 
     def result(self) -> dict[str, Any]:
-        """Return the results of all ranks: the slowest rank's time, means of the rest."""
+        """Return the results of all ranks: times of the slowest rank, means of other values.
+
+        Collective over the world.
+        """
         found = {name: self._over_ranks(rows) for name, rows in self.steps.items()}
         links = {size: self._over_ranks([[s] for s in rows]) for size, rows in self.links.items()}
         return {
@@ -182,7 +186,7 @@ class RankBench:
             self._parameters = [[info.name, list(info.param.shape)] for info in infos]
 
     def _head_start(self, contenders: Sequence[MeasuredContender]) -> None:
-        """Steps that no table shows.
+        """Take steps that no table shows, without sleeping.
 
         These are Radius's steps up to its first resample, and the steps after which DDP rebuilds
         its buckets and its PowerSGD begins.
@@ -221,7 +225,10 @@ class RankBench:
         return perf_counter() - began
 
     def _over_ranks(self, rows: list[list[float]]) -> list[list[float]]:
-        """Return each row's maximum over ranks of the first number, and the means of the others."""
+        """Return for each row the maximum over ranks of its first number, and means of the others.
+
+        Collective over the world.
+        """
         mine = torch.tensor(rows, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in self.groups.world.ranks]
         dist.all_gather(every, mine)

@@ -23,9 +23,10 @@ TARGET_RATE = "800mbit"
 class GradientPathRow:
     """A method on one network: seconds and bytes of one step.
 
-    Median and minimum time of the slowest rank, alpha-beta prediction, mean blocked time, and the
-    bytes that a rank reports and that its interface counted (None if unavailable). `resample` is
-    the median step of a resample, None if the method has none; `spread` is a mean step over an
+    `median` and `least` are times of the slowest rank in steps that are no resample, and
+    `predicted` is the time by the alpha-beta model. `blocked`, `bytes_sent` (as a rank reports
+    them) and `counted` (by its interface) are medians of the mean over ranks, None if unavailable.
+    `resample` is the median of a resample, None if there was none; `spread` is a mean step over an
     interval of `SPREAD` steps.
     """
 
@@ -85,7 +86,7 @@ class GradientPathTable:
 
 
 def table(result: Mapping[str, Any], network: Network) -> GradientPathTable:
-    """Make a table of rank 0's results, with predictions from the same run."""
+    """Return the table of the results that rank 0 wrote, with predictions from the same run."""
     settings, steps = result["settings"], result["steps"]
     interval = settings["interval"]
     link = fit(network.ranks, small=_timed(result, 0), large=_timed(result, -1))

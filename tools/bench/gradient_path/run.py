@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """All methods on all networks; the exit code."""
+    """Measure all methods on all networks, write the page, and return the exit code."""
     for name, least in (("rounds", 2), ("interval", 2), ("worlds", 2), ("images", 1)):
         value = getattr(options, name)
         smallest = min(value) if isinstance(value, list) else value
@@ -144,7 +144,10 @@ def _networks(options: argparse.Namespace) -> list[Network]:
 
 
 def _kinds(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Each protocol with each image network, and where that computes with each batch."""
+    """Return each protocol, with settings of `measure`.
+
+    For image networks these are each network and, under the real protocol, each batch.
+    """
     if options.set != VISION:
         return [(protocol, {}) for protocol in options.protocols]
     return [
@@ -172,9 +175,10 @@ def measure(
     image_network: str | None = None,
     images: int = 0,
 ) -> GradientPathTable:
-    """These methods, computing alone among them, on one network: a process a rank.
+    """Measure these methods on one network, with a process for each rank, and return the table.
 
-    `image_network`: train this one, with `images` of a rank, in place of the GPT.
+    `names` must contain the rows that send nothing. `image_network` is trained in place of the GPT,
+    with `images` images on each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {

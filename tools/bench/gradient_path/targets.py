@@ -81,7 +81,7 @@ def _bytes(each: GradientPathTable) -> list[SpeedTarget]:
 
 
 def _stored(each: GradientPathTable) -> list[SpeedTarget]:
-    """Check that SAMO's bytes over dense bytes of the same width are f, by both counters."""
+    """Return the targets that SAMO's bytes over dense bytes of the same width are f."""
     found: list[SpeedTarget] = []
     for name, share in each.stored.items():
         kind = method(name)
@@ -101,7 +101,7 @@ def _stored(each: GradientPathTable) -> list[SpeedTarget]:
 
 
 def _of_images(each: GradientPathTable) -> list[SpeedTarget]:
-    """Whatever SAMO's compression costs, an image network's step is not longer than dense's."""
+    """Return the target that a step of an image network with SAMO is not longer than dense."""
     if not each.model or not each.has("samo-0.9", "dense-bf16"):
         return []
     ratio = each.ratio("samo-0.9", "dense-bf16")

@@ -31,7 +31,7 @@ STEPS = 4
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the medians and their ratio, and return exit code 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -17,8 +17,8 @@ from tools.bench.image_accuracy.settings import TABLES, UPDATES_OF_EPOCH, ImageR
 class AccuracyRow:
     """The state of one run.
 
-    `updates` of `total` steps were made. `tests` are (epoch, accuracy, loss) on the test images;
-    `train_accuracy` is the mean of the last epoch's steps, on augmented images.
+    `updates` of `total` steps were made. `tests` are (epoch, accuracy, loss) on the test images.
+    `train_accuracy` is the mean over the last steps, as many as an epoch has, on augmented images.
     """
 
     nonzeros: int
@@ -35,12 +35,12 @@ class AccuracyRow:
 
     @property
     def label(self) -> str:
-        """The row's name."""
+        """The name of the row."""
         return "dense" if self.nonzeros == 100 else f"{self.nonzeros} % nonzeros, DSR"
 
 
 def row_of(run: ImageRun, folder: Path) -> AccuracyRow | None:
-    """Return the row of a run folder; None where no step was recorded."""
+    """Return the row of a run folder; None if no step was recorded."""
     try:
         data = read_run(folder)
     except ConfigError:

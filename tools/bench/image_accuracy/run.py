@@ -4,7 +4,7 @@
     python -m tools.bench.image_accuracy.run --work WORK --out OUT         write the page alone
     python -m tools.bench.image_accuracy.run --flags 30 --data FOLDER      the flags of one run
 
-One run after another, or those of --only; a run that was interrupted goes on from its last
+The tool makes one run after another, or those of --only. An interrupted run resumes from its last
 checkpoint, and a finished one is left alone. The page has the epochs that each run has reached.
 """
 
@@ -26,7 +26,7 @@ NONZEROS = (100, 30)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     runs = [
         ImageRun(nonzeros=nonzeros, epochs=options.epochs, seed=seed)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(run: ImageRun, *, data: str, work: Path) -> int:
-    """Start a run, or let it go on; returns its exit code, 0 if it was finished before."""
+    """Start or resume a run, and return its exit code; 0 if it was finished before."""
     folder = work / run.name
     if _is_finished(folder):
         return 0

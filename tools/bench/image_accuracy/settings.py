@@ -66,7 +66,7 @@ class ImageRun:
 
     @property
     def _scale(self) -> float:
-        """The length of the run in lengths of the report's."""
+        """Length of the run divided by that of the report's runs."""
         return self.epochs / TABLES["epochs"]
 
     @property

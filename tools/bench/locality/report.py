@@ -20,7 +20,7 @@ POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class LocalityCurve:
-    """How often entries of one kind of layer were among the `top` share.
+    """The frequencies with which entries of one kind of layer were among the `top` share.
 
     `percent` of the entries, the most frequent first, were marked with at least the frequency at
     the same position of `frequency` (marks over steps). `always`, `half` and `ever` are the shares
@@ -54,7 +54,7 @@ class LocalityCurve:
         shared: float,
         from_first: float,
     ) -> LocalityCurve:
-        """Return the curve of how often each entry was marked in `steps` steps."""
+        """Return the curve for the number of steps, of `steps`, in which each entry was marked."""
         rates = np.sort(np.asarray(counts, dtype=np.float64))[::-1] / steps
         places = np.unique(np.geomspace(1, len(rates), POINTS).astype(np.int64)) - 1
         return cls(

@@ -100,7 +100,7 @@ class Watch:
             self._add(kind, UPDATE, name, update[: math.prod(info.logical_shape)])
 
     def curves(self) -> list[LocalityCurve]:
-        """Return the counts over all matrices of a kind."""
+        """Return a curve for each kind of layer, quantity and share, over all its matrices."""
         found = []
         for (kind, what, top), group in self.counters.items():
             counts = torch.cat([c.counts for c in group.values() if c.counts is not None])
@@ -127,9 +127,9 @@ class Watch:
 def watch(
     flags: Sequence[str], *, steps: int, tops: Sequence[float], kinds: Mapping[str, str]
 ) -> tuple[list[LocalityCurve], dict[str, Any]]:
-    """Train `steps` steps with these flags, on one rank, and count.
+    """Train `steps` steps with these flags on one rank, and return the curves and facts of the run.
 
-    Raises `ConfigError` if the run ends earlier or is not dense.
+    Raises `ConfigError` if the run ends earlier, is not dense or has several ranks.
     """
     launch = detect_launch()
     config = resolve(parse(flags, paths=GRADIENT_PATHS), launch.world_size)

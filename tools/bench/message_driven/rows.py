@@ -25,7 +25,11 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationRow:
-    """The emulation of one network's ranks; seconds of an even stage's passes."""
+    """The emulated steps of the ranks of one network.
+
+    `forward` and `backward` are the seconds of a pass of an even stage, and `shape` is the shape of
+    an activation.
+    """
 
     forward: float
     backward: float
@@ -125,7 +129,7 @@ def _bubbles(
     seconds: Sequence[float],
     factors: Sequence[Factor],
 ) -> list[float]:
-    """Return the median over rounds of the idle over the busy time of each stage."""
+    """Return idle time divided by busy time of each stage, the median over rounds."""
     return [
         median(
             taken / emulation.busy(stage, count, factor) - 1

@@ -41,7 +41,7 @@ LINK_SHAPE = (1, 128, 768)
 Longer messages would keep links busy all the time, under any schedule.
 """
 _SCALE = {False: 1.0, True: 0.05}
-"""Factor on the length of the passes, with and without `--smoke`."""
+"""Factor of the length of the passes, by whether `--smoke` is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def _emulation(network: Network, options: argparse.Namespace) -> EmulationRow:
 
 
 def _run(network: Network, emulation: EmulationRow, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the emulation; return the results of rank 0."""
+    """Run the emulation on the network, and return the results that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         steps = options.steps if network.rate == NO_LIMIT else 0
         settings = {**vars(emulation), "steps": steps, "folder": folder}

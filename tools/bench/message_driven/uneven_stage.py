@@ -1,7 +1,4 @@
-"""The contenders of the benchmark of message-driven pipelines.
-
-Ways to run a step, stages that sleep unevenly, and how long a step is on paper.
-"""
+"""The contenders of the benchmark of message-driven pipelines, and stages that sleep unevenly."""
 
 from __future__ import annotations
 
@@ -27,8 +24,9 @@ PROFILES = (BALANCED, SLOW, JITTER)
 class UnevenContender:
     """A way to run a step.
 
-    `beyond`: microbatches in flight beyond the number of stages if messages drive it, None for the
-    fixed order of 1F1B; `ahead`: forwards before the first backward beyond those of 1F1B.
+    `beyond` is the number of microbatches in flight beyond the number of stages, for the
+    message-driven schedule; None means the fixed order of 1F1B. `ahead` is the number of forwards
+    before the first backward beyond those of 1F1B.
     """
 
     name: str

@@ -53,7 +53,7 @@ class NativeKernelRow:
 
     @property
     def ratio(self) -> float:
-        """Time of a step's operations, compiled over torch."""
+        """Time of the operations of a step, compiled divided by torch."""
         compiled, plain = (sum(self.took[work][who] for work in STEP) for who in (COMPILED, TORCH))
         return compiled / plain
 
@@ -83,7 +83,7 @@ class Mover:
         self._reduced = ReducedGrad(values=self.values, index=index)
 
     def prepare(self) -> None:
-        """Undo `take`."""
+        """Restore the entries that `take` cleared."""
         self._left.copy_(self._flat)
 
     def gather(self) -> None:
@@ -95,7 +95,7 @@ class Mover:
         self.index.take(self._left, self.values)
 
     def place(self) -> None:
-        """Pass `values` to an update rule."""
+        """Pass `values` to an update rule, chunk by chunk, with zeros elsewhere."""
         hyper = Hyper(t=1, lr=0.0, weight_decay=0.0)
         self.index.apply(self._rule, self._reduced, self._flat, (), hyper, factor=0.5)
 

@@ -60,9 +60,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Updates:
-    """Sum and apply gradients that are all complete at the start, in chunks of `k` buckets.
+    """The sums and updates of gradients that are all complete at the start, in chunks of k buckets.
 
-    This is the end of a pipeline's last backward.
+    A step is in this state at the end of a pipeline's last backward.
     """
 
     def __init__(

@@ -50,10 +50,10 @@ BUCKET_SIZE, COARSENING = 4_000_000, 4
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Where states are, with the median seconds of a step and of its part after backward.
+    """A step with states in one place: median seconds of the step, and of its part after backward.
 
-    Bytes on the device, of which `buffers` are neither parameters nor gradients, and in host
-    memory.
+    `device` and `host` are bytes on the device and in host memory. `buffers` are those bytes on the
+    device that are neither parameters nor gradients.
     """
 
     name: str
@@ -66,9 +66,9 @@ class States:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Buckets per all-reduce, or `APART`.
+    """A number of buckets per all-reduce, or `APART`.
 
-    Median seconds, and the speed over that of `APART`, median of the rounds.
+    `seconds` is a median, and `ratio` the median over rounds of the speed divided by `APART`'s.
     """
 
     k: str
@@ -146,9 +146,10 @@ class WatchedMemory(Ours):
 
 
 def states(shape: Shape, options: argparse.Namespace) -> tuple[list[States], dict[str, float]]:
-    """Compare steps with states on the device and in host memory.
+    """Measure steps with states on the device and in host memory.
 
-    Returns the ratios of resident to offloaded seconds, and of bytes on the device.
+    Returns rows and ratios: of the seconds of a step and an update in host memory to those on the
+    device, and of the bytes on the device, resident to offloaded.
     """
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)

@@ -66,12 +66,12 @@ class PruningComparison:
 
     @property
     def below(self) -> bool:
-        """True if the difference exceeds twice the error."""
+        """Whether the difference exceeds twice the error."""
         return self.error is not None and self.difference > 2 * self.error
 
     @property
     def line(self) -> str:
-        """Return the verdict in words."""
+        """The verdict in words."""
         known = self.error is not None
         error = f"{'~' * (len(self.seeds) == 1)}{self.error:.4f}" if known else "not known"
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"

@@ -12,7 +12,7 @@ from tools.bench.common.figures import plain_axes, save
 from tools.bench.convergence.groups import RunGroup, standard_error, title_of
 from tools.bench.convergence.model import parameters
 from tools.bench.convergence.report import ReportedFinding, Study, size_of, table
-from tools.bench.convergence.rows import Row
+from tools.bench.convergence.rows import WINDOWS, Row
 from tools.bench.convergence.study import SEEDS, StudyRun
 from tools.bench.pruning.study import SPARSITY, from_scratch
 from tools.bench.pruning_rates.study import FACTORS, base_and_factor, study, swept
@@ -33,7 +33,7 @@ def losses_of(rows: Sequence[Row]) -> Losses:
 
 
 def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
-    """The tables, and what is missing."""
+    """Return the tables of the page, with the names of runs that have no row yet."""
     losses = losses_of(rows)
     lines = by_rate(losses)
     lines += [
@@ -42,7 +42,14 @@ def tell(rows: Sequence[Row], groups: Sequence[RunGroup]) -> ReportedFinding:
         "",
     ]
     lines += against(losses)
-    lines += ["", "Weights that a rewiring pruned, over all that the run trains:", ""]
+    width = window_of(rows[0]["plan"])
+    lines += [
+        "",
+        "Share of the run's trained weights that a rewiring pruned (median and largest), and the "
+        f"largest rise of the training loss over a rewiring, from the mean of {width} steps before "
+        f"it to that of {width} steps after it:",
+        "",
+    ]
     lines += rewirings(rows)
     done = {row["name"] for row in rows}
     missing = [run.name for run in study() if run.name not in done]
@@ -81,28 +88,53 @@ def against(losses: Losses) -> list[str]:
 
 
 def rewirings(rows: Sequence[Row]) -> list[str]:
-    """Return the table of what rewirings pruned: their number, the median and the largest."""
+    """Return the table of rewirings by run: their number, shares pruned, and rises of the loss."""
     lines: list[list[str]] = []
     for row in rows:
         if counts := row.get("dsr_pruned"):
             trained = row["stored"] * parameters(row["plan"]["sequence"])
             step, most = max(counts, key=lambda each: each[1])
             middle = statistics.median(count for _, count in counts)
-            name = f"{title_of(row['group'])}, seed {row['seed']}"
+            rises = loss_rises(row)
+            struck = max(rises, key=lambda step: rises[step])
             lines.append(
                 [
-                    name,
+                    f"{title_of(row['group'])}, seed {row['seed']}",
                     str(len(counts)),
                     f"{middle / trained:.2f}",
                     f"{most / trained:.2f}",
                     str(step),
+                    f"{rises[struck]:+.2f}",
+                    str(struck),
                 ]
             )
-    return table(("run", "rewirings", "median", "largest", "after step"), lines)
+    header = ("run", "rewirings", "median", "largest", "after step", "loss rise", "after step")
+    return table(header, lines)
+
+
+def loss_rises(row: Row) -> dict[int, float]:
+    """Return the rise of the training loss over each rewiring, by the step of the rewiring.
+
+    The rise is the mean loss of the first whole window of the curve after the rewiring, minus that
+    of the last one before it. A rewiring without both windows is left out.
+    """
+    width = window_of(row["plan"])
+    found: dict[int, float] = {}
+    for step, _ in row["dsr_pruned"]:
+        before = [loss for last, loss in row["curve"] if last <= step]
+        after = [loss for last, loss in row["curve"] if last - width >= step]
+        if before and after:
+            found[step] = after[0] - before[-1]
+    return found
+
+
+def window_of(plan: Mapping[str, Any]) -> int:
+    """Return the number of steps over which a point of a loss curve is the mean."""
+    return plan["steps"] // WINDOWS
 
 
 def draw(path: Path, rows: Sequence[Row]) -> bool:
-    """Draw the loss of each row by learning rate; False without matplotlib."""
+    """Draw the mean loss of each group by learning rate; return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

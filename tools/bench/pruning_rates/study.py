@@ -1,7 +1,4 @@
-"""The runs of the study of learning rates of pruned networks.
-
-No torch.
-"""
+"""The runs of the study of learning rates of pruned networks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ MOST_RUNS = 64
 
 
 def study() -> tuple[StudyRun, ...]:
-    """All runs, those first that matter most: a study may be stopped at any of them."""
+    """Return all runs, the most important first: a study may be stopped at any of them."""
     runs = [StudyRun(variant=DENSE, seed=SEEDS[0])]
     scratch, others, rest = swept()
     for factor in FACTORS:
@@ -43,7 +40,10 @@ def study() -> tuple[StudyRun, ...]:
 
 
 def swept() -> tuple[tuple[StudyRun, ...], ...]:
-    """The rows of the study of pruning at p = 0.9, and the dense ones, in three groups."""
+    """Return the runs of the study of pruning at p = 0.9, and dense ones, in three groups.
+
+    The groups are runs from scratch, others with AdamW, and the rest, in order of importance.
+    """
     scratch = (
         from_scratch(SPARSITY, rewired=True),
         from_scratch(SPARSITY, rewired=False),
@@ -65,7 +65,7 @@ def swept() -> tuple[tuple[StudyRun, ...], ...]:
 
 
 def at_rate(run: StudyRun, factor: int) -> StudyRun:
-    """The run at `factor` times its learning rate; where it leaves a dense run, from there on."""
+    """Return the run at `factor` times its learning rate, a fork from its fork on."""
     if factor == 1:
         return run
     highest = factor * (SGD_LR if run.optimizer == "sgd" else LR)

@@ -43,7 +43,7 @@ class ModelState:
         return sum(self.bytes.values()) / self.entries
 
     def expected(self, grad_bytes: int, param_bytes: int = 2, *, moments: int = 2) -> float:
-        """Return the bytes a parameter that the path's note promises of a CPU."""
+        """Return the bytes per parameter that `samo.memory.state_bytes` predicts for a CPU."""
         kinds = state_bytes(
             self.entries,
             self.stored,
@@ -56,7 +56,10 @@ class ModelState:
 
 
 def count(optimizer: BucketOptimizer, before: Mapping[int, int]) -> ModelState:
-    """Count tensors other than the storages that existed `before` (`tensors.storages`)."""
+    """Count the bytes of the tensors of a trainer by kind.
+
+    Storages that existed `before` (as `tensors.storages` returns them) do not count as `other`.
+    """
     engine = optimizer.engine
     slices = [(info, where.numel) for info, _, where in engine.slices()]
     leaves = [leaf for info, _ in slices for leaf in info.leaves]

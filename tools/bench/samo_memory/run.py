@@ -75,9 +75,9 @@ RUN = "--train-iters 4 --eval-iters 0 --log-interval 1 --bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """A measurement of one sparsity ("dense": the dense path).
+    """A measurement of one sparsity, or of the dense path ("dense").
 
-    `gradients`: maximum number of whole gradients alive at once.
+    `gradients` is the maximum number of whole gradients that were alive at once.
     """
 
     sparsity: str
@@ -88,18 +88,18 @@ class MemoryRow:
 
     @property
     def equation(self) -> float:
-        """Return 18 f + 2, or 20 f + 2 with gradients in fp32; 4 f less with momentum SGD."""
+        """18 f + 2 bytes a parameter, 20 f + 2 with fp32 gradients; 4 f less with momentum SGD."""
         return own_bytes(self.grad_bytes, self.moments) * self.state.f + 2
 
     @property
     def paper(self) -> float:
-        """Return Eq. 2, in bytes a parameter."""
+        """Eq. 2 of the paper, in bytes a parameter."""
         entries = self.state.entries
         return paper_bytes(entries, self.state.stored, self.moments) / entries
 
     @property
     def saved(self) -> float:
-        """Return the share that is saved of the paper's dense states."""
+        """Saved share of the paper's dense model state."""
         return 1 - self.state.each / default_bytes(self.moments)
 
 
@@ -113,7 +113,7 @@ class ImageMemoryRow:
 
     @property
     def paper(self) -> int:
-        """Return the bytes by the paper's count: 16 a parameter of dense training, else Eq. 2."""
+        """Bytes by the paper's count: 16 a parameter of dense training, else Eq. 2."""
         state = self.state
         if state.stored == state.entries:
             return default_bytes(MOMENTUM_SGD) * state.entries
@@ -121,7 +121,7 @@ class ImageMemoryRow:
 
     @property
     def equation(self) -> int:
-        """Return the bytes by this program's count: 14 f + 2, dense 12, a parameter."""
+        """Bytes by this program's count: 14 f + 2 a parameter, or 12 for the dense path."""
         state = self.state
         each = own_bytes(2, MOMENTUM_SGD) - (0 if state.indexed else POSITION_BYTES)
         return each * state.stored + 2 * state.entries
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(shape: Shape, sparsity: str, grad_bytes: int, moments: int = ADAM) -> MemoryRow:
-    """Train two steps and count; the second tells how many whole gradients there are at once."""
+    """Train two steps, and count tensors afterwards and whole gradients during the second."""
     optimizer = ("--optimizer", "sgd") if moments == MOMENTUM_SGD else ()
     groups = ProcessGroups.build(ParallelDims(tp=1, dp=1, pp=1), rank=0)
     before = storages()
@@ -273,7 +273,7 @@ def as_markdown(
     peaks: Mapping[str, int],
     reached: Sequence[SpeedTarget],
 ) -> str:
-    """Tables by bytes of a gradient, of image networks, peaks of runs, targets."""
+    """Return the page: a table for each width of gradients, image networks, peaks and targets."""
     moments = rows[0].moments
     parts = [NOTE.format(equation=formula(moments), dense=default_bytes(moments))]
     for grad_bytes in GRADIENTS:

@@ -6,7 +6,7 @@
     python -m tools.bench.samo_vision.run --again FOLDER --out FOLDER --rates 200mbit ...
                                                             adds to a report, or measures again
 
-`tools.bench.gradient_path.run --set samo-vision`; its flags.
+Runs `tools.bench.gradient_path.run --set samo-vision`, and takes its flags.
 """
 
 from __future__ import annotations

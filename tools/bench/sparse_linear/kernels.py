@@ -50,8 +50,9 @@ class Operands:
 class Kernel:
     """One pass of the layer.
 
-    `run` returns the output; in a backward the gradients of the input and of the weights, whole or
-    CSR. `missing` says why it cannot run. `weight` is the matrix that it multiplies by.
+    `run` returns the output, or for a backward the gradients of the input and of the weights, whole
+    or CSR. `weight` is the matrix of the product. `missing` gives the reason if the kernel cannot
+    run.
     """
 
     name: str
@@ -79,9 +80,9 @@ def _both_orders(operands: Operands, one_pass: str, *, suffix: str = "") -> Iter
 
 
 def check(kernel: Kernel, operands: Operands) -> str:
-    """Run a kernel once and compare; return "" or why torch refuses.
+    """Run a kernel once, and return "" or torch's reason for refusing it.
 
-    A wrong result is a bug here.
+    Raises `AssertionError` if its result is wrong.
     """
     try:
         found = kernel.run()
@@ -134,7 +135,7 @@ def _csr_features_first(operands: Operands, one_pass: str) -> Callable[[], objec
 
 
 def _two_of_four(operands: Operands, one_pass: str) -> Kernel:
-    """Return the kernel for two nonzeros of four; the smallest others are dropped."""
+    """Return the kernel for two nonzeros of four: the two largest of four weights are kept."""
     groups = operands.weight.view(-1, 4)
     kept = torch.zeros_like(groups).scatter_(1, groups.abs().topk(2).indices, 1.0)
     weight = (groups * kept).view_as(operands.weight)

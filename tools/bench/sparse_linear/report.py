@@ -27,8 +27,8 @@ NOTE = (
 class SparseLinearRow:
     """One kernel at one size.
 
-    Median and minimum seconds, and the median of its seconds over those of the dense kernel in the
-    same round.
+    `seconds` is the median. `ratio` is the median of its seconds divided by those of the dense
+    kernel in the same round.
     """
 
     dtype: str
@@ -53,7 +53,7 @@ class Absence:
 
 @dataclass
 class Report:
-    """The measurements and their machine."""
+    """The measurements, with facts about their machine."""
 
     facts: dict[str, Any]
     rows: list[SparseLinearRow] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def dtypes(self) -> list[str]:
-        """Return the dtypes in the order of measurement."""
+        """Dtypes in the order of measurement."""
         return list(dict.fromkeys(row.dtype for row in self.rows))
 
     def of(self, dtype: str, one_pass: str) -> list[SparseLinearRow]:

@@ -80,7 +80,7 @@ def measure(
     rounds: int,
     turn_seconds: float,
 ) -> None:
-    """Add the rows of one layer.
+    """Measure one layer, and add its rows and absences to the report.
 
     Medians are over rounds in which all kernels take turns; ratios are to the dense kernel of the
     same round.

@@ -48,7 +48,7 @@ GROUPS = {
     "radius-0.4-rolling": "rolling_0.4-update",
     "radius-0.1-rolling": "rolling_0.1-update",
 }
-"""The study's run of each method."""
+"""Groups of the convergence study by the name of the method here."""
 RANKS = 4
 RESULTS = REPO / "tools" / "bench" / "convergence" / "results.jsonl"
 
@@ -57,9 +57,9 @@ RESULTS = REPO / "tools" / "bench" / "convergence" / "results.jsonl"
 class LossCourse:
     """A run over time.
 
-    `step` is the median of seconds per step after the fork from the dense run, `seconds` the time
-    of the run, `points` (seconds, mean training loss around then), and `dense_then` the dense run's
-    loss at the time when this run is over.
+    `step` is the median seconds of a step that is no resample. `seconds` is the time of the whole
+    run, and `loss` its smoothed training loss at the end. `points` are (seconds, smoothed training
+    loss). `dense_then` is the smoothed loss of the dense run at the time when this run is over.
     """
 
     method: str
@@ -171,8 +171,8 @@ def courses(
 def seconds_until(step: int, run: Trained, row: GradientPathRow, dense: float) -> float:
     """Return the seconds of the first `step` steps of a run.
 
-    These are dense steps up to the fork and then its own, of which each `interval`-th is a resample
-    if the method has resamples.
+    Steps up to the fork are dense. After it, each step whose number is a multiple of `interval` is
+    a resample if the method has resamples.
     """
     if run["start"] is None:
         return step * dense

@@ -3,9 +3,8 @@
     python -m tools.bench.translation.run --data-path data/de-en --work RUN --minutes 60 \\
         --out tools/bench/translation
 
-Training goes on where the run folder left off. With --minutes 0 nothing is trained: checkpoints of
-a run in progress are scored as they are there. A checkpoint is scored once: rows are kept in
-RUN/bleu.jsonl.
+Training resumes the run in its folder. With --minutes 0 nothing is trained, and the checkpoints
+that are there are scored. Each checkpoint is scored once: rows are kept in RUN/bleu.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ AVERAGED = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
+    """Run the tool and return the exit code."""
     options = _arguments(arguments)
     if options.minutes:
         code = train(options)
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Train for some minutes in a process of its own; returns its exit code."""
+    """Train for some minutes in a process of its own, and return its exit code."""
     command = [sys.executable, str(REPO / "pretrain_translation.py"), *FLAGS.split()]
     command += ["--data-path", options.data_path, "--run-dir", str(options.work)]
     command += ["--exit-duration-in-mins", str(options.minutes)]
@@ -159,12 +158,13 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the part of the page that follows its mark."""
     return (
         f"BLEU of the first {rows[-1]['pairs']} held-back pairs, lowercased, one reference, beam "
-        f"4, length penalty 1.\n\n{table(rows)}\n\n![BLEU by updates](figure.png)\n"
+        "4, length penalty 1, at most 60 tokens a translation, sacrebleu's tokenizer 13a.\n\n"
+        f"{table(rows)}\n\n![BLEU by updates](figure.png)\n"
     )
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Draw BLEU by updates; returns False where matplotlib is not installed."""
+    """Draw BLEU by updates; return False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""AxoNN on Summit (Singh and Bhatele 2022): figures 5 and 6, which make its two constants."""
+"""AxoNN on Summit (Singh and Bhatele 2022): figures 5 and 6, to which two constants are fitted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ablation:
 
     @cached_property
     def setting(self) -> Setting:
-        """Return the setting without overlap of all-reduce and optimizer, a later addition.
+        """The setting without overlap of all-reduce and optimizer, which AxoNN added later.
 
         States are offloaded, in buckets of 16 million, if they are not spread over enough stages.
         """
@@ -45,18 +45,18 @@ class Ablation:
 
     @cached_property
     def step(self) -> SimulatedStep:
-        """Return the simulated step of one batch."""
+        """The simulated step of one batch."""
         return single(self.setting)
 
     @property
     def pipeline(self) -> float:
-        """Return the seconds until all stages have finished backward."""
+        """Seconds until all stages have finished backward."""
         phases = self.step.phases
         return phases.compute + phases.messages + phases.bubble
 
     @property
     def all_reduce(self) -> float:
-        """Return the seconds of the median stage's all-reduce.
+        """Seconds of the all-reduce of a stage, the median over stages.
 
         The first stage also has the word table, which the paper's even phi = 12e9 / G_inter leaves
         out.
@@ -70,7 +70,7 @@ class Ablation:
 
     @property
     def optimizer(self) -> float:
-        """Return the seconds of the median stage's optimizer."""
+        """Seconds of the optimizer of a stage, the median over stages."""
         setting = self.setting
         held = (sum(bucket.numel for bucket in rank.buckets) for rank in setting.ranks)
         return statistics.median(update_seconds(setting.grid, setting.site, each) for each in held)

@@ -25,7 +25,8 @@ WEAK = {"12b": 48, "24b": 96, "50b": 192, "100b": 384}
 class Framework:
     """A framework that AxoNN is compared with.
 
-    (micro-batch, G_intra, G_inter) by model (table II), and the percentages of peak in the text.
+    `settings` has (micro-batch, G_intra, G_inter) by model (table II), and `percent` the range of
+    percentages of peak in the text.
     """
 
     name: str
@@ -98,7 +99,7 @@ def _other_step(
 
 
 def _in_parts(machine: Machine, setting: Setting) -> Link:
-    """Return the link of a message of which each tensor-parallel rank sends a part.
+    """Return the link of a message if each tensor-parallel rank sends a part of it.
 
     The receivers gather the parts (Narayanan et al. 2021, 4.1; DeepSpeed does so, too).
     """
@@ -132,7 +133,7 @@ def _if_hidden() -> str:
 
 
 def scaling(machine: Machine) -> ReplayTable:
-    """Return the tables of both comparisons."""
+    """Return the table of weak and strong scaling, of AxoNN and of the other frameworks."""
     weak = {model: _axonn_step(machine, model, world) for model, world in WEAK.items()}
     low, high = PERCENT
     rows = [

@@ -1,4 +1,4 @@
-"""The image networks of the SAMO paper (Table I) as numbers: layers, parameters, what exists."""
+"""The image networks of the SAMO paper (Table I) as numbers: layers, parameters, stored entries."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LAYERS: dict[str, tuple[str, Callable[..., list[Layer]]]] = {
 }
 NAMES = tuple(_LAYERS)
 SLOWER = 1.5
-"""Computing of WideResnet-101 over that of VGG-19, by the paper (section VI-B)."""
+"""Ratio of the computing times of WideResnet-101 and VGG-19, by the paper (section VI-B)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNetwork:
-    """Layers in the order of the forward pass; `title` is the paper's name."""
+    """A network by its layers in the order of the forward pass; `title` is the paper's name."""
 
     name: str
     title: str
@@ -38,21 +38,21 @@ class ImageNetwork:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each parameter by its logical name."""
+        """Shape of each parameter by its logical name."""
         return dict(parameter_shapes(self.layers))
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters."""
+        """Number of parameters."""
         return sum(map(math.prod, self.shapes.values()))
 
     @property
     def training_flops(self) -> int:
-        """Return operations of one image, forward and backward."""
+        """Operations of one image, forward and backward."""
         return training_flops(self.layers)
 
     def stored(self, sparsity: Fraction) -> int:
-        """Return the parameters that exist at `sparsity`: biases and batch norms are not pruned."""
+        """Return the number of stored entries at `sparsity`, which spares biases and norms."""
         return sum(
             stored_count(math.prod(shape), sparsity) if len(shape) > 1 else math.prod(shape)
             for shape in self.shapes.values()

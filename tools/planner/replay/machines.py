@@ -23,8 +23,8 @@ GPT2_VOCABULARY = 50257
 class Machine:
     """A site with one paper's software.
 
-    `reached`: share of a node's network rate; `blocking`: whether AxoNN's messages keep both their
-    GPUs from computing.
+    `efficiency` and `reached` are the shares of a GPU's peak and of a node's network rate that the
+    software reaches; `blocking` tells whether AxoNN's messages keep both their GPUs from computing.
     """
 
     site: str
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def facts(self) -> Site:
-        """Return the site with these two constants."""
+        """The site with the two shares of this machine."""
         found = read_site(SITES, self.site, self.gpu)
         return replace(found, efficiency=self.efficiency, network_efficiency=self.reached)
 
@@ -52,7 +52,7 @@ class Machine:
         )
 
     def setting(self, flags: str, world: int) -> Setting:
-        """Return the setting of the simulation."""
+        """Return the setting in which a run on `world` ranks is simulated."""
         plan = self.plan(flags, world)
         return Setting.of(plan.grid, plan.site, [stage.rank for stage in plan.stages])
 
@@ -67,7 +67,7 @@ class Machine:
         return Link(facts.nic_latency, rate / facts.gpus_per_node)
 
     def axonn(self) -> Links:
-        """Return the links: all-reduces and messages get a GPU's share."""
+        """Return AxoNN's links: all-reduces and messages get a GPU's share of its node's rate."""
         return Links(self.with_its_share(), self.with_its_share(), blocking=self.blocking)
 
 
@@ -79,7 +79,7 @@ def single(setting: Setting) -> SimulatedStep:
 
 
 def root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return the root of a monotonic function in [low, high] (regula falsi, Illinois)."""
+    """Return the root of a monotonic function in [low, high], by the Illinois algorithm."""
     at_low, at_high = function(low), function(high)
     assert at_low * at_high <= 0, "the bounds enclose it"
     x = low

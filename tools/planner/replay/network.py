@@ -44,7 +44,7 @@ SMALL = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --mock-data "
     "--vocab-size 64 --micro-batch-size 1 --train-iters 40 --lr 1e-3"
 )
-"""A run whose model is given elsewhere."""
+"""Flags of a run; the simulation takes shapes and pass times from elsewhere."""
 MESSAGE = 2 * 256 * 768 * 4
 """Bytes between the stages of tools/bench/pipeline/run.py, whose passes are those of a stage."""
 STAGE = PassSeconds(0.020, 0.040, 0.0)
@@ -52,16 +52,16 @@ STAGE = PassSeconds(0.020, 0.040, 0.0)
 
 @dataclass(frozen=True)
 class ReplayMethod:
-    """A gradient path of the benchmark as flags; `half`: its numbers have 16 bits."""
+    """A gradient path of the benchmark as flags; `half` tells whether it sends 16-bit numbers."""
 
     flags: str
     half: bool
 
     @classmethod
     def named(cls, name: str) -> ReplayMethod | None:
-        """Return the path of a row.
+        """Return the gradient path that a row of the benchmark measures.
 
-        None if it is not one of the program's paths, or if computation dominates its time.
+        None if the name is not of a dense, Radius or SAMO path, which alone are simulated.
         """
         match = METHOD.fullmatch(name)
         if match is None or (match["path"] != "dense") != (match["number"] is not None):

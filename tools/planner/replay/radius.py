@@ -17,7 +17,7 @@ MATRICES = 24 * 4 + 2
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A row of table 3, in ms."""
+    """A row of table 3, in milliseconds."""
 
     step: float
     all_reduce: float
@@ -47,7 +47,7 @@ DAYS = {1.0: 6.44, 0.5: 5.73, 0.4: 5.43, 0.1: 4.78}
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Time of a mean step at density d after Radius has started, ms."""
+    """Times of a mean step at some density after Radius has started, in milliseconds."""
 
     computing: float
     all_reduce: float
@@ -60,7 +60,7 @@ class ReplayResult:
 
 
 def mean_step(machine: Machine, density: float, ranks: int) -> ReplayResult:
-    """Return GPT-2.0B, no overlap, one resample in `INTERVAL` steps."""
+    """Simulate GPT-2.0B without overlap, and return the mean over an interval with one resample."""
     flags = (
         f"--config {REPO}/configs/gpt_2.0b.yaml --overlap-grad-reduce false "
         f"--micro-batch-size {min(MICRO, BATCH // ranks)}"

@@ -14,10 +14,10 @@ FAR = 10
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRow:
-    """`measured` and `simulated` values, in a unit.
+    """A figure of a source, with its `measured` and `simulated` values in a unit.
 
-    `low` and `high` in place of `measured`: the source gives only a range. `claim`: the source says
-    that the figure is above this value.
+    A source that gives only a range has `low` and `high` in place of `measured`. `claim` is a value
+    that the figure exceeds, as the source says.
     """
 
     what: str
@@ -32,14 +32,14 @@ class ReplayRow:
 
     @property
     def is_share(self) -> bool:
-        """Return whether its error is a difference, in points, and not a ratio."""
+        """Whether the error is a difference, in points, and not a ratio."""
         return self.unit == "%"
 
     @property
     def error(self) -> float:
-        """Return the error in percent of the measurement.
+        """The error in percent of the measurement, or of the nearest value in a range.
 
-        Shares differ in points, ranges by the distance outside.
+        The error of a share is a difference in points.
         """
         near = self.measured
         if near is None:
@@ -49,22 +49,22 @@ class ReplayRow:
 
     @property
     def shown(self) -> str:
-        """Return the error with its unit."""
+        """The error with its unit, as text."""
         return f"{self.error:+.1f}" + (" points" if self.is_share else " %")
 
     @property
     def is_off(self) -> bool:
-        """Return whether a prediction misses by a lot, or contradicts the source's claim."""
+        """Whether a prediction misses by more than `FAR`, or contradicts the source's claim."""
         return self.kind == PREDICTED and (abs(self.error) > FAR or not self.holds)
 
     @property
     def holds(self) -> bool:
-        """Return whether the claim holds in the simulation."""
+        """Whether the claim, if there is one, holds in the simulation."""
         return self.claim is None or self.simulated > self.claim
 
     @property
     def told(self) -> str:
-        """Return the measurement as text."""
+        """The measurement as text."""
         if self.measured is not None:
             return f"{self.measured:.{self.digits}f}"
         return f"{self.low:g} to {self.high:g}"
@@ -85,7 +85,7 @@ class ReplayTable:
     source: str = "paper"
 
     def errors(self, unit: str | None = None) -> list[float]:
-        """Return the relative errors of all predicted numbers."""
+        """Return the errors of all predicted figures, or of those in one unit."""
         return [
             row.error
             for row in self.rows
@@ -94,7 +94,7 @@ class ReplayTable:
 
     @property
     def summary(self) -> str:
-        """Return mean and largest error of the predictions, separately for shares and others."""
+        """Mean and largest error of the predictions in words, separately for shares and others."""
         found: list[str] = []
         for shares, unit in ((False, "%"), (True, "points")):
             errors = [
@@ -110,7 +110,7 @@ class ReplayTable:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Return the row for JSON."""
+        """The table as data for JSON."""
         return {
             "name": self.name,
             "machine": self.machine,

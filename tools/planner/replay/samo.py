@@ -57,7 +57,7 @@ class Model:
     batch: int
 
     def stages(self, compressed: bool) -> int:
-        """Smallest number of stages that fits."""
+        """Return the smallest power of two of stages whose GPUs hold the model."""
         measured = PAPER_SIZES["SAMO" if compressed else "dense"] / PAPER_MODEL
         stages = 1
         while measured * self.parameters / stages > GPU:
@@ -66,16 +66,16 @@ class Model:
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """Return the shape as a section of a configuration."""
+        """The shape as the model section of a configuration."""
         return SUMMIT.plan(self.flags(1), 1).grid.config.model
 
     @cached_property
     def parameters(self) -> int:
-        """Return the parameters of the whole model, by the cost model's own count."""
+        """Number of parameters of the whole model, as this program counts them."""
         return parameter_count(self.shape, GPT2_VOCABULARY)
 
     def flags(self, stages: int) -> str:
-        """Return the flags of a dense run; the messages of a SAMO stage are passed separately."""
+        """Return the flags of a dense run; `run` sets what a SAMO stage reduces."""
         schedule = "message-driven" if stages > 1 else "1f1b"
         return (
             f"--num-layers {self.layers} --hidden-size {self.hidden} "
@@ -101,7 +101,7 @@ MODELS = {
 
 @cache
 def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> SimulatedPhases:
-    """Return a step of AxoNN without or with SAMO."""
+    """Return the phases of a step of AxoNN, with SAMO if `compressed`."""
     stages = model.stages(compressed)
     plan = machine.plan(model.flags(stages), gpus)
     whole = pass_seconds(machine.plan(model.flags(1), 1).grid, plan.site, 0)
@@ -116,7 +116,7 @@ def run(machine: Machine, model: Model, gpus: int, *, compressed: bool) -> Simul
 
 
 def _rank(entries: float, *, ranks: int) -> RankShapes:
-    """Return a stage with this number of entries, all in one bucket."""
+    """Return the shapes of a stage with about this number of entries, all in one bucket."""
     shape = (max(int(entries) // 64, 1), 64)
     param = ParamShape(name="stage", logical_shape=shape, rows=shape[0])
     buckets = plan_buckets([param.entry(param.numel, "float16")], cap=2**62)

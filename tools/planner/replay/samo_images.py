@@ -35,8 +35,8 @@ BACKWARD = 2 / 3
 class ReplayedImageRun:
     """Data-parallel training of one network.
 
-    `image`: seconds of computing for an image, c; `compression`: seconds of compressing and
-    expanding in a step for a parameter; `hidden`: the share of computing that hides sending.
+    `image` is the seconds of computing for an image, c. `compression` is the seconds of compressing
+    and expanding in a step for a parameter. `hidden` is the share of computing that hides sending.
     """
 
     network: ImageNetwork
@@ -46,7 +46,7 @@ class ReplayedImageRun:
     hidden: float = 0.0
 
     def computing(self, gpus: int) -> float:
-        """Return the seconds of forward and backward of a GPU's images, c b."""
+        """Return the seconds c b of forward and backward of a GPU's images."""
         return self.image * BATCH / gpus
 
     def sending(self, gpus: int, *, pruned: bool) -> float:
