@@ -83,8 +83,6 @@ def on_rank_choice(groups: ProcessGroups) -> list[str]:
     found = [GRADIENT_PATHS["dense"].build(asked, infos, groups).reducer]
     plain = mean_reducer(config_of(DENSE), [], Exchange(groups.dp))
     return [type(r).__name__ for r in (*found, plain)]
-        type(r).__name__ for r in (*found, mean_reducer(config_of(DENSE), [], Exchange(groups.dp)))
-    ]
 
 
 def test_the_flag_chooses_the_reducer(ranks: Ranks) -> None:
