@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
-from megatron.data_parallel.bucket_plan import PathBytes, PlannedCollective, RankShapes, StepTraffic
+from megatron.data_parallel.bucket_plan import (
+    PathBytes,
+    PlannedCollective,
+    RankShapes,
+    StepTraffic,
+    payload,
+)
 from radius.index import index_bytes, keeps_bits, num_selected
 from radius.native_library import instruction_sets
 
@@ -123,13 +130,15 @@ def planned_traffic(
     rolling: bool,
     steps: int,
     value_bytes: int,
+    wire: str | None = None,
 ) -> list[StepTraffic]:
     """Return the traffic of a run of `steps` steps without skipped steps.
 
     Steps are dense up to the first resample, and then follow the schedule.
     """
+    carried = partial(payload, ranks=rank.ranks, grad_bytes=value_bytes, wire=wire)
     whole = [
-        PlannedCollective("all-reduce", value_bytes * bucket.numel, number)
+        PlannedCollective("all-reduce", carried(bucket, bucket.numel), number)
         for number, bucket in enumerate(rank.buckets)
     ]
     first = -(-max(start, 1) // interval) * interval
@@ -139,7 +148,8 @@ def planned_traffic(
     sparse = dict(enumerate(whole))
     for bucket in _chosen(rank, density):
         sent = bucket.chosen + (_flushed(bucket, interval) if rolling else 0)
-        sparse[bucket.bucket] = PlannedCollective("all-reduce", value_bytes * sent, bucket.bucket)
+        nbytes = carried(rank.buckets[bucket.bucket], sent)
+        sparse[bucket.bucket] = PlannedCollective("all-reduce", nbytes, bucket.bucket)
     found = [
         StepTraffic("dense, before Radius starts", first - 1, whole),
         StepTraffic("resample", resamples, whole),

@@ -201,6 +201,7 @@ class RadiusPath(GradientPath):
             rolling=options.radius_schedule == "rolling",
             steps=total,
             value_bytes=BYTES[config.precision.grad_dtype],
+            wire=config.gradient.grad_wire,
         )
 
     def _options(self, config: Config) -> RadiusConfig:

@@ -152,6 +152,12 @@ SAMO_PAIRS: tuple[RefusedPair, ...] = (
         "drop --samo-scope",
     ),
     _pair(
+        "dsr_interval with grad_wire int8 or int4 and feedback",
+        lambda o, c: o.dsr_interval is not None and c.gradient.keeps_rounding,
+        "what the wire rounded off belongs to entries that a rewiring prunes",
+        "give --grad-wire bf16, or --grad-wire-feedback false",
+    ),
+    _pair(
         "dsr_interval with samo_pruning early-bird",
         lambda o, _: o.dsr_interval is not None and o.samo_pruning == "early-bird",
         "one waits for a stable mask, the other changes it",

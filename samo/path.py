@@ -16,6 +16,7 @@ from megatron.data_parallel.bucket_plan import (
     ParamShape,
     PathBytes,
     RankShapes,
+    plan_feedback,
 )
 from megatron.data_parallel.gradient_path import (
     CheckpointView,
@@ -73,7 +74,7 @@ class SamoPath(GradientPath):
         groups: ProcessGroups,
         saved: CheckpointView | None = None,
     ) -> PathParts:
-        from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.encoded_wire import open_exchange
         from megatron.data_parallel.reduce_scatter import mean_reducer
         from samo.layout import CompressedLayout
         from samo.model_parts import ModelParts
@@ -93,7 +94,8 @@ class SamoPath(GradientPath):
                 _check_dense(options, shapes)
             return make_layout(first_masks(options, infos, parts, saved, seed=seed))
 
-        layout, reducer = parts.raise_on_all_ranks(draw), mean_reducer(config, Exchange(groups.dp))
+        layout = parts.raise_on_all_ranks(draw)
+        reducer = mean_reducer(config, infos, open_exchange(config, groups))
         return PathParts(
             layout=layout,
             reducer=reducer,
@@ -119,14 +121,15 @@ class SamoPath(GradientPath):
         }
 
     def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
-        """Return the bytes of the index that gradients, master weights and moments share."""
+        """Return the bytes of the shared index, and of what an encoded wire rounds off."""
         sizes = {name: param.numel for name, param in rank.params.items() if name in rank.stored}
         slices = {name: where for bucket in rank.buckets for name, where in bucket.slices.items()}
         stored = {name: slices[name].numel for name in sizes}
         index = {"index": index_bytes(sizes, stored, device=rank.device)}
         # A checkpoint holds one mask bit per entry.
         masks = sum(-(-rank.params[name].local_entries // 8) for name in sizes)
-        return PathBytes(index, shared=masks)
+        feedback = plan_feedback(config, rank)
+        return PathBytes({**index, **feedback.kept}, shared=masks, own=feedback.own)
 
 
 def _options(config: Config) -> SamoConfig:

@@ -78,6 +78,7 @@ WHOLE_RUNS = {
     "tests/training/test_fp16_grids.py",
     "tests/training/test_offload.py::test_a_run_makes_the_same_bits_and_goes_on_either_way",
     "tests/training/test_resume_grids.py",
+    "tests/training/test_wire.py::test_a_run_that_stops_in_between_continues_bit_by_bit",
     "tests/training/test_zero.py",
 }
 """Whole runs on grids of four ranks, each of which takes seconds: the fast tier leaves them out."""

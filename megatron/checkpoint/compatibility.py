@@ -20,6 +20,8 @@ _LATER: dict[str, Any] = {
 }
 """Settings that older checkpoints do not have, with the values that these were trained with."""
 _ADDED = {
+    "gradient.grad_wire": (None,),
+    "gradient.grad_wire_feedback": (True, False),
     "samo.samo_dense": (None,),
     "samo.dsr_frequency": (1.0,),
     "samo.dsr_growth": ("survivors", "zeros"),
@@ -55,7 +57,8 @@ def identity(
                 found.setdefault(f"{section}.{name}", value)
     for name in _OF_THE_DATA:
         found[f"training.{name}"] = getattr(config.training, name)
-    found[_PATH] = config.gradient.grad_path
+    for name, value in dataclasses.asdict(config.gradient).items():
+        found[f"gradient.{name}"] = value
     for section, options in config.extensions.items():
         for name, value in dataclasses.asdict(options).items():  # type: ignore[call-overload]
             found[f"{section}.{name}"] = value

@@ -635,6 +635,22 @@ class GradientConfig:
     grad_path: str = option(
         default="dense", help="How data-parallel ranks exchange gradients (ours)."
     )
+    grad_wire: Literal["fp32", "bf16", "int8", "int4"] | None = option(
+        default=None,
+        help="Format in which values travel between data-parallel ranks, rounded twice for any "
+        "number of ranks; 1-D parameters travel in at least bf16; none: a ring all-reduce in the "
+        "format in which gradients are accumulated (ours).",
+    )
+    grad_wire_feedback: bool = option(
+        default=True,
+        help="Keep what an int8 or int4 grad_wire rounds off and send it with the next gradients "
+        "(ours).",
+    )
+
+    @property
+    def keeps_rounding(self) -> bool:
+        """Whether ranks keep what the wire rounds off."""
+        return self.grad_wire in ("int8", "int4") and self.grad_wire_feedback
 
 
 @section

@@ -298,6 +298,30 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give these, or drop it",
     ),
     refused_pair(
+        "grad_wire with gradients accumulated in 16 bits",
+        lambda c: c.gradient.grad_wire is not None and c.precision.grad_dtype != "float32",
+        "it rounds fp32 values once, and these are rounded already",
+        "drop --grad-reduce-in-bf16, or give --accumulate-allreduce-grads-in-fp32 with --fp16",
+    ),
+    refused_pair(
+        "grad_wire with predivide_loss",
+        lambda c: c.gradient.grad_wire is not None and c.precision.predivide_loss,
+        "it encodes means, not sums",
+        "drop one of them",
+    ),
+    refused_pair(
+        "grad_wire with grad_path topk or powersgd",
+        lambda c: c.gradient.grad_wire is not None and c.gradient.grad_path in ("topk", "powersgd"),
+        "these baselines encode gradients in their own way",
+        "drop one of them",
+    ),
+    refused_pair(
+        "grad_wire int8 or int4, with feedback, with grad_path radius",
+        lambda c: c.gradient.keeps_rounding and "radius" in c.gradient.grad_path,
+        "the residual of Radius does not take what the wire rounds off",
+        "give --grad-wire bf16, or --grad-wire-feedback false",
+    ),
+    refused_pair(
         "predivide_loss with a grad_path other than dense and samo",
         lambda c: c.precision.predivide_loss and c.gradient.grad_path not in ("dense", "samo"),
         "its residual is compared with means over ranks",

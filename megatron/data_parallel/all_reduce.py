@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.data_parallel.bucket import GradBucket, Slice
 from megatron.data_parallel.exchange import Exchange, Transfer
-from megatron.data_parallel.reducer import GradientReducer, ReducedGrad, StepContext, Work
+from megatron.data_parallel.layout import BucketLayout
+from megatron.data_parallel.reducer import (
+    GradientReducer,
+    OptimizerUpdate,
+    PerEntryState,
+    ReducedGrad,
+    StepContext,
+    Work,
+)
+from megatron.data_parallel.wire_feedback import WireFeedback
 
 
 @dataclass
@@ -42,7 +52,7 @@ class _PiecesWork:
 
 
 class AllReduceReducer(GradientReducer):
-    """Stateless reducer that averages whole buckets in place by asynchronous all-reduce.
+    """Reducer that averages whole buckets in place by asynchronous all-reduce.
 
     One all-reduce per bucket is Eq. 2 of the Radius paper.
 
@@ -52,11 +62,27 @@ class AllReduceReducer(GradientReducer):
             before backward (AxoNN, section IV-B).
         most: Maximum number of entries per all-reduce; longer buckets are reduced in pieces. None
             means no limit.
+        feedback: Number of entries of each parameter on this rank, without padding. Each rank then
+            keeps what an encoded wire loses of its matrices, and sends it with the next gradients.
+            None: the reducer has no state.
     """
 
-    def __init__(self, exchange: Exchange, divides: bool = True, most: int | None = None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        divides: bool = True,
+        most: int | None = None,
+        feedback: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(exchange)
         self.divides, self.most = divides, most
+        self._entries = None if exchange.is_exact else feedback
+        self._feedback: dict[int, WireFeedback] = {}
+
+    def attach(self, buckets: Sequence[GradBucket], layout: BucketLayout) -> None:
+        if self._entries is not None:
+            matrices = [bucket for bucket in buckets if bucket.matrix]
+            self._feedback = {b.index: WireFeedback(b, self._entries) for b in matrices}
 
     def reduce(self, bucket: GradBucket, step: StepContext) -> Work:
         # A bucket may be empty on a tensor-parallel rank, and then on every data-parallel rank.
@@ -65,13 +91,39 @@ class AllReduceReducer(GradientReducer):
         most = self.most or bucket.numel
         starts = range(0, bucket.numel, most)
         pieces = [Slice(start, min(most, bucket.numel - start)) for start in starts]
-        work = [(where, self._reduced(where.of(bucket.grad))) for where in pieces]
+        lost: torch.Tensor | None = None
+        if step.layout_is_final and bucket.index in self._feedback:
+            lost = self._feedback[bucket.index].join(bucket.grad, step.loss_scale)
+        work = [(where, self._reduced(bucket, where, lost)) for where in pieces]
         return work[0][1] if len(work) == 1 else _PiecesWork(bucket.grad, work)
+
+    def commit(self, bucket: GradBucket, update: OptimizerUpdate | None) -> None:
+        if bucket.index in self._feedback:
+            self._feedback[bucket.index].keep()
+
+    def abort(self, bucket: GradBucket) -> None:
+        if bucket.index in self._feedback:
+            self._feedback[bucket.index].forget()
+
+    def state_tensors(self) -> Iterator[tuple[str, PerEntryState]]:
+        for feedback in self._feedback.values():
+            yield from feedback.states()
+
+    def load_state_tensors(
+        self, own: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]
+    ) -> None:
+        for feedback in self._feedback.values():
+            feedback.load(own)
 
     @property
     def overflow_bound(self) -> float | None:
+        if not self.exchange.is_exact:
+            return None
         return 1.0 if self.divides else float(self.exchange.ranks)
 
-    def _reduced(self, grad: torch.Tensor) -> TransferWork:
-        exchange = self.exchange
-        return TransferWork(grad, exchange.mean(grad) if self.divides else exchange.sum(grad))
+    def _reduced(self, bucket: GradBucket, where: Slice, lost: torch.Tensor | None) -> TransferWork:
+        grad, exchange = where.of(bucket.grad), self.exchange
+        if not self.divides:
+            return TransferWork(grad, exchange.sum(grad))
+        part = None if lost is None else where.of(lost)
+        return TransferWork(grad, exchange.mean(grad, matrix=bucket.matrix, lost=part))

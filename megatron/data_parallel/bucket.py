@@ -118,7 +118,8 @@ class GradBucket:
 
     `grad` is the 1-D accumulation buffer; entries between slices are always 0. A reducer may
     replace `grad` when it commits a step. `tp_sharded`: the parameters are sharded over the
-    tensor-parallel group; `partial`: their gradients must be summed over that group. If optimizer
+    tensor-parallel group; `partial`: their gradients must be summed over that group; `matrix`: they
+    have several axes. If optimizer
     states are sharded, `shard` is this rank's shard, and `storage` begins with `grad` and is as
     long as all shards.
     """
@@ -130,6 +131,7 @@ class GradBucket:
     tied: bool
     tp_sharded: bool
     partial: bool = False
+    matrix: bool = True
     shard: BucketShard | None = None
     storage: torch.Tensor | None = None
 

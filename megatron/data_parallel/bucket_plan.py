@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.data_parallel.bucket import ALIGNMENT, Slice
+from megatron.data_parallel.wire_format import format_of, mean_bytes
 from megatron.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
@@ -270,31 +271,55 @@ def mean_traffic(
     param_bytes: int,
     sharded: bool,
     most: int | None = None,
+    wire: str | None = None,
 ) -> list[StepTraffic]:
     """Return the traffic of a path that averages whole buckets.
 
     `sharded`: optimizer states are sharded, so parameters are gathered. `most` is the maximum
-    number of entries per all-reduce; None means no limit.
+    number of entries per all-reduce; None means no limit. `wire` is the value of `--grad-wire`.
     """
     sent: list[PlannedCollective] = []
     for number, bucket in enumerate(rank.buckets):
-        nbytes = grad_bytes * bucket.numel
+        each = partial(payload, bucket, ranks=rank.ranks, grad_bytes=grad_bytes, wire=wire)
         if sharded and rank.ranks > 1:
             own = shard_length(bucket.numel, rank.ranks)
             scattered = PlannedCollective("reduce-scatter", grad_bytes * own * rank.ranks, number)
             # gloo has no reduce-scatter, so there the whole bucket is all-reduced.
             sent.append(
                 scattered
-                if rank.device == "cuda"
-                else PlannedCollective("all-reduce", nbytes, number)
+                if rank.device == "cuda" and wire is None
+                else PlannedCollective("all-reduce", each(bucket.numel), number)
             )
             sent.append(PlannedCollective("all-gather", param_bytes * own, number))
         else:
             longest = most or max(bucket.numel, 1)
             for piece, start in enumerate(range(0, bucket.numel, longest)):
                 entries = min(longest, bucket.numel - start)
-                sent.append(PlannedCollective("all-reduce", grad_bytes * entries, number, piece))
+                sent.append(PlannedCollective("all-reduce", each(entries), number, piece))
     return [StepTraffic("every step", steps, sent)]
+
+
+def plan_feedback(config: Config, rank: RankShapes) -> PathBytes:
+    """Return the bytes in which the reducer of `plan_means` keeps what the wire rounds off.
+
+    Two buffers of the bucket's length, one of which a dropped step leaves unchanged.
+    """
+    if not config.gradient.keeps_rounding or rank.ranks == 1:
+        return PathBytes()
+    entries = sum(bucket.numel for bucket in rank.buckets if bucket.kind.matrix)
+    return PathBytes(kept={"wire feedback": 2 * 4 * entries}, own=4 * entries)
+
+
+def payload(
+    bucket: BucketPlan, entries: int, *, ranks: int, grad_bytes: int, wire: str | None
+) -> int:
+    """Return the bytes that an all-reduce of `entries` values of a bucket carries.
+
+    An encoded mean (`wire`) sends as many bytes as an all-reduce of its encoded chunks.
+    """
+    if wire is None:
+        return grad_bytes * entries
+    return mean_bytes(format_of(wire, matrix=bucket.kind.matrix), entries, ranks)
 
 
 def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
@@ -306,4 +331,5 @@ def plan_means(config: Config, rank: RankShapes) -> list[StepTraffic]:
         param_bytes=BYTES[config.precision.param_dtype],
         sharded=config.parallel.use_distributed_optimizer,
         most=config.offload.chunk if config.offload.optimizer_cpu_offload else None,
+        wire=config.gradient.grad_wire,
     )

@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.data_parallel.bucket_plan import ParamShape, PathBytes, RankShapes, StepTraffic
+from megatron.data_parallel.bucket_plan import (
+    ParamShape,
+    PathBytes,
+    RankShapes,
+    StepTraffic,
+    plan_feedback,
+)
 from megatron.data_parallel.gradient_path import CheckpointView, GradientPath, PathParts, Shapes
 
 if TYPE_CHECKING:
@@ -31,7 +37,10 @@ class DensePath(GradientPath):
     ) -> GradientReducer:
         from megatron.data_parallel.reduce_scatter import mean_reducer
 
-        return mean_reducer(config, exchange)
+        return mean_reducer(config, infos, exchange)
+
+    def plan_bytes(self, config: Config, rank: RankShapes) -> PathBytes:
+        return plan_feedback(config, rank)
 
 
 class ProductPath(GradientPath):

@@ -445,6 +445,7 @@ def _allocate(index: int, plan: BucketPlan, dtype: torch.dtype, device: torch.de
         tied=plan.kind.tied,
         tp_sharded=plan.kind.tp_sharded,
         partial=plan.kind.partial,
+        matrix=plan.kind.matrix,
     )
 
 

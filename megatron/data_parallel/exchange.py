@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
-from megatron.data_parallel.wire import Wire
+from megatron.data_parallel.wire import Waitable, Wire
 from megatron.parallel.groups import Group
 
 
@@ -77,7 +77,7 @@ class Transfer:
     """A collective in progress on `values`."""
 
     values: torch.Tensor
-    pending: Sequence[dist.Work | None]
+    pending: Sequence[Waitable | None]
     exchange: Exchange
 
     def wait(self) -> torch.Tensor:
@@ -127,15 +127,26 @@ class Exchange:
         return self._group.rank
 
     @property
+    def is_exact(self) -> bool:
+        """True if `mean` rounds nothing but its additions."""
+        return self.ranks == 1 or self._wire.is_exact
+
+    @property
     def world_ranks(self) -> Sequence[int]:
         """Global rank of each data-parallel rank, for messages."""
         return self._group.ranks
 
-    def mean(self, values: torch.Tensor) -> Transfer:
-        """Average a contiguous tensor over the ranks, in place, through the wire."""
+    def mean(
+        self, values: torch.Tensor, *, matrix: bool = True, lost: torch.Tensor | None = None
+    ) -> Transfer:
+        """Average a contiguous tensor over the ranks, in place, through the wire.
+
+        `matrix` and `lost` are those of `Wire.mean`.
+        """
         if self.ranks == 1:
             return self._started(values, [], 0)
-        return self._started(values, *self._wire.mean(self._group, values))
+        sent = self._wire.mean(self._group, values, matrix=matrix, lost=lost)
+        return self._started(values, *sent)
 
     def sum(self, values: torch.Tensor, *, about: str = "") -> Transfer:
         """Sum a contiguous tensor over the ranks, in place.
@@ -204,7 +215,7 @@ class Exchange:
         return sent, self.waits.take()
 
     def _started(
-        self, values: torch.Tensor, pending: Sequence[dist.Work | None], nbytes: int
+        self, values: torch.Tensor, pending: Sequence[Waitable | None], nbytes: int
     ) -> Transfer:
         self._bytes_sent += nbytes
         return Transfer(values, pending, self)

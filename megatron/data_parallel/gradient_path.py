@@ -177,10 +177,10 @@ class GradientPath:
             groups: The process groups of the grid.
             saved: The checkpoint whose weights will replace the initial weights, if any.
         """
-        from megatron.data_parallel.exchange import Exchange
+        from megatron.data_parallel.encoded_wire import open_exchange
         from megatron.data_parallel.layout import DenseLayout
 
-        reducer = self.reducer(config, infos, groups, Exchange(groups.dp))
+        reducer = self.reducer(config, infos, groups, open_exchange(config, groups))
         return PathParts(layout=DenseLayout(), reducer=reducer)
 
     # ---- for the planner: no torch, no ranks ----------------------------------------------------

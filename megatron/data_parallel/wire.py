@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,32 @@ from megatron.data_parallel.bucket_plan import ring_all_reduce_bytes
 from megatron.parallel.groups import Group
 
 
+class Waitable(Protocol):
+    """A communication in progress."""
+
+    def wait(self) -> object:
+        """Block until it is complete; on a GPU, block the current stream only."""
+        ...
+
+
 class Wire:
     """The encoding of values between the ranks of one group; the base class sends them as they are.
 
     An `Exchange` averages through its wire, so that no reducer depends on the encoding. A subclass
-    that encodes values overrides `mean`. The result must be bit-equal on every rank.
+    that encodes values overrides `mean` and `is_exact`. The result must be bit-equal on every rank.
     """
 
-    def mean(self, group: Group, values: torch.Tensor) -> tuple[Sequence[dist.Work | None], int]:
+    is_exact = True
+    """Whether a mean has no error but that of the additions; a sum cannot overflow on its way."""
+
+    def mean(
+        self,
+        group: Group,
+        values: torch.Tensor,
+        *,
+        matrix: bool = True,
+        lost: torch.Tensor | None = None,
+    ) -> tuple[Sequence[Waitable | None], int]:
         """Start to average a contiguous tensor over the group, in place.
 
         Collective over `group`; must not block.
@@ -26,6 +45,11 @@ class Wire:
         Args:
             group: The ranks that average, two at least.
             values: This rank's values, overwritten by the mean; owned by the caller.
+            matrix: Whether the values belong to matrices. Others, such as biases, are few and
+                matter more; a wire may encode them less coarsely.
+            lost: Memory (fp32, as long as `values`) for the part of this rank's values that the
+                encoding loses: summed over ranks, values = ranks x mean + lost. It is set when
+                the collectives are complete; a wire that loses nothing leaves it alone.
 
         Returns:
             The collectives to wait for, and the bytes that this rank sends by the ring model.

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -144,6 +145,20 @@ class Group:
         self.calls.note(about or "reduce-scatter", whole)
         self.traffic.add((self.size - 1) * whole.nbytes // self.size)
         return _reduce_scatter(out, whole, op=op, group=self.handle, async_op=async_op)
+
+    def all_to_all(
+        self, out: torch.Tensor, mine: torch.Tensor, *, async_op: bool = False, about: str = ""
+    ) -> dist.Work | None:
+        """Send row i of `mine` to the rank at index i, and receive its row for this rank.
+
+        Both are contiguous and have `size` rows of equal length; row i of `out` is from rank i.
+        """
+        if self.handle is None:
+            out.copy_(mine)
+            return None
+        self.calls.note(about or "all-to-all", mine)
+        self.traffic.add((self.size - 1) * mine.nbytes // self.size)
+        return dist.all_to_all_single(out, mine, group=self.handle, async_op=async_op)
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0, about: str) -> dist.Work:
         """Start to send a contiguous tensor to the rank at index `to`.
@@ -294,6 +309,17 @@ class ProcessGroups:
         for group in (self.world, self.tp, self.dp, self.pp, self.embedding):
             group.all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, about="connect")
 
+    @cached_property
+    def second_dp(self) -> Group:
+        """The data-parallel ranks with connections of their own, for use by another thread.
+
+        First access is collective over the world.
+        """
+        lines, rank = self.dims.lines("dp"), self.world.rank
+        found = _join("second dp", lines, rank, None, self.dp.timeout, self.dp.traffic)
+        found.calls.tell = self.dp.calls.tell
+        return found
+
     def sum_over_model(self, value: torch.Tensor) -> torch.Tensor:
         """Sum `value` in place over the tensor- and pipeline-parallel ranks of one model copy.
 
@@ -333,11 +359,14 @@ def _join(
     name: str,
     lines: list[tuple[int, ...]],
     rank: int,
-    everybody: Calls,
+    everybody: Calls | None,
     timeout: timedelta | None,
     traffic: Traffic | None = None,
 ) -> Group:
-    """Create all groups of a family on every rank, as torch demands, and return this rank's."""
+    """Create all groups of a family on every rank, as torch demands, and return this rank's.
+
+    A group of all ranks is torch's own, whose collectives `everybody` counts; None creates another.
+    """
     # A rank outside a group only counts it, without waiting: torch names groups by that count.
     # `use_local_synchronization` names a group by the number of groups that a rank is in, which
     # differs here: the ends of a pipeline are in one more group than its middle.
@@ -346,11 +375,11 @@ def _join(
     for ranks in lines:
         if len(ranks) == 1:
             continue
-        whole = len(ranks) == dist.get_world_size()
+        whole = everybody is not None and len(ranks) == dist.get_world_size()
         handle = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout)
         if rank in ranks:
             assert isinstance(handle, dist.ProcessGroup), "we are in it, so it is one"
-            calls = everybody if whole else Calls(f"{name} of {ranks[0]}")
+            calls = everybody if everybody and whole else Calls(f"{name} of {ranks[0]}")
             mine = Group(ranks, ranks.index(rank), handle, timeout, calls, traffic)
     return mine
 

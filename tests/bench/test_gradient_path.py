@@ -17,7 +17,7 @@ from tools.bench.common.alpha_beta import (
     greedy_buckets,
     predict,
 )
-from tools.bench.common.methods import DEFAULT, SAMO, method
+from tools.bench.common.methods import DEFAULT, SAMO, WIRE, method
 from tools.bench.common.netlab import InterfaceCounters, Network
 from tools.bench.common.phases import CPU_TIME, KEEP, PLACE, REDUCE
 from tools.bench.gradient_path import run as gradient_path
@@ -127,7 +127,7 @@ def test_share_of_a_sparse_step_is_told_from_its_bytes(ranks: int) -> None:
     assert counted_share(SIZES, ranks, sent) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *SAMO])
+@pytest.mark.parametrize("name", [*DEFAULT, *SAMO, *WIRE])
 def test_every_row_has_a_method(name: str) -> None:
     assert method(name).name == name
 
@@ -140,6 +140,9 @@ def test_variants_become_flags() -> None:
         *("--radius-select", "seeded", "--overlap-grad-reduce", "false"),
     )
     assert not method("dense-no-overlap").overlap
+    assert method("radius-0.4-wire-bf16").flags[-2:] == ("--grad-wire", "bf16")
+    widths = {"": 4, "-bf16": 2, "-wire-bf16": 2, "-wire-int8": 1 + 2 / 128, "-wire-int4": 66 / 128}
+    assert {end: method(f"dense{end}").entry_bytes for end in widths} == widths
 
 
 @pytest.mark.parametrize("name", ["radius", "radius-", "ddp", "ddp-powersgd", "dens", "topk-x"])
@@ -155,6 +158,7 @@ def test_unknown_methods_are_refused(name: str) -> None:
         ("samo-0.9-rolling", "radius and samo.radius"),
         ("radius-0.4-bf16", "compute and dense"),
         ("dense-fp32", "samo and samo.radius"),
+        ("radius-0.4-wire-int8", "dense and samo"),
     ],
 )
 def test_variants_go_with_their_paths_alone(name: str, others: str) -> None:

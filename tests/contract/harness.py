@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron.config import OffloadConfig, OptimizerConfig
+from megatron.config import GradientConfig, OffloadConfig, OptimizerConfig
 from megatron.data_parallel.bucket import ParamInfo
+from megatron.data_parallel.encoded_wire import open_exchange
 from megatron.data_parallel.engine import GradientEngine
-from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.reduce_scatter import ReduceScatterReducer
+from megatron.data_parallel.reduce_scatter import ReduceScatterReducer, entries_on_rank
 from megatron.data_parallel.reducer import PerEntryState, Step, StepContext
 from megatron.optimizer.bucket_optimizer import BucketOptimizer
 from megatron.optimizer.cpu_offload import OffloadedOptimizer
@@ -48,7 +48,7 @@ class PathCase:
     sends of a sum of gradients is the sum of what it sends of each; contract 11 holds no other.
     `sharded`: with `--use-distributed-optimizer`; `offloaded`: with `--optimizer-cpu-offload`, so
     that steps arrive bucket by bucket; `predivided`: with `--predivide-loss`, which is up to who
-    makes the gradients."""
+    makes the gradients; `wire`: `--grad-wire`."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class PathCase:
     sharded: bool = False
     offloaded: bool = False
     predivided: bool = False
+    wire: str | None = None
 
 
 SHORT = {"radius_interval": 4, "radius_start_iter": 2}
@@ -69,6 +70,15 @@ DSR = {"dsr_interval": 2, "dsr_fraction": 0.1, "dsr_threshold": 0.1, "dsr_until"
 PATHS = [
     PathCase("dense"),
     PathCase("dense", offloaded=True),
+    PathCase("dense", wire="fp32"),
+    # Each rank rounds its own values, so other shares of a batch are rounded otherwise; Adam makes
+    # whole updates of the differences of small gradients.
+    PathCase("dense", wire="bf16", linear=False),
+    PathCase("dense", wire="bf16", linear=False, sharded=True),
+    PathCase("dense", wire="int8", lossless=False, linear=False),
+    PathCase("dense", wire="int4", lossless=False, linear=False),
+    PathCase("dense", wire="int8", lossless=False, linear=False, offloaded=True),
+    PathCase("dense", wire="int8", lossless=False, linear=False, sharded=True),
     PathCase("radius", SHORT, lossless=False),
     PathCase("radius", SHORT | {"radius_select": "seeded"}, lossless=False),
     PathCase("radius", SHORT | {"radius_schedule": "rolling"}, lossless=False),
@@ -81,12 +91,15 @@ PATHS = [
     PathCase("radius", SHORT | FEW, lossless=False),
     PathCase("radius", SHORT | FEW | {"radius_schedule": "rolling"}, lossless=False),
     PathCase("samo", RANDOM),
+    PathCase("samo", RANDOM, wire="int8", lossless=False, linear=False),
     # Pruned by its tenth update.
     PathCase("samo", EARLY_BIRD | {"samo_early_bird_interval": 2}),
     PathCase("samo", RANDOM | DSR),
     PathCase("samo", RANDOM | DSR, sharded=True),
     PathCase("samo", RANDOM | DSR, offloaded=True),
     PathCase("samo+radius", RANDOM | SHORT, lossless=False),
+    PathCase("radius", SHORT, lossless=False, linear=False, wire="bf16"),
+    PathCase("samo+radius", RANDOM | SHORT, lossless=False, linear=False, wire="bf16"),
     # Pruned after its fifth update, so that the eighth is the first resample.
     PathCase("samo+radius", EARLY_BIRD | {"samo_early_bird_interval": 1} | SHORT, lossless=False),
     # Each rank selects from its own share of the batch, so other shares select other entries.
@@ -99,6 +112,7 @@ WORLDS = [1, 2, 4]
 
 def case_id(case: PathCase) -> str:
     kinds = ["sharded"] * case.sharded + ["offloaded"] * case.offloaded
+    kinds += [case.wire] if case.wire else []
     return "-".join([case.name, *kinds, *(f"{k}={v}" for k, v in case.options.items())])
 
 
@@ -126,9 +140,13 @@ class Toy:
         self.infos = [_info(name, shape, dtype) for name, shape in SHAPES.items()]
         parts = GRADIENT_PATHS[case.name].build(config_of(case), self.infos, groups, saved)
         if case.sharded:
-            parts = replace(
-                parts, reducer=ReduceScatterReducer(Exchange(groups.dp), scatter=scatter)
+            config = config_of(case)
+            reducer = ReduceScatterReducer(
+                open_exchange(config, groups),
+                scatter=scatter,
+                feedback=entries_on_rank(self.infos) if config.gradient.keeps_rounding else None,
             )
+            parts = replace(parts, reducer=reducer)
         self.engine = GradientEngine(
             self.infos,
             parts,
@@ -303,6 +321,7 @@ def config_of(case: PathCase) -> Any:
     }
     return SimpleNamespace(
         extensions=extensions,
+        gradient=GradientConfig(grad_path=case.name, grad_wire=case.wire),  # type: ignore[arg-type]
         parallel=SimpleNamespace(use_distributed_optimizer=case.sharded),
         training=SimpleNamespace(seed=1, skip_train=False),
         precision=SimpleNamespace(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.data_parallel.all_reduce import AllReduceReducer
 from megatron.data_parallel.exchange import Exchange
-from megatron.data_parallel.wire import Wire
+from megatron.data_parallel.wire import Waitable, Wire
 from megatron.parallel.groups import Group, ProcessGroups
 from tests.contract.harness import PathCase, Toy, gradients, same
 from tests.ranks import Ranks
@@ -22,7 +22,14 @@ DENSE = PathCase("dense")
 class CoarseWire(Wire):
     """Rounds values to multiples of 1/8, and counts two bytes for each."""
 
-    def mean(self, group: Group, values: torch.Tensor) -> tuple[Sequence[dist.Work | None], int]:
+    def mean(
+        self,
+        group: Group,
+        values: torch.Tensor,
+        *,
+        matrix: bool = True,
+        lost: torch.Tensor | None = None,
+    ) -> tuple[Sequence[Waitable | None], int]:
         codes = (values * 8).round().to(torch.int32)
         group.all_reduce(codes, dist.ReduceOp.SUM)
         values.copy_(codes.float() / (8 * group.size))

@@ -81,7 +81,8 @@ def on_rank_choice(groups: ProcessGroups) -> list[str]:
     infos = Toy(groups, DENSE).infos
     asked = config_of(sharded(DENSE))
     found = [GRADIENT_PATHS["dense"].build(asked, infos, groups).reducer]
-    return [type(r).__name__ for r in (*found, mean_reducer(config_of(DENSE), Exchange(groups.dp)))]
+    plain = mean_reducer(config_of(DENSE), [], Exchange(groups.dp))
+    return [type(r).__name__ for r in (*found, plain)]
 
 
 def test_the_flag_chooses_the_reducer(ranks: Ranks) -> None:

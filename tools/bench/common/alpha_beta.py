@@ -85,7 +85,7 @@ def predict(
 
 
 def greedy_buckets(
-    sizes: Iterable[tuple[str, int]], *, caps: Sequence[int]
+    sizes: Iterable[tuple[str, float]], *, caps: Sequence[int]
 ) -> list[tuple[str, ...]]:
     """Return DDP's buckets of parameters (name, bytes), in order of arrival.
 
@@ -94,7 +94,7 @@ def greedy_buckets(
     """
     buckets: list[tuple[str, ...]] = []
     names: list[str] = []
-    filled = 0
+    filled = 0.0
     for name, size in sizes:
         names.append(name)
         filled += size

@@ -3,7 +3,8 @@
 compute                     a step that sends nothing
 dense, radius-D, topk-D,    our gradient paths at density D, rank R or sparsity P (random masks);
 powersgd-R, samo-P,         `-no-overlap` after any of them, `-rolling`, `-seeded`
-samo-P+radius-D             after radius
+samo-P+radius-D             after radius, `-wire-bf16`, `-wire-int8` and `-wire-int4` after dense
+                            and samo, the first of them after radius too
 compute-bf16, dense-bf16    with parameters and gradients of 16 bit, as samo's are; `-fp32` after
                             samo leaves its numbers as those of the other rows
 ddp-4mb, ddp-25mb,          torch's DistributedDataParallel: plain with such buckets, with its
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megatron.data_parallel.wire_format import BLOCK, encoded_bytes
 from megatron.errors import ConfigError
 
 COMPUTE, COMPUTE_BF16 = "compute", "compute-bf16"
@@ -45,12 +47,24 @@ SAMO = (
     "ddp-25mb",
     "ddp-fp16",
 )
+WIRE = (
+    COMPUTE,
+    "dense",
+    "dense-bf16",
+    "dense-wire-bf16",
+    "dense-wire-int8",
+    "dense-wire-int4",
+    "radius-0.4",
+    "radius-0.4-wire-bf16",
+    "ddp-25mb",
+    "ddp-fp16",
+)
 SAMO_VISION = (COMPUTE, "dense", "dense-bf16", "samo-0.9", "ddp-25mb", "ddp-fp16")
 _NUMBER = r"\d+(?:\.\d+)?"
 _OURS = re.compile(
     rf"(?P<path>compute|dense|radius-(?P<density>{_NUMBER})|topk-(?P<top>{_NUMBER})"
     rf"|powersgd-(?P<rank>\d+)|samo-(?P<sparsity>{_NUMBER})(\+radius-(?P<kept>{_NUMBER}))?)"
-    r"(?P<variants>(-(rolling|seeded|no-overlap|bf16|fp32))*)"
+    r"(?P<variants>(-(rolling|seeded|no-overlap|wire-bf16|wire-int8|wire-int4|bf16|fp32))*)"
 )
 _DDP = re.compile(r"ddp-(?:(?P<mb>\d+)mb|(?P<fp16>fp16)|powersgd-(?P<rank>\d+))")
 _SIXTEEN = ("--bf16", "--grad-reduce-in-bf16")
@@ -58,12 +72,15 @@ _VARIANTS = {
     "rolling": ("--radius-schedule", "rolling"),
     "seeded": ("--radius-select", "seeded"),
     "no-overlap": ("--overlap-grad-reduce", "false"),
+    **{f"wire-{name}": ("--grad-wire", name) for name in ("bf16", "int8", "int4")},
     "bf16": _SIXTEEN,
     "fp32": (),
 }
 _GO_WITH = {
     **dict.fromkeys(("rolling", "seeded"), ("radius", "samo+radius")),
     "no-overlap": ("dense", "radius", "topk", "powersgd", "samo", "samo+radius"),
+    "wire-bf16": ("dense", "radius", "samo", "samo+radius"),
+    **dict.fromkeys(("wire-int8", "wire-int4"), ("dense", "samo")),
     "bf16": (COMPUTE, "dense"),
     "fp32": ("samo", "samo+radius"),
 }
@@ -75,7 +92,7 @@ class Method:
 
     `kind` is compute, dense, radius, topk, powersgd, samo or samo+radius (ours), or ddp. `density`
     belongs to radius and topk, `rank` to PowerSGD (ours or DDP's), and `sparsity` to samo's masks.
-    `bucket_mb` None means DDP's default.
+    `bucket_mb` None means DDP's default. `wire`: the value of `--grad-wire`.
     """
 
     name: str
@@ -87,6 +104,7 @@ class Method:
     overlap: bool = True
     bucket_mb: int | None = None
     hook: str | None = None
+    wire: str | None = None
 
     @property
     def resamples(self) -> bool:
@@ -99,8 +117,10 @@ class Method:
         return "bfloat16" if set(_SIXTEEN) <= set(self.flags) else "float32"
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of an entry of a gradient that is sent."""
+    def entry_bytes(self) -> float:
+        """Bytes of an entry of a matrix's gradient that is sent."""
+        if self.wire is not None:
+            return encoded_bytes(self.wire, BLOCK) / BLOCK
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
@@ -155,6 +175,7 @@ def _ours(name: str, found: re.Match[str], interval: int) -> Method:
         rank=int(found["rank"] or 0),
         sparsity=Fraction(found["sparsity"] or 0),
         overlap="no-overlap" not in variants,
+        wire=next((v.removeprefix("wire-") for v in variants if v.startswith("wire-")), None),
     )
 
 

@@ -30,7 +30,7 @@ class Sizes:
     shapes: Mapping[str, Sequence[int]]
     buckets: Sequence[Sequence[str]] = ()
     stored: Mapping[str, int] = field(default_factory=dict[str, int])
-    entry_bytes: int = FP32
+    entry_bytes: float = FP32
 
     def entries(self, name: str) -> int:
         """Return the entries of a parameter, stored or not."""
@@ -54,7 +54,7 @@ class Sizes:
         """Return whether sparse paths compress this parameter."""
         return len(self.shapes[name]) > 1
 
-    def bytes_of(self, names: Sequence[str]) -> int:
+    def bytes_of(self, names: Sequence[str]) -> float:
         """Return the bytes of the stored entries of these parameters."""
         return self.entry_bytes * sum(map(self.numel, names))
 

@@ -36,7 +36,7 @@ from typing import Any
 from megatron.config import parse, resolve
 from megatron.errors import ConfigError
 from pretrain_gpt import GRADIENT_PATHS
-from tools.bench.common.methods import DEFAULT, SAMO, SAMO_VISION, method, with_computing
+from tools.bench.common.methods import DEFAULT, SAMO, SAMO_VISION, WIRE, method, with_computing
 from tools.bench.common.netlab import NO_LIMIT, Network, run, why_not
 from tools.bench.gradient_path.report import as_markdown, memory_as_markdown, read, write
 from tools.bench.gradient_path.rows import EMULATED, REAL, TARGET_RATE, GradientPathTable, table
@@ -45,7 +45,7 @@ from tools.planner.replay.image_networks import NAMES
 
 RANK = ("-m", "tools.bench.gradient_path.rank")
 VISION = "samo-vision"
-SETS = {"radius": DEFAULT, "samo": SAMO, VISION: SAMO_VISION}
+SETS = {"radius": DEFAULT, "samo": SAMO, "wire": WIRE, VISION: SAMO_VISION}
 """The methods of each set of rows."""
 IMAGES = (1, 8)
 """Images of a rank's step, as the paper's GPUs have at most and at the fewest of them."""

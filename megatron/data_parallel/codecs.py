@@ -1,0 +1,122 @@
+"""Codecs: how one value of a gradient is written in fewer bits than fp32.
+
+Bytes are uint8 tensors, so that any backend carries them. A codec is a pure function of its input:
+equal values have equal bytes on every processor, and equal bytes decode to equal values.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from megatron.data_parallel.wire_format import BLOCK
+
+PIECE = 1 << 17
+"""Number of values that are encoded at a time, so that temporaries stay in a processor's cache."""
+
+
+class Codec(Protocol):
+    """A way to write fp32 values as bytes, as many as `wire_format.encoded_bytes` says."""
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Write values (fp32, 1-D, a multiple of the format's block) as bytes (uint8, 1-D)."""
+        ...
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """Read the values (fp32, 1-D) of bytes that `encode` wrote.
+
+        Where a block had a value that is not finite, at least one decoded value is not finite.
+        """
+        ...
+
+
+class FP32Codec:
+    """Values as they are: 4 bytes a value."""
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(torch.float32).copy_(values)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(encoded.view(torch.float32))
+
+
+class BF16Codec:
+    """Values rounded to bfloat16: 2 bytes a value."""
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(torch.bfloat16).copy_(values)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(encoded.view(torch.bfloat16))
+
+
+class IntegerCodec:
+    """Symmetric integers of 8 or 4 bits with one bf16 scale for each block of `BLOCK` values.
+
+    A value v of a block with scale s = max |v| / L, rounded to bf16, becomes the nearest integer to
+    v / s in [-L, L], where L is 127 or 7. A block takes 2 + 128 or 2 + 64 bytes: 1.016 or 0.516
+    bytes a value. All scales come first, then all integers.
+
+    Args:
+        bits: 8 or 4.
+    """
+
+    def __init__(self, bits: int) -> None:
+        assert bits in (4, 8), f"{bits} bits"
+        self._bits = bits
+        self._largest = 2 ** (bits - 1) - 1
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        scales, integers = self._parts(out)
+        for start in range(0, values.numel(), PIECE):
+            blocks = values[start : start + PIECE].view(-1, BLOCK)
+            scale = (blocks.abs().amax(dim=1) / self._largest).to(torch.bfloat16)
+            first = start // BLOCK
+            scales[first : first + scale.numel()] = scale
+            # A block of zeros has the scale 0. A scale that is not finite makes every value of the
+            # block not finite, whatever its integers are.
+            inverse = scale.float().reciprocal_().nan_to_num_(0.0, 0.0, 0.0)
+            found = blocks * inverse.unsqueeze(1)
+            found.round_().clamp_(-self._largest, self._largest)
+            self._write(found.view(-1), integers, start)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        scales, integers = self._parts(encoded)
+        for start in range(0, out.numel(), PIECE):
+            blocks = out[start : start + PIECE].view(-1, BLOCK)
+            self._read(integers, start, blocks.view(-1))
+            first = start // BLOCK
+            scale = scales[first : first + len(blocks)].float().unsqueeze_(1)
+            blocks.mul_(scale)
+
+    def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = encoded.numel() // (2 + BLOCK * self._bits // 8)
+        return encoded[: 2 * count].view(torch.bfloat16), encoded[2 * count :]
+
+    def _write(self, found: torch.Tensor, integers: torch.Tensor, start: int) -> None:
+        if self._bits == 8:
+            integers.view(torch.int8)[start : start + found.numel()] = found.to(torch.int8)
+            return
+        nibbles = (found.to(torch.int8) + 8).view(torch.uint8).view(-1, 2)
+        packed = nibbles[:, 0] | (nibbles[:, 1] << 4)
+        integers[start // 2 : (start + found.numel()) // 2] = packed
+
+    def _read(self, integers: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        if self._bits == 8:
+            out.copy_(integers.view(torch.int8)[start : start + out.numel()])
+            return
+        packed = integers[start // 2 : (start + out.numel()) // 2]
+        pairs = out.view(-1, 2)
+        pairs[:, 0] = packed & 15
+        pairs[:, 1] = packed >> 4
+        out.sub_(8)
+
+
+CODECS: dict[str, Codec] = {
+    "fp32": FP32Codec(),
+    "bf16": BF16Codec(),
+    "int8": IntegerCodec(8),
+    "int4": IntegerCodec(4),
+}
+"""Codecs by the value of `--grad-wire`."""
