@@ -79,8 +79,11 @@ class RunData:
 
     def last(self, key: str) -> float:
         """Return the newest finite value of a column, NaN if there is none."""
-        finite = (value for value in reversed(self.steps[key]) if math.isfinite(value))
-        return next(finite, math.nan)
+        return next(reversed(self.finite(key)), math.nan)
+
+    def finite(self, key: str) -> list[float]:
+        """Return the finite values of a column."""
+        return [value for value in self.steps[key] if math.isfinite(value)]
 
 
 def read_run(run_dir: str | Path) -> RunData:
