@@ -10,13 +10,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -37,6 +37,18 @@ LETTERS = 52
 STEPS = (1, 2, 2.5, 5, 10)
 """Distances of ticks, times a power of ten."""
 STYLE = Path(__file__).with_name("chart.mplstyle")
+
+
+class Picture(Protocol):
+    """What can be drawn into a figure."""
+
+    @property
+    def title(self) -> str:
+        """Text above the picture, by which it is also read aloud."""
+        ...
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the picture into an empty figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +167,55 @@ class Chart:
             axes.yaxis.set_major_formatter("{x:.7g}")
 
 
+@dataclass(frozen=True)
+class PieChart:
+    """The shares of a whole by name, each in one of the `colors`."""
+
+    title: str
+    shares: Mapping[str, float]
+    colors: Sequence[str]
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the pie, clockwise from the top, with the shares in the legend."""
+        axes = figure.add_subplot()
+        axes.set_title(_wrapped(self.title))
+        whole = sum(self.shares.values())
+        labels = [f"{name} {value / whole:.1%}" for name, value in self.shares.items()]
+        # Labels without a distance are those of the legend.
+        style = {"labels": labels, "labeldistance": None, "colors": self.colors}
+        axes.pie([*self.shares.values()], startangle=90, counterclock=False, **style)
+        _legend(figure, axes, least=1)
+
+
+@dataclass(frozen=True)
+class AreaChart:
+    """Bytes over the operators of a step, stacked: one layer a name, each of one of the `colors`.
+
+    `x` numbers the operators, and `phases` names the phase of each: a line marks its beginning.
+    """
+
+    title: str
+    x: Sequence[int]
+    layers: Mapping[str, Sequence[float]]
+    colors: Sequence[str]
+    phases: Sequence[str]
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the layers with axes and a legend."""
+        from matplotlib.ticker import EngFormatter
+
+        axes = figure.add_subplot()
+        axes.set_title(_wrapped(self.title))
+        axes.set(xlabel="operators of a step", xmargin=0)
+        axes.stackplot(self.x, *self.layers.values(), labels=self.layers, colors=self.colors)
+        axes.yaxis.set_major_formatter(EngFormatter("B", sep=" "))
+        for x, phase, before in zip(self.x, self.phases, ("", *self.phases), strict=False):
+            if phase != before:
+                axes.axvline(x, color="white", linewidth=0.8)
+                axes.text(x, 0, f" {phase}", rotation=90, fontsize=7, color="white", va="bottom")
+        _legend(figure, axes, least=1)
+
+
 def _legend(figure: Figure, axes: Axes, *, least: int) -> None:
     """Put a legend below the axes if it has at least `least` entries."""
     handles, labels = axes.get_legend_handles_labels()
@@ -180,30 +241,30 @@ def can_draw() -> bool:
     return True
 
 
-def as_svg(chart: Chart) -> str:
-    """Return the chart as an <svg> element, the same text for the same chart."""
+def as_svg(picture: Picture) -> str:
+    """Return the picture as an <svg> element, the same text for the same picture."""
     file = io.StringIO()
-    with _drawn(chart) as figure:
+    with _drawn(picture) as figure:
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue().partition("<svg ")[2]
     text = re.sub(r'<g id="point ([^"]*)">', r"<g><title>\1</title>", text)
     # Names of groups repeat in the other charts of a page.
     text = re.sub(r' id="[\w.]+_\d+"', "", text)
-    return f'<svg class="chart" role="img" aria-label="{escape(chart.title)}" {text}'
+    return f'<svg class="chart" role="img" aria-label="{escape(picture.title)}" {text}'
 
 
-def write_png(chart: Chart, path: Path) -> None:
-    """Write the chart as a PNG, atomically."""
+def write_png(picture: Picture, path: Path) -> None:
+    """Write the picture as a PNG, atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with _drawn(chart) as figure:
+    with _drawn(picture) as figure:
         figure.savefig(temporary, format="png", dpi=240)
     os.replace(temporary, path)
 
 
 @contextmanager
-def _drawn(chart: Chart) -> Iterator[Figure]:
-    """Yield the figure of a chart, in the style that it must be saved in."""
+def _drawn(picture: Picture) -> Iterator[Figure]:
+    """Yield the figure of a picture, in the style that it must be saved in."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -211,7 +272,7 @@ def _drawn(chart: Chart) -> Iterator[Figure]:
         # Of letters that the font lacks, and of numbers at the edge of what a float can hold.
         warnings.simplefilter("ignore")
         figure = Figure(figsize=(WIDTH, HEIGHT))
-        chart.draw(figure)
+        picture.draw(figure)
         yield figure
 
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from megatron.report.charts import run_charts
-from megatron.report.drawing import NEEDS_MATPLOTLIB, Chart, as_svg, can_draw
+from megatron.report.drawing import NEEDS_MATPLOTLIB, Chart, Picture, as_svg, can_draw
 from megatron.report.facts import (
     config_table,
     evaluated,
@@ -16,6 +16,7 @@ from megatron.report.facts import (
     run_table,
     tiles,
 )
+from megatron.report.memory import memory_charts, memory_table
 from megatron.report.runs import RunData
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -45,6 +46,7 @@ def run_page(run: RunData, *, written: str) -> str:
             head=("iteration", "set", "loss", *(name.replace("_", " ") for name in evaluated(run))),
         ),
         "</div>",
+        _memory(run),
     ]
     if run.sample:
         body.append(
@@ -108,12 +110,19 @@ def _tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _charts(charts: Sequence[Chart]) -> str:
+def _charts(charts: Sequence[Picture]) -> str:
     """Return the charts as pictures, or a note in their place; empty without charts."""
     if charts and not can_draw():
         return f'<p class="card">The charts are left out: {escape(NEEDS_MATPLOTLIB)}.</p>'
     cards = "".join(f'<div class="card">{as_svg(chart)}</div>' for chart in charts)
     return cards and f'<div class="charts">{cards}</div>'
+
+
+def _memory(run: RunData) -> str:
+    """Return the section of the memory of a step; empty without a ledger."""
+    rows = memory_table(run.ledger)
+    table = _table("Memory of a training step", rows[1:], head=rows[0] if rows else ())
+    return table + (_charts(memory_charts(run.ledger)) if can_draw() else "")
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
