@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from megatron.metrics.logger import PER_SECOND
-from megatron.report.drawing import (
-    Series,
-    TickFormat,
-    chart,
-    counted,
-    plain,
-    smooth,
-    smoothing_window,
-    traffic,
-)
+from megatron.report.drawing import Chart, Series, smooth, smoothing_window
 from megatron.report.runs import RunData
 
 BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
@@ -24,225 +16,181 @@ BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
 )  # fmt: skip
 LONG_RUN = 100
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, TEAL)
+FEW = 100
+"""Points that are marked one by one; the marks of more would cover the curve."""
+Points = Sequence[tuple[int, float]]
 
 
-def run_charts(run: RunData) -> list[str]:
-    """Return all charts of one run as SVG; empty if no step is recorded."""
+def run_charts(run: RunData) -> list[Chart]:
+    """Return all charts of one run; empty if no step is recorded."""
     if not run.iterations:
         return []
-    charts = [loss_chart(run)]
-    if len(run.iterations) >= LONG_RUN:
-        charts.append(loss_chart(run, after=run.iterations[len(run.iterations) // 5 - 1]))
-    charts += [_mean_chart(run, name) for name in run.means]
-    charts += [
-        _plain(run, "Learning rate", "lr"),
-        _smoothed(run, "Gradient norm", "grad_norm", log=_is_wild(run, "grad_norm")),
-        _smoothed(run, f"{run.unit.capitalize()} per second", PER_SECOND, tick_format=counted),
+    steps = run.steps
+    charts = [
+        *_whole_and_end(loss_chart(run), run.iterations),
+        *(_mean_chart(run, name) for name in run.means),
+        Chart("Learning rate", _line(run, steps["lr"])),
+        _gradient_norm_chart(run),
+        Chart(f"{run.unit.capitalize()} per second", _with_mean(run, steps[PER_SECOND]), unit=""),
         _step_time_chart(run),
-        _smoothed(run, "Bytes sent per step, one rank", "bytes_sent", tick_format=traffic),
+        Chart("Bytes sent per step, one rank", _with_mean(run, steps["bytes_sent"]), unit="B"),
         _memory_chart(run),
     ]
-    if any(skipped > 0 for skipped in run.steps["skipped"]):
+    if any(skipped > 0 for skipped in steps["skipped"]):
         charts.append(_skipped_chart(run))
-    scales = {scale for scale in run.steps["loss_scale"] if math.isfinite(scale)}
-    if len(scales) > 1:
-        charts.append(_plain(run, "Loss scale", "loss_scale", log=True, tick_format=counted))
-    if any(density < 1 for density in run.steps["density"]):
-        charts.append(_smoothed(run, "Density of the gradient exchange", "density"))
+    if len(set(run.finite("loss_scale"))) > 1:
+        charts.append(Chart("Loss scale", _line(run, steps["loss_scale"]), log=True, unit=""))
+    if any(density < 1 for density in steps["density"]):
+        densities = _with_mean(run, steps["density"])
+        charts.append(Chart("Density of the gradient exchange", densities))
     charts += [_path_chart(name, points) for name, points in run.path.items()]
-    if any(wait > 0 for wait in run.steps["wait_seconds"]):
-        charts.append(_waiting_chart(run))
+    if any(wait > 0 for wait in steps["wait_seconds"]):
+        pairs = zip(steps["wait_seconds"], steps["step_seconds"], strict=True)
+        shares = [100 * wait / step if step > 0 else math.nan for wait, step in pairs]
+        charts.append(Chart("Waiting for gradients (% of the step)", _with_mean(run, shares)))
     return charts
 
 
-def loss_chart(run: RunData, *, after: int | None = None) -> str:
-    """Draw the training loss with its running mean, validation points, and marks at NaN steps.
-
-    `after` leaves out the steps up to that one, so that the slow end of a run can be seen.
-    """
-    series = _with_mean(run, run.steps["loss"], color=BLUE, label="training")
-    series += _validation(run, label="validation", color=ORANGE)
-    losses = zip(run.iterations, run.steps["loss"], strict=True)
-    bad = [i for i, loss in losses if not math.isfinite(loss)]
-    title = "Loss"
-    if after is not None:
-        title = f"Loss after iteration {after:,}"
-        series = [s.after(after) for s in series]
-        bad = [i for i in bad if i > after]
-    return chart(title, series, marks=bad, mark_label="NaN or infinite")
-
-
-def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
-    """Draw the losses of several runs, then again without the beginning; validation is dashed."""
-    series: list[Series] = []
-    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        color = PALETTE[i % len(PALETTE)]
-        values = run.steps["loss"]
-        smoothed = smooth(values, smoothing_window(len(values)))
-        series.append(Series(label=label, x=run.iterations, y=smoothed, color=color, width=2))
-        name = "validation" if run is runs[-1] else ""
-        series += _validation(run, label=name, color=color, dashed=True)
-    charts = [chart("Loss", series)]
-    longest = max((run.iterations for run in runs), key=len)
-    if len(longest) >= LONG_RUN:
-        after = longest[len(longest) // 5 - 1]
-        shortened = [s.after(after) for s in series]
-        charts.append(chart(f"Loss after iteration {after:,}", shortened))
-    charts.append(_speed_chart(runs, labels))
-    if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
-        charts.append(_sent_chart(runs, labels))
-    return charts
-
-
-def _speed_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """Draw the time of a step of each run."""
-    series = []
-    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        values = [1000 * seconds for seconds in run.steps["step_seconds"]]
-        smoothed = smooth(values, smoothing_window(len(values)))
-        color = PALETTE[i % len(PALETTE)]
-        series.append(Series(label=label, x=run.iterations, y=smoothed, color=color, width=2))
-    return chart("Step time (ms)", series, from_zero=True)
-
-
-def _sent_chart(runs: Sequence[RunData], labels: Sequence[str]) -> str:
-    """Return the chart of the bytes that each run has sent up to each step."""
-    series = []
-    for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        totals = list(accumulate(run.steps["bytes_sent"]))
-        color = PALETTE[i % len(PALETTE)]
-        series.append(Series(label=label, x=run.iterations, y=totals, color=color, width=2))
-    title = "Bytes sent so far, one rank"
-    return chart(title, series, from_zero=True, tick_format=traffic)
-
-
-def difference_chart(first: RunData, other: RunData, label: str) -> str:
-    """The absolute difference of two runs' losses where both have a step."""
-    losses = dict(zip(other.iterations, other.steps["loss"], strict=True))
-    pairs = [
-        (i, abs(loss - losses[i]))
-        for i, loss in zip(first.iterations, first.steps["loss"], strict=True)
-        if i in losses
-    ]
-    xs, ys = [i for i, _ in pairs], [d for _, d in pairs]
-    log = any(d > 0 for d in ys if math.isfinite(d))
-    return chart(
-        label, [Series(label="", x=xs, y=ys, color=PURPLE, width=1)], log=log, from_zero=not log
+def loss_chart(run: RunData) -> Chart:
+    """Draw the training loss with its running mean, validation points, and marks at NaN steps."""
+    losses = run.steps["loss"]
+    series = _with_mean(run, losses, label="training", color=BLUE)
+    series += _points(run.evaluations["valid"], label="validation", color=ORANGE)
+    bad = [i for i, loss in zip(run.iterations, losses, strict=True) if not math.isfinite(loss)]
+    return Chart(
+        "Loss", series, from_zero=False, marks=bad, mark_label="NaN or infinite", y_label=_nats(run)
     )
 
 
-def _with_mean(run: RunData, values: Sequence[float], *, color: str, label: str) -> list[Series]:
+def comparison_charts(runs: Sequence[RunData], labels: Sequence[str]) -> list[Chart]:
+    """Draw the losses of several runs, then again without the beginning; validation is dashed."""
+    series = _overlaid(runs, labels, lambda run: _smoothed(run.steps["loss"]))
+    for run, curve in zip(runs, series[:], strict=True):
+        name = "validation" if run is runs[-1] else ""
+        series += _points(run.evaluations["valid"], label=name, color=curve.color, dashed=True)
+    longest = max((run.iterations for run in runs), key=len)
+    charts = _whole_and_end(Chart("Loss", series, from_zero=False, y_label=_nats(runs[0])), longest)
+    times = _overlaid(runs, labels, _step_milliseconds)
+    charts.append(Chart("Step time (ms)", times))
+    if any(run.steps["bytes_sent"] != runs[0].steps["bytes_sent"] for run in runs):
+        sent = _overlaid(runs, labels, lambda run: list(accumulate(run.steps["bytes_sent"])))
+        charts.append(Chart("Bytes sent so far, one rank", sent, unit="B"))
+    return charts
+
+
+def difference_chart(first: RunData, other: RunData, label: str) -> Chart:
+    """Draw the absolute difference of two runs' losses where both have a step."""
+    losses = dict(zip(other.iterations, other.steps["loss"], strict=True))
+    steps = zip(first.iterations, first.steps["loss"], strict=True)
+    found = {i: abs(loss - losses[i]) for i, loss in steps if i in losses}
+    log = any(difference > 0 for difference in found.values() if math.isfinite(difference))
+    series = [Series(x=[*found], y=[*found.values()], color=PURPLE)]
+    return Chart(label, series, log=log)
+
+
+def _whole_and_end(chart: Chart, iterations: Sequence[int]) -> list[Chart]:
+    """Return the chart, and for a long run a chart without the steep beginning."""
+    if len(iterations) < LONG_RUN:
+        return [chart]
+    return [chart, chart.after(iterations[len(iterations) // 5 - 1])]
+
+
+def _nats(run: RunData) -> str:
+    return f"nats per {run.unit.removesuffix('s')}"
+
+
+def _overlaid(
+    runs: Sequence[RunData], labels: Sequence[str], values: Callable[[RunData], Sequence[float]]
+) -> list[Series]:
+    """Return one curve for each run."""
+    return [
+        Series(label=label, x=run.iterations, y=values(run), color=PALETTE[i % len(PALETTE)])
+        for i, (run, label) in enumerate(zip(runs, labels, strict=True))
+    ]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    return smooth(values, smoothing_window(len(values)))
+
+
+def _step_milliseconds(run: RunData) -> list[float]:
+    return _smoothed([1000 * seconds for seconds in run.steps["step_seconds"]])
+
+
+def _with_mean(
+    run: RunData, values: Sequence[float], *, label: str = "each step", color: str = TEAL
+) -> list[Series]:
+    raw = Series(label=label, x=run.iterations, y=values, color=color)
     window = smoothing_window(len(values))
     if window == 1:
-        return [Series(label=label, x=run.iterations, y=values, color=color, width=2)]
-    raw = Series(label=label, x=run.iterations, y=values, color=color, width=1, opacity=0.3)
-    mean = Series(
-        label=f"mean of {window} steps",
-        x=run.iterations,
-        y=smooth(values, window),
-        color=color,
-        width=2,
-    )
-    return [raw, mean]
+        return [raw]
+    mean = replace(raw, label=f"mean of {window} steps", y=smooth(values, window))
+    return [replace(raw, width=0.8, opacity=0.35), mean]
 
 
-def _mean_chart(run: RunData, name: str) -> str:
-    """A mean of the task beside the loss, such as the accuracy, in training and validation."""
+def _points(
+    points: Points, *, label: str = "", color: str = TEAL, dashed: bool = False
+) -> list[Series]:
+    if not points:
+        return []
+    x, y = zip(*points, strict=True)
+    few = len(points) <= FEW
+    return [Series(label=label, x=x, y=y, color=color, markers=few, dashed=dashed)]
+
+
+def _mean_chart(run: RunData, name: str) -> Chart:
+    """Draw a mean of the task beside the loss, such as the accuracy, of training and validation."""
     points = run.means[name]
     series: list[Series] = []
     if values := dict(points["train"]):
         train = [values.get(i, math.nan) for i in run.iterations]
-        series += _with_mean(run, train, color=BLUE, label="training")
+        series += _with_mean(run, train, label="training", color=BLUE)
     series += _points(points["valid"], label="validation", color=ORANGE)
-    return chart(name.replace("_", " ").capitalize(), series)
+    return Chart(_title(name), series, from_zero=False)
 
 
-def _validation(run: RunData, *, label: str, color: str, dashed: bool = False) -> list[Series]:
-    return _points(run.evaluations["valid"], label=label, color=color, dashed=dashed)
+def _title(name: str) -> str:
+    return name.replace("_", " ").capitalize()
 
 
-def _points(
-    points: Sequence[tuple[int, float]], *, label: str, color: str, dashed: bool = False
-) -> list[Series]:
-    if not points:
-        return []
-    xs, ys = zip(*points, strict=True)
-    few = len(points) <= 100
-    return [Series(label=label, x=xs, y=ys, color=color, width=2, markers=few, dashed=dashed)]
+def _line(run: RunData, values: Sequence[float]) -> list[Series]:
+    return [Series(x=run.iterations, y=values, color=TEAL)]
 
 
-def _smoothed(
-    run: RunData, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
-) -> str:
-    series = _with_mean(run, run.steps[key], color=TEAL, label="each step")
-    return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
+def _gradient_norm_chart(run: RunData) -> Chart:
+    """Draw the gradient norm, logarithmic if some norms are much larger than most."""
+    norms = sorted(norm for norm in run.finite("grad_norm") if norm > 0)
+    wild = bool(norms) and norms[-1] > 30 * norms[len(norms) // 2]
+    return Chart("Gradient norm", _with_mean(run, run.steps["grad_norm"]), log=wild)
 
 
-def _plain(
-    run: RunData, title: str, key: str, *, log: bool = False, tick_format: TickFormat = plain
-) -> str:
-    series = [Series(label="", x=run.iterations, y=run.steps[key], color=TEAL, width=2)]
-    return chart(title, series, log=log, from_zero=True, tick_format=tick_format)
-
-
-def _path_chart(name: str, points: Sequence[tuple[int, float]]) -> str:
-    xs, ys = [i for i, _ in points], [value for _, value in points]
-    few = len(points) <= 100
-    series = [Series(label="", x=xs, y=ys, color=TEAL, width=2, markers=few)]
+def _path_chart(name: str, points: Points) -> Chart:
+    title, unit = _title(name), None
     if name.startswith("bytes_"):
         axis = name.removeprefix("bytes_").upper()
-        title = f"Bytes sent per step along {axis}, one rank"
-        return chart(title, series, from_zero=True, tick_format=traffic)
-    return chart(name.replace("_", " ").capitalize(), series, from_zero=True)
+        title, unit = f"Bytes sent per step along {axis}, one rank", "B"
+    return Chart(title, _points(points), unit=unit)
 
 
-def _step_time_chart(run: RunData) -> str:
+def _step_time_chart(run: RunData) -> Chart:
     """Draw the time of a step and of its longest phases, one per available colour."""
-    values = [1000 * seconds for seconds in run.steps["step_seconds"]]
-    smoothed = smooth(values, smoothing_window(len(values)))
-    series = [Series(label="step", x=run.iterations, y=smoothed, color=PALETTE[0], width=2)]
+    series = [Series(label="step", x=run.iterations, y=_step_milliseconds(run), color=PALETTE[0])]
     longest = sorted(run.phases, key=lambda name: -max(v for _, v in run.phases[name]))
     for name, color in zip(longest, PALETTE[1:], strict=False):
-        xs, ys = zip(*run.phases[name], strict=True)
-        few = len(xs) <= 100
-        scaled = [1000 * seconds for seconds in ys]
-        series.append(Series(label=name, x=xs, y=scaled, color=color, width=2, markers=few))
+        scaled = [(i, 1000 * seconds) for i, seconds in run.phases[name]]
+        series += _points(scaled, label=name, color=color)
     title = "Step time by phase (ms, slowest rank)" if run.phases else "Step time (ms)"
-    return chart(title, series, from_zero=True)
+    return Chart(title, series)
 
 
-def _waiting_chart(run: RunData) -> str:
-    pairs = zip(run.steps["wait_seconds"], run.steps["step_seconds"], strict=True)
-    shares = [100 * wait / step if step > 0 else math.nan for wait, step in pairs]
-    series = _with_mean(run, shares, color=TEAL, label="each step")
-    return chart("Waiting for gradients (% of the step)", series, from_zero=True)
-
-
-def _memory_chart(run: RunData) -> str:
-    peaks = run.steps["peak_memory_bytes"]
+def _memory_chart(run: RunData) -> Chart:
     unit, size = ("GiB", 2**30) if run.last("peak_memory_bytes") >= 2**30 else ("MiB", 2**20)
-    scaled = [peak / size for peak in peaks]
-    series = [Series(label="", x=run.iterations, y=scaled, color=TEAL, width=2)]
-    return chart(f"Peak memory, one rank ({unit})", series, from_zero=True)
+    peaks = [peak / size for peak in run.steps["peak_memory_bytes"]]
+    return Chart(f"Peak memory, one rank ({unit})", _line(run, peaks))
 
 
-def _skipped_chart(run: RunData) -> str:
-    total, totals = 0.0, []
-    for skipped in run.steps["skipped"]:
-        total += skipped if math.isfinite(skipped) else 0.0
-        totals.append(total)
-    where = [i for i, s in zip(run.iterations, run.steps["skipped"], strict=True) if s > 0]
-    return chart(
-        "Skipped steps so far",
-        [Series(label="number", x=run.iterations, y=totals, color=PURPLE, width=2)],
-        from_zero=True,
-        whole=True,
-        tick_format=counted,
-        marks=where,
-        mark_label="skipped step",
-    )
-
-
-def _is_wild(run: RunData, key: str) -> bool:
-    positive = sorted(value for value in run.steps[key] if math.isfinite(value) and value > 0)
-    return bool(positive) and positive[-1] > 30 * positive[len(positive) // 2]
+def _skipped_chart(run: RunData) -> Chart:
+    skipped = [value if math.isfinite(value) else 0.0 for value in run.steps["skipped"]]
+    totals = [Series(label="number", x=run.iterations, y=list(accumulate(skipped)), color=PURPLE)]
+    where = [i for i, value in zip(run.iterations, skipped, strict=True) if value > 0]
+    return Chart("Skipped steps so far", totals, unit="", marks=where, mark_label="skipped step")

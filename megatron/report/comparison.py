@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.metrics.log_line import byte_size, duration, memory_size, timestamp
+from megatron.metrics.log_line import timestamp
 from megatron.report.charts import comparison_charts, difference_chart
-from megatron.report.facts import differing_settings
+from megatron.report.drawing import can_draw, write_png
+from megatron.report.facts import differing_settings, peak_memory, sent, training_time
 from megatron.report.page import comparison_page
 from megatron.report.runs import RunData
-from megatron.report.writing import replace_text, write_picture
+from megatron.report.writing import write_page
 
 COMPARISON = "comparison"
 
@@ -74,7 +75,10 @@ def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Compa
 
 
 def write_comparison(runs: Sequence[RunData], folder: str | Path) -> Path:
-    """Write comparison.html and .png with the losses of `runs` into `folder`, which must exist."""
+    """Write comparison.html with the charts of `runs` into `folder`, which must exist.
+
+    With matplotlib, comparison.png has the losses alone.
+    """
     folder = Path(folder)
     labels = _labels(runs)
     charts = comparison_charts(runs, labels)
@@ -87,8 +91,9 @@ def write_comparison(runs: Sequence[RunData], folder: str | Path) -> Path:
     title = " / ".join(labels)
     settings = [("setting", *labels), *differing_settings(runs)]
     page = comparison_page(title, charts, rows, settings, written=timestamp(time.time()))
-    replace_text(path, page)
-    write_picture(folder / f"{COMPARISON}.png", runs, labels)
+    write_page(path, page)
+    if can_draw():
+        write_png(charts[0], folder / f"{COMPARISON}.png")
     return path
 
 
@@ -110,21 +115,17 @@ def _rows(runs: Sequence[RunData], labels: Sequence[str]) -> list[tuple[str, ...
         + ("sent", "peak memory", "restarts", "against the first")
     ]
     for run, label in zip(runs, labels, strict=True):
-        seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
-        valid = run.evaluations["valid"]
-        steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
-        sent = math.fsum(v for v in run.steps["bytes_sent"] if math.isfinite(v))
-        peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
+        valid, steps = run.evaluations["valid"], run.finite("step_seconds")
         rows.append(
             (
                 label,
                 f"{len(run.iterations):,}",
                 f"{run.last('loss'):.6f}",
                 f"{valid[-1][1]:.6f}" if valid else "-",
-                duration(seconds),
+                training_time(run),
                 f"{1000 * median(steps):.1f} ms" if steps else "-",
-                byte_size(sent),
-                memory_size(max(peaks)) if peaks else "-",
+                sent(run),
+                peak_memory(run),
                 str(run.restarts),
                 "" if run is runs[0] else compare(runs[0], run).describe(),
             )

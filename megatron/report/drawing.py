@@ -1,28 +1,68 @@
-"""Line charts as SVG text, for a page that must work without a network or scripts.
+"""Charts drawn by matplotlib: as SVG inside a page that must work without a network, and as PNG.
 
-A chart takes about a millisecond; with matplotlib it would take a tenth of a second or more at the
-end of every run.
+matplotlib is optional, and is imported when a chart is drawn. A chart itself is data.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
 from html import escape
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Protocol
 
-MAX_POINTS = 1000
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NEEDS_MATPLOTLIB = "matplotlib is not installed (pip install 'sparsetron[log]')"
+MAX_MARKS = 200
+MARK_COLOR = "#dc2626"
+WIDTH = 5.0
+"""Width in inches. A chart is so narrow that its text can be read on a telephone."""
+HEIGHT = 2.8
+LINE = 0.18
+"""Inches of a line of the legend, by which a chart is higher."""
+LETTERS = 52
+"""Letters of a title, or of a label in the legend, that fit into the width of a chart."""
+STEPS = (1, 2, 2.5, 5, 10)
+"""Distances of ticks, times a power of ten."""
+STYLE = Path(__file__).with_name("chart.mplstyle")
+
+
+class Picture(Protocol):
+    """What can be drawn into a figure."""
+
+    @property
+    def title(self) -> str:
+        """Text above the picture, by which it is also read aloud."""
+        ...
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the picture into an empty figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `x` and `y` have equal length; the curve is interrupted where y is not finite."""
+    """One curve. `x` and `y` have equal length; the curve is interrupted where y is not finite.
 
-    label: str
+    With `markers`, each point is marked and tells its values when it is pointed at.
+    """
+
     x: Sequence[float]
     y: Sequence[float]
     color: str
-    width: float = 1.6
+    label: str = ""
+    width: float = 1.8
     opacity: float = 1.0
     markers: bool = False
     dashed: bool = False
@@ -31,6 +71,209 @@ class Series:
         """Return the part of the curve right of `x`."""
         kept = [i for i, value in enumerate(self.x) if value > x]
         return replace(self, x=[self.x[i] for i in kept], y=[self.y[i] for i in kept])
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the curve, and as dots the points that are marked or have no neighbour."""
+        x, y = np.asarray(self.x, float), np.asarray(self.y, float)
+        seen = np.isfinite(y) & ((y > 0) | (axes.get_yscale() == "linear"))
+        y = np.where(seen, y, math.nan)
+        line = "--" if self.dashed else "-"
+        style = {"color": self.color, "alpha": self.opacity, "linewidth": self.width}
+        # A curve along the edge of the axes keeps its width, and leaves the layout alone.
+        style |= {"clip_on": False, "in_layout": False}
+        axes.plot(x, y, line, label=self.label or "_", **style)
+        padded = np.pad(seen, 1)
+        dots = seen if self.markers else seen & ~padded[:-2] & ~padded[2:]
+        if not self.markers:
+            axes.plot(x[dots], y[dots], ".", **style)
+            return
+        for each in np.flatnonzero(dots):
+            values = f"{x[each]:g}: {y[each]:.5g}"
+            axes.plot(x[each], y[each], "o", markersize=4.5, gid=f"point {values}", **style)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the iterations of a run.
+
+    `unit` is "" for counts such as 1.5k, "B" for bytes such as 2.5 MB, and None for other numbers.
+    `marks` are iterations that get a red tick on the lower axis, named `mark_label` in the legend.
+    A logarithmic axis leaves out values that are not positive.
+    """
+
+    title: str
+    series: Sequence[Series]
+    _: KW_ONLY
+    log: bool = False
+    from_zero: bool = True
+    unit: str | None = None
+    marks: Sequence[float] = ()
+    mark_label: str = ""
+    y_label: str = ""
+
+    def after(self, x: float) -> Chart:
+        """Return the chart of what lies right of `x`."""
+        title = f"{self.title} after iteration {x:,}"
+        series = [each.after(x) for each in self.series]
+        return replace(self, title=title, series=series, marks=[i for i in self.marks if i > x])
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the curves with axes and a legend."""
+        from matplotlib.ticker import EngFormatter, MaxNLocator
+
+        axes = figure.add_subplot()
+        axes.set_title(_wrapped(self.title))
+        axes.set(xlabel="iteration", ylabel=self.y_label, xmargin=0.01)
+        self._scale(axes)
+        for series in self.series:
+            series.draw(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        marks = self.marks[:: math.ceil(len(self.marks) / MAX_MARKS) or 1]
+        if marks:
+            heights = np.full(len(marks), 0.03)
+            place = axes.get_xaxis_transform()
+            style = {"color": MARK_COLOR, "markersize": 9, "transform": place}
+            axes.plot(marks, heights, "|", label=self.mark_label, **style)
+        _legend(figure, axes, least=1 if marks else 2)
+
+    def _scale(self, axes: Axes) -> None:
+        """Set the limits and the ticks of the vertical axis."""
+        from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+        from matplotlib.transforms import nonsingular
+
+        values = np.array([y for series in self.series for y in series.y], float)
+        values = values[np.isfinite(values)]
+        if self.log and np.any(values > 0):
+            low, high = np.min(values[values > 0]), np.max(values)
+            axes.set_yscale("log")
+            # However small the range, one of 1, 2 and 5 times a power of ten is inside.
+            axes.set_ylim(low / 1.6, high * 1.6)
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e3 * low else (1,)))
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            low, high = (np.min(values), np.max(values)) if len(values) else (0, 1)
+            if self.from_zero:
+                low, high = min(0, low), max(0, high) or 1
+            low, high = nonsingular(low, high, expander=0.1)
+            whole = self.unit is not None
+            ticks = MaxNLocator(5, steps=STEPS, integer=whole).tick_values(low, high)
+            axes.set_yticks(ticks)
+            axes.set_ylim(ticks[0], ticks[-1])
+        if self.unit is not None:
+            separator = " " if self.unit else ""
+            axes.yaxis.set_major_formatter(EngFormatter(self.unit, sep=separator))
+        else:
+            axes.yaxis.set_major_formatter("{x:.7g}")
+
+
+@dataclass(frozen=True)
+class PieChart:
+    """The shares of a whole by name, each in one of the `colors`."""
+
+    title: str
+    shares: Mapping[str, float]
+    colors: Sequence[str]
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the pie, clockwise from the top, with the shares in the legend."""
+        axes = figure.add_subplot()
+        axes.set_title(_wrapped(self.title))
+        whole = sum(self.shares.values())
+        labels = [f"{name} {value / whole:.1%}" for name, value in self.shares.items()]
+        # Labels without a distance are those of the legend.
+        style = {"labels": labels, "labeldistance": None, "colors": self.colors}
+        axes.pie([*self.shares.values()], startangle=90, counterclock=False, **style)
+        _legend(figure, axes, least=1)
+
+
+@dataclass(frozen=True)
+class AreaChart:
+    """Bytes over the operators of a step, stacked: one layer a name, each of one of the `colors`.
+
+    `x` numbers the operators, and `phases` names the phase of each: a line marks its beginning.
+    """
+
+    title: str
+    x: Sequence[int]
+    layers: Mapping[str, Sequence[float]]
+    colors: Sequence[str]
+    phases: Sequence[str]
+
+    def draw(self, figure: Figure) -> None:
+        """Draw the layers with axes and a legend."""
+        from matplotlib.ticker import EngFormatter
+
+        axes = figure.add_subplot()
+        axes.set_title(_wrapped(self.title))
+        axes.set(xlabel="operators of a step", xmargin=0)
+        axes.stackplot(self.x, *self.layers.values(), labels=self.layers, colors=self.colors)
+        axes.yaxis.set_major_formatter(EngFormatter("B", sep=" "))
+        for x, phase, before in zip(self.x, self.phases, ("", *self.phases), strict=False):
+            if phase != before:
+                axes.axvline(x, color="white", linewidth=0.8)
+                axes.text(x, 0, f" {phase}", rotation=90, fontsize=7, color="white", va="bottom")
+        _legend(figure, axes, least=1)
+
+
+def _legend(figure: Figure, axes: Axes, *, least: int) -> None:
+    """Put a legend below the axes if it has at least `least` entries."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) >= least:
+        labels = [_wrapped(label) for label in labels]
+        columns = (LETTERS + 18) // (6 + max(map(len, labels))) or 1
+        lines = math.ceil(len(labels) / columns) + sum(label.count("\n") for label in labels)
+        figure.set_figheight(HEIGHT + LINE * lines)
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in lines of the width of a chart; a font takes no lone surrogates."""
+    return fill(text.encode(errors="replace").decode(), LETTERS)
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def as_svg(picture: Picture) -> str:
+    """Return the picture as an <svg> element, the same text for the same picture."""
+    file = io.StringIO()
+    with _drawn(picture) as figure:
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = file.getvalue().partition("<svg ")[2]
+    text = re.sub(r'<g id="point ([^"]*)">', r"<g><title>\1</title>", text)
+    # Names of groups repeat in the other charts of a page.
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)
+    return f'<svg class="chart" role="img" aria-label="{escape(picture.title)}" {text}'
+
+
+def write_png(picture: Picture, path: Path) -> None:
+    """Write the picture as a PNG, atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _drawn(picture) as figure:
+        figure.savefig(temporary, format="png", dpi=240)
+    os.replace(temporary, path)
+
+
+@contextmanager
+def _drawn(picture: Picture) -> Iterator[Figure]:
+    """Yield the figure of a picture, in the style that it must be saved in."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with warnings.catch_warnings(), style.context(["default", STYLE]):
+        # Of letters that the font lacks, and of numbers at the edge of what a float can hold.
+        warnings.simplefilter("ignore")
+        figure = Figure(figsize=(WIDTH, HEIGHT))
+        picture.draw(figure)
+        yield figure
 
 
 def smoothing_window(count: int) -> int:
@@ -47,286 +290,11 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     A trailing mean would draw a falling loss too high. For the same reason the window narrows
     symmetrically where a run begins; at the end it only loses its right side.
     """
-    sums, counts = [0.0], [0]
-    for value in values:
-        finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if finite else 0.0))
-        counts.append(counts[-1] + finite)
-    smoothed = []
-    for i in range(len(values)):
-        half = min(window // 2, i)
-        first, last = i - half, min(i + half + 1, len(values))
-        count = counts[last] - counts[first]
-        smoothed.append((sums[last] - sums[first]) / count if count else math.nan)
-    return smoothed
-
-
-def thin(
-    x: Sequence[float], y: Sequence[float], *, most: int = MAX_POINTS
-) -> tuple[list[float], list[float]]:
-    """Thin a curve to about `most` points: the smallest and the largest value of each section."""
-    if len(x) <= most:
-        return list(x), list(y)
-    size = math.ceil(2 * len(x) / most)
-    kept: list[int] = []
-    for start in range(0, len(x), size):
-        stretch = range(start, min(start + size, len(x)))
-        finite = [i for i in stretch if math.isfinite(y[i])]
-        if not finite:
-            kept.append(start)
-            continue
-        kept += sorted({min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)})
-    return [x[i] for i in kept], [y[i] for i in kept]
-
-
-TickFormat = Callable[[float], str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """A linear or logarithmic axis from `low` to `high`, with ticks inside it."""
-
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    log: bool = False
-
-    def position(self, value: float) -> float:
-        """Return the position of a value, 0 at `low` and 1 at `high`.
-
-        On a log axis the value is positive.
-        """
-        if self.log:
-            low, high = math.log10(self.low), math.log10(self.high)
-            return (math.log10(value) - low) / (high - low)
-        return (value - self.low) / (self.high - self.low)
-
-
-def linear_axis(
-    values: Iterable[float], *, ticks: int, from_zero: bool = False, whole: bool = False
-) -> Axis:
-    """Return an axis that begins and ends at a tick and spans all finite values.
-
-    `whole`: ticks are whole numbers.
-    """
-    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(finite), max(finite)
-    if from_zero:
-        low, high = min(0.0, low), max(0.0, high)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        # For a constant, leave some room around it, and never make an empty range.
-        room = abs(high) * 0.1 or 1.0
-        low, high = (low if from_zero and low == 0 else low - room), high + room
-    step = round_step((high - low) / ticks)
-    if whole:
-        step = float(math.ceil(step))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    marks = tuple(i * step for i in range(first, last + 1))
-    return Axis(low=marks[0], high=marks[-1], ticks=marks)
-
-
-def span_axis(low: float, high: float, *, ticks: int) -> Axis:
-    """Return a linear axis over exactly [low, high], with the whole-number ticks inside."""
-    if high <= low:
-        low, high = low - 1, low + 1
-    step = max(1.0, round_step((high - low) / ticks))
-    marks = range(math.ceil(low / step), math.floor(high / step) + 1)
-    return Axis(low=low, high=high, ticks=tuple(i * step for i in marks))
-
-
-def log_axis(values: Iterable[float]) -> Axis:
-    """Return a logarithmic axis over the positive values; 1, 2, 5 are marked if decades are few."""
-    positive = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
-    low, high = min(positive), max(positive)
-    if high / low < 1.5:
-        low, high = low / 1.5, high * 1.5
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if len(decades) <= 4 else (1,)
-    stride = math.ceil(len(decades) / 7)
-    marks = [digit * 10.0**e for e in decades[::stride] for digit in digits]
-    return Axis(
-        low=low / 1.1,
-        high=high * 1.1,
-        ticks=tuple(mark for mark in marks if low / 1.1 <= mark <= high * 1.1),
-        log=True,
-    )
-
-
-def round_step(rough: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `rough`."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
-
-
-def plain(value: float) -> str:
-    """Format as 4, 0.25, 1.5e-4."""
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
-        digits, exponent = f"{value:.4e}".split("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.10g}" if abs(value) < 1e-12 else f"{round(value, 9):.7g}"
-
-
-def counted(value: float) -> str:
-    """Format as 0, 500, 1.5k, 20M."""
-    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.4g}{suffix}"
-    return f"{value:.4g}"
-
-
-def traffic(value: float) -> str:
-    """Format as 512 B, 2.5 MB."""
-    text = counted(value)
-    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
-
-
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 68, 18, 68, 44
-INK, QUIET, GRID = "#1f2937", "#6b7280", "#e5e7eb"
-SKIP_COLOR = "#dc2626"
-MAX_MARKS = 200
-
-
-def chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    log: bool = False,
-    from_zero: bool = False,
-    whole: bool = False,
-    tick_format: TickFormat = plain,
-    marks: Sequence[float] = (),
-    mark_label: str = "",
-    x_label: str = "iteration",
-) -> str:
-    """Return an <svg> element with axes, a legend and one line per series.
-
-    `marks` are x positions that get a red tick on the lower axis, named `mark_label` in the legend.
-    Values that are not finite interrupt a line; on a log axis so do values below 0.
-    """
-    thinned = [(s, *thin(s.x, s.y)) for s in series]
-    x_values = [x for s in series for x in s.x] or [0.0, 1.0]
-    y_values = [y for _, _, ys in thinned for y in ys]
-    x_axis = span_axis(min(x_values), max(x_values), ticks=6)
-    y_axis = (
-        log_axis(y_values)
-        if log
-        else linear_axis(y_values, ticks=5, from_zero=from_zero, whole=whole)
-    )
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'xmlns="http://www.w3.org/2000/svg" aria-label="{escape(title)}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif">',
-        _text(LEFT - 52, 24, title, size=15, color=INK, weight=600),
-    ]
-    parts += _legend(series, mark_label if marks else "")
-    parts += _grid(x_axis, y_axis, tick_format=tick_format, x_label=x_label)
-    parts += [_line(s, xs, ys, x_axis=x_axis, y_axis=y_axis) for s, xs, ys in thinned]
-    parts += _marks(marks, x_axis=x_axis)
-    parts.append("</svg>")
-    return "\n".join(part for part in parts if part)
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int = 11,
-    color: str = QUIET,
-    anchor: str = "start",
-    weight: int = 400,
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" '
-        f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
-    )
-
-
-def _legend(series: Sequence[Series], mark_label: str) -> list[str]:
-    entries = [(s.label, s.color, s.opacity, s.dashed) for s in series if s.label]
-    if mark_label:
-        entries.append((mark_label, SKIP_COLOR, 1.0, False))
-    if len(entries) < 2 and not mark_label:
-        return []
-    parts, x, y = [], float(LEFT), 38
-    for label, color, opacity, dashed in entries:
-        width = 21 + 6.3 * len(label)
-        if x > LEFT and x + width > WIDTH - RIGHT:
-            x, y = float(LEFT), y + 15
-        dashes = ' stroke-dasharray="4 3"' if dashed else ""
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y}" y2="{y}" stroke="{escape(color)}" '
-            f'stroke-width="2.5" stroke-opacity="{opacity}"{dashes}/>'
-        )
-        parts.append(_text(x + 21, y + 4, label))
-        x += width + 18
-    return parts
-
-
-def _grid(x_axis: Axis, y_axis: Axis, *, tick_format: TickFormat, x_label: str) -> list[str]:
-    parts = []
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    for tick in y_axis.ticks:
-        y = _y(y_axis, tick)
-        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="{GRID}"/>')
-        parts.append(_text(LEFT - 8, y + 4, tick_format(tick), anchor="end"))
-    for tick in x_axis.ticks:
-        x = _x(x_axis, tick)
-        parts.append(f'<line x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}" stroke="{QUIET}"/>')
-        parts.append(_text(x, bottom + 18, counted(tick), anchor="middle"))
-    parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" stroke="{QUIET}"/>')
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 8, x_label, anchor="middle"))
-    return parts
-
-
-def _line(
-    series: Series, xs: Sequence[float], ys: Sequence[float], *, x_axis: Axis, y_axis: Axis
-) -> str:
-    commands: list[str] = []
-    dots: list[str] = []
-    pen_down = False
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        if not _drawable(y, log=y_axis.log):
-            pen_down = False
-            continue
-        px, py = _x(x_axis, x), _y(y_axis, y)
-        commands.append(f"{'L' if pen_down else 'M'}{px} {py}")
-        ends_alone = i + 1 == len(xs) or not _drawable(ys[i + 1], log=y_axis.log)
-        if series.markers or (not pen_down and ends_alone):
-            dots.append(
-                f'<circle cx="{px}" cy="{py}" r="{3.2 if series.markers else 1.6}" '
-                f'fill="{escape(series.color)}"><title>{counted(x)}: {plain(y)}</title></circle>'
-            )
-        pen_down = True
-    if not commands:
-        return ""
-    dashes = ' stroke-dasharray="5 4"' if series.dashed else ""
-    path = (
-        f'<path d="{"".join(commands)}" fill="none" stroke="{escape(series.color)}" '
-        f'stroke-width="{series.width}" stroke-opacity="{series.opacity}" '
-        f'stroke-linejoin="round"{dashes}/>'
-    )
-    return path + "".join(dots)
-
-
-def _marks(marks: Sequence[float], *, x_axis: Axis) -> list[str]:
-    bottom = HEIGHT - BOTTOM
-    stride = math.ceil(len(marks) / MAX_MARKS) or 1
-    return [
-        f'<line x1="{x}" x2="{x}" y1="{bottom - 9}" y2="{bottom}" '
-        f'stroke="{SKIP_COLOR}" stroke-width="1.5"/>'
-        for x in (_x(x_axis, mark) for mark in marks[::stride])
-    ]
-
-
-def _drawable(y: float, *, log: bool) -> bool:
-    return math.isfinite(y) and (y > 0 or not log)
-
-
-def _x(axis: Axis, value: float) -> float:
-    return round(LEFT + axis.position(value) * (WIDTH - LEFT - RIGHT), 1)
-
-
-def _y(axis: Axis, value: float) -> float:
-    return round(HEIGHT - BOTTOM - axis.position(value) * (HEIGHT - TOP - BOTTOM), 1)
+    array = np.asarray(values, float)
+    finite, index = np.isfinite(array), np.arange(len(array))
+    sums = np.cumsum([0, *np.where(finite, array, 0)])
+    counts = np.cumsum([0, *finite])
+    half = np.minimum(window // 2, index)
+    first, last = index - half, np.minimum(index + half + 1, len(array))
+    with np.errstate(invalid="ignore"):
+        return ((sums[last] - sums[first]) / (counts[last] - counts[first])).tolist()

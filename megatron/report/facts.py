@@ -33,11 +33,7 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline figures: (name, figure, remark)."""
     count = len(run.iterations)
     last = run.last(LOSS) if count else math.nan
-    speeds = [v for v in run.steps[PER_SECOND] if math.isfinite(v) and v > 0]
-    peaks = [v for v in run.steps["peak_memory_bytes"] if math.isfinite(v)]
-    counted = math.fsum(v for v in run.steps[COUNTED] if math.isfinite(v))
-    seconds = math.fsum(v for v in run.steps["step_seconds"] if math.isfinite(v))
-    sent = math.fsum(v for v in run.steps["bytes_sent"] if math.isfinite(v))
+    speeds = [v for v in run.finite(PER_SECOND) if v > 0]
     figures = [("training loss", _loss(last), f"iteration {run.iterations[-1]:,}" if count else "")]
     for kind, name in (("valid", "validation"), ("test", "test")):
         if run.evaluations[kind]:
@@ -49,13 +45,29 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
                 value = f"{points[kind][-1][1]:.5g}"
                 figures.append((f"{name} {mean.replace('_', ' ')}", value, ""))
     figures += [
-        (run.unit, scaled(counted).strip(), f"{count:,} steps"),
-        ("training time", duration(seconds), "without evaluations"),
+        (run.unit, scaled(math.fsum(run.finite(COUNTED))).strip(), f"{count:,} steps"),
+        ("training time", training_time(run), "without evaluations"),
         (f"{run.unit}/s", scaled(median(speeds)).strip() if speeds else "-", "median step"),
-        ("sent", byte_size(sent), "one rank, of gradients"),
-        ("peak memory", memory_size(max(peaks)) if peaks else "-", "one rank"),
+        ("sent", sent(run), "one rank, of gradients"),
+        ("peak memory", peak_memory(run), "one rank"),
     ]
     return figures
+
+
+def training_time(run: RunData) -> str:
+    """Return the time of all steps, without evaluations."""
+    return duration(math.fsum(run.finite("step_seconds")))
+
+
+def sent(run: RunData) -> str:
+    """Return the bytes that one rank has sent."""
+    return byte_size(math.fsum(run.finite("bytes_sent")))
+
+
+def peak_memory(run: RunData) -> str:
+    """Return the largest memory of a rank."""
+    peaks = run.finite("peak_memory_bytes")
+    return memory_size(max(peaks)) if peaks else "-"
 
 
 def run_table(run: RunData) -> list[tuple[str, str]]:
@@ -113,14 +125,14 @@ def _throughput(means: object) -> list[tuple[str, str]]:
 
 def phase_table(run: RunData) -> list[tuple[str, str, str]]:
     """Return rows (phase, milliseconds, share of the step): the median of each timer."""
-    steps = [v for v in run.steps["step_seconds"] if math.isfinite(v)]
-    whole = median(steps) if steps else 0.0
-    found = {"step": whole} if whole > 0 else {}
-    waits = [v for v in run.steps["wait_seconds"] if math.isfinite(v)]
-    found |= {"waiting for gradients": median(waits)} if waits else {}
+    timers = {
+        "step": run.finite("step_seconds"),
+        "waiting for gradients": run.finite("wait_seconds"),
+    }
     for name, points in run.phases.items():
-        if seconds := [v for _, v in points if math.isfinite(v)]:
-            found[name] = median(seconds)
+        timers[name] = [v for _, v in points if math.isfinite(v)]
+    found = {name: median(seconds) for name, seconds in timers.items() if seconds}
+    whole = found.get("step", 0.0)
     if whole <= 0:
         return []
     return [(name, f"{1000 * s:.2f}", f"{100 * s / whole:.1f} %") for name, s in found.items()]

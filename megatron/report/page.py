@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from megatron.report.charts import run_charts
+from megatron.report.drawing import NEEDS_MATPLOTLIB, Chart, Picture, as_svg, can_draw
 from megatron.report.facts import (
     config_table,
     evaluated,
@@ -14,46 +16,10 @@ from megatron.report.facts import (
     run_table,
     tiles,
 )
+from megatron.report.memory import memory_charts, memory_table
 from megatron.report.runs import RunData
 
-_STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f3f4f6; color: #1f2937; line-height: 1.45;
-  font: 15px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1340px; margin: 0 auto; padding: 28px 24px 48px; }
-header { display: flex; align-items: baseline; gap: 14px; flex-wrap: wrap; margin-bottom: 18px; }
-h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 15px; margin: 0 0 10px; }
-.state { padding: 2px 12px; border-radius: 999px; font-size: 13px; font-weight: 600;
-  background: #e5e7eb; color: #374151; }
-.done { background: #d1fae5; color: #065f46; } .failed { background: #fee2e2; color: #991b1b; }
-.running { background: #dbeafe; color: #1e40af; } .left { background: #fef3c7; color: #92400e; }
-.card { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; padding: 16px 18px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 14px; }
-.tiles b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
-.tiles span { font-size: 12.5px; color: #6b7280; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr));
-  gap: 14px; margin: 14px 0; }
-.charts .card { padding: 8px 10px; }
-.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
-  gap: 14px; align-items: start; margin-bottom: 14px; }
-svg.chart { display: block; width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-td, th { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid #f0f1f3;
-  vertical-align: top; white-space: nowrap; font-variant-numeric: tabular-nums; }
-tr:first-child > * { border-top: 0; }
-td:first-child { color: #6b7280; }
-td.text { white-space: normal; overflow-wrap: anywhere; min-width: 160px; }
-th { color: #6b7280; font-weight: 500; }
-section.card { overflow-x: auto; }
-section.card + section.card { margin-top: 14px; } .tables section.card { margin-top: 0; }
-pre { margin: 8px 0 0; font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
-details, section.text { margin-top: 14px; }
-summary { cursor: pointer; font-weight: 600; }
-footer { margin-top: 20px; color: #6b7280; font-size: 12.5px; }
-@media print { body { background: #fff; } .card { break-inside: avoid; } }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 _LONGEST_FIGURE = 16
 
@@ -62,11 +28,10 @@ def run_page(run: RunData, *, written: str) -> str:
     """Return the report of one run as a complete HTML document; `written` is the displayed time."""
     state = run.status.state if run.status else ""
     badge = f'<span class="state {escape(state)}">{escape(state)}</span>' if state else ""
-    charts = run_charts(run)
     body = [
         f"<header><h1>{escape(run.name)}</h1>{badge}</header>",
         _tiles(tiles(run)),
-        _charts(charts) if charts else '<p class="card">No step is recorded yet.</p>',
+        _charts(run_charts(run)) or '<p class="card">No step is recorded yet.</p>',
         '<div class="tables">',
         _table("Run", run_table(run)),
         _table("Configuration", config_table(run)),
@@ -81,6 +46,7 @@ def run_page(run: RunData, *, written: str) -> str:
             head=("iteration", "set", "loss", *(name.replace("_", " ") for name in evaluated(run))),
         ),
         "</div>",
+        _memory(run),
     ]
     if run.sample:
         body.append(
@@ -97,7 +63,7 @@ def run_page(run: RunData, *, written: str) -> str:
 
 def comparison_page(
     title: str,
-    charts: Sequence[str],
+    charts: Sequence[Chart],
     rows: Sequence[Sequence[str]],
     settings: Sequence[Sequence[str]],
     *,
@@ -127,7 +93,7 @@ def document(title: str, body: Sequence[str], *, written: str) -> str:
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body><main>",
+            f"<title>{escape(title)}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body><main>",
             *body,
             f"<footer>Sparsetron, written {escape(written)}</footer>",
             "</main></body>\n</html>\n",
@@ -144,9 +110,19 @@ def _tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _charts(charts: Sequence[str]) -> str:
-    cards = [f'<div class="card">{chart}</div>' for chart in charts]
-    return f'<div class="charts">{"".join(cards)}</div>'
+def _charts(charts: Sequence[Picture]) -> str:
+    """Return the charts as pictures, or a note in their place; empty without charts."""
+    if charts and not can_draw():
+        return f'<p class="card">The charts are left out: {escape(NEEDS_MATPLOTLIB)}.</p>'
+    cards = "".join(f'<div class="card">{as_svg(chart)}</div>' for chart in charts)
+    return cards and f'<div class="charts">{cards}</div>'
+
+
+def _memory(run: RunData) -> str:
+    """Return the section of the memory of a step; empty without a ledger."""
+    rows = memory_table(run.ledger)
+    table = _table("Memory of a training step", rows[1:], head=rows[0] if rows else ())
+    return table + (_charts(memory_charts(run.ledger)) if can_draw() else "")
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:

@@ -28,6 +28,7 @@ from megatron.metrics.record import EVALUATION_KINDS
 from megatron.status import Status, read_status
 
 ENVIRONMENT = "environment.json"
+LEDGER = "ledger.json"
 SAMPLE = "sample.txt"
 MAX_TEXT = 200_000
 
@@ -71,6 +72,8 @@ class RunData:
     """Steps of the checkpoints from which the run resumed, in order."""
     checkpoints: list[str] = field(default_factory=list)
     sample: str = ""
+    ledger: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The profile of a step's memory that tools/profile_memory.py wrote into the folder."""
 
     @property
     def name(self) -> str:
@@ -79,8 +82,11 @@ class RunData:
 
     def last(self, key: str) -> float:
         """Return the newest finite value of a column, NaN if there is none."""
-        finite = (value for value in reversed(self.steps[key]) if math.isfinite(value))
-        return next(finite, math.nan)
+        return next(reversed(self.finite(key)), math.nan)
+
+    def finite(self, key: str) -> list[float]:
+        """Return the finite values of a column."""
+        return [value for value in self.steps[key] if math.isfinite(value)]
 
 
 def read_run(run_dir: str | Path) -> RunData:
@@ -125,6 +131,7 @@ def read_run(run_dir: str | Path) -> RunData:
         status=read_status(folder),
         checkpoints=_checkpoints(folder / "checkpoints"),
         sample=_text(folder / SAMPLE),
+        ledger=_json(folder / LEDGER),
     )
 
 
@@ -214,13 +221,15 @@ def _leaves(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _environment(path: Path) -> dict[str, str]:
+    return {key.replace("_", " "): _inline(value) for key, value in _json(path).items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(_text(path))
-    except (ValueError, RecursionError):
+        loaded = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(loaded, dict):
-        return {}
-    return {str(key).replace("_", " "): _inline(value) for key, value in loaded.items()}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def _inline(value: object) -> str:

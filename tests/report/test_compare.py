@@ -128,7 +128,7 @@ def test_tool_writes_elsewhere(
     assert main([str(first), str(first), "--output", str(elsewhere)]) == 0
     assert sorted(first.iterdir()) == before
     assert {"report.html", "comparison.html"} <= {path.name for path in elsewhere.iterdir()}
-    (first / ".report.html.tmp").mkdir()
+    (first / "report.html").mkdir()
     capsys.readouterr()
     assert main([str(first)]) == 2
     error = capsys.readouterr().err
