@@ -29,6 +29,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from megatron.low_memory.activation_checkpoint import watching_kept
+
 HEAD = "head"
 """The layer of what follows the last numbered layer: final norm, output layer, loss."""
 BEFORE = ("embedding", "conv0")
@@ -240,7 +242,7 @@ class SavedActivations:
                 handles.append(module.register_forward_pre_hook(self._enter(chunk, name)))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor), watching_kept(self._pack):
                 yield self
         finally:
             self._settle(HEAD)

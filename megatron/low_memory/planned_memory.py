@@ -114,10 +114,8 @@ def _gpt_layers(grid: RankGrid, sizes: Activations, stage: int) -> dict[str, int
     for chunk, layers in enumerate(grid.split[stage]):
         if grid.holds_embedding(stage, chunk):
             found["embedding"] = sizes.embedding
-        for span in recompute_spans(len(layers), grid.config.recompute):
-            for index in range(span.start, span.stop):
-                first = sizes.hidden if index == span.start else 0
-                found[f"layers.{layers[index]}"] = first if span.recomputed else sizes.layer
+        for layer, size in zip(layers, sizes.by_layer(len(layers)), strict=True):
+            found[f"layers.{layer}"] = size
         found[f"layers.{layers[0]}"] = found.get(f"layers.{layers[0]}", 0) + sizes.mask
         if grid.holds_head(stage, chunk):
             found[HEAD] = sizes.head

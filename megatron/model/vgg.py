@@ -29,9 +29,7 @@ class Dropout(nn.Module):
         self.probability = probability
         self.streams, self.layer = streams, layer
 
-    def forward(
-        self, hidden: torch.Tensor, position: StreamPosition | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, position: StreamPosition | None = None) -> torch.Tensor:
         """Drop entries in training, and scale the others by 1 / (1 - probability).
 
         `position` of the streams: None for the current one.

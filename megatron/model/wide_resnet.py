@@ -125,7 +125,9 @@ class WideResNet(nn.Module):
     def blocks(self) -> list[Block]:
         """Return `forward` as operators, by residual block."""
         first, *others = [
-            module.operators() for module in self.modules() if isinstance(module, PreActivationBlock)
+            module.operators()
+            for module in self.modules()
+            if isinstance(module, PreActivationBlock)
         ]
         stem = Operator(lambda images: (self.conv0(images),), "product")
         head = (
