@@ -629,8 +629,7 @@ class Activations:
 
     @cached_property
     def _columns(self) -> tuple[int, int, int, int]:
-        """Bytes of queries, keys and values; of contexts; of an MLP's projection; of its inner
-        state."""
+        """Bytes of an attention's projection and contexts, of an MLP's projection and activation."""
         model, tp = self.grid.config.model, self.grid.dims.tp
         context = model.num_attention_heads * model.head_dim // tp
         mixed = context + 2 * model.query_groups * model.head_dim // tp

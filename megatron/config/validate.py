@@ -330,7 +330,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --recompute-granularity full, or drop them",
     ),
     refused_pair(
-        "recompute_method with recompute_granularity ops, no-norm, every, residual or residual-star",
+        "recompute_method with recompute_granularity other than full and selective",
         lambda c: (
             c.recompute.recompute_granularity not in (None, "full", "selective")
             and c.recompute.recompute_method is not None
@@ -348,7 +348,7 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "give --recompute-granularity residual or every, or drop it",
     ),
     refused_pair(
-        "compile with recompute_granularity ops, no-norm, every, residual or residual-star",
+        "compile with recompute_granularity other than full and selective",
         lambda c: (
             c.recompute.recompute_granularity not in (None, "full", "selective")
             and c.training.compile

@@ -306,8 +306,9 @@ def _run_without_norms(operators: Sequence[Operator], *state: torch.Tensor) -> S
 
 
 def _run_star(blocks: Sequence[Block], *state: torch.Tensor) -> State:
-    """Keep the input of a segment; in its backward, those of its blocks; in that of a block, what
-    no-norm keeps.
+    """Keep the input of a segment, and in its backward those of its blocks.
+
+    Backward of a block keeps what no-norm keeps.
     """
 
     def run(*state: torch.Tensor) -> State:

@@ -237,7 +237,7 @@ class SavedActivations:
         handles = []
         for chunk in self._chunks:
             for name, module in chunk.named_modules():
-                if not name:
+                if name in ("", "network"):
                     continue  # what the chunk itself saves between layers is the next layer's input
                 handles.append(module.register_forward_pre_hook(self._enter(chunk, name)))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -142,25 +142,25 @@ class _Layer(nn.Module):
         """Apply dropout to the output of a block."""
         return F.dropout(branch, self.dropout, self.training)
 
-    def mixing_operators(
-        self, project: Callable[[torch.Tensor], torch.Tensor], seed: Callable[[], None]
-    ) -> Block:
+    def mixing_operators(self, seed: Callable[[], None], padding: torch.Tensor | None) -> Block:
         """Return the operators before the first norm, on hidden states and a branch.
 
         Args:
-            project: The product before the convolution.
             seed: Called before the first dropout.
+            padding: bool [b, s, 1], True for positions that the convolution must not see.
         """
 
         def mix(hidden: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, ...]:
             seed()
+            if padding is not None:
+                branch = branch.masked_fill(padding, 0.0)
             return hidden, self.conv(branch)
 
         def add(hidden: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor]:
             return (hidden + self.drop(self.linear2(branch)),)
 
         return (
-            Operator(lambda hidden: (hidden, project(hidden)), "product"),
+            Operator(lambda hidden: (hidden, self.linear1(hidden)), "product"),
             Operator(mix, "product"),
             Operator(add, "product"),
         )
@@ -191,12 +191,8 @@ class EncoderLayer(_Layer):
 
     def operators(self, padding: torch.Tensor, seed: Callable[[], None]) -> Block:
         """Return `forward` as operators; `seed` is called before the first dropout."""
-
-        def project(hidden: torch.Tensor) -> torch.Tensor:
-            return self.linear1(hidden).masked_fill(padding, 0.0)
-
         return (
-            *self.mixing_operators(project, seed),
+            *self.mixing_operators(seed, padding),
             Operator(lambda hidden: (self.conv_layer_norm(hidden),), "norm"),
             *self.feed_forward_operators(),
         )
@@ -271,7 +267,7 @@ class DecoderLayer(_Layer):
             return (hidden + self.drop(branch),)
 
         return (
-            *self.mixing_operators(self.linear1, seed),
+            *self.mixing_operators(seed, None),
             Operator(lambda hidden: (self.conv_layer_norm(hidden),), "norm"),
             Operator(lambda hidden: (hidden, attention.q_proj(hidden)), "product"),
             Operator(attend, "product"),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.low_memory.activation_checkpoint import Block, Operator, run_blocks
+from megatron.low_memory.checkpoint_interval import runs_by_operators
 from megatron.model.batch_norm import BatchNorm2d
 from megatron.model.convolution import convolution, fill, linear
 from megatron.model.image_shapes import RESNET101_BLOCKS, RESNET_EXPANSION, RESNET_PLANES, scaled
@@ -109,8 +110,10 @@ class WideResNet101(nn.Module):
         self.conv1 = convolution(3, channels, 7, stride=2, **placed)
         self.bn1 = BatchNorm2d(channels, **norm)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        stages = [f"layer{number}" for number in range(1, len(RESNET101_BLOCKS) + 1)]
-        for name, count, planes in zip(stages, RESNET101_BLOCKS, planes_of_stages, strict=True):
+        self._stages = [f"layer{number}" for number in range(1, len(RESNET101_BLOCKS) + 1)]
+        for name, count, planes in zip(
+            self._stages, RESNET101_BLOCKS, planes_of_stages, strict=True
+        ):
             made = []
             for block in range(count):
                 stride = 2 if name != "layer1" and not block else 1
@@ -123,8 +126,13 @@ class WideResNet101(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return scores [b, classes] of images [b, 3, h, w] of the parameters' dtype."""
-        (scores,) = run_blocks(self.blocks(), images, recompute=self.recompute)
-        return scores
+        if runs_by_operators(self.recompute):
+            (scores,) = run_blocks(self.blocks(), images, recompute=self.recompute)
+            return scores
+        hidden = self.maxpool(F.relu(self.bn1(self.conv1(images))))
+        for name in self._stages:
+            hidden = self.get_submodule(name)(hidden)
+        return self.fc(hidden.mean(dim=(2, 3)))
 
     def blocks(self) -> list[Block]:
         """Return `forward` as operators, by residual block."""

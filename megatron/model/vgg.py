@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.low_memory.activation_checkpoint import Block, Operator, run_blocks
+from megatron.low_memory.checkpoint_interval import runs_by_operators
 from megatron.model.convolution import convolution, fill, linear
 from megatron.model.image_shapes import VGG19_CHANNELS, VGG_HIDDEN, VGG_POOLED, scaled
 from megatron.tensor_parallel.rng import DropoutStreams, StreamPosition
@@ -92,8 +93,11 @@ class VGG19(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return scores [b, classes] of images [b, 3, h, w] of the parameters' dtype."""
-        (scores,) = run_blocks([self.operators()], images, recompute=self.recompute)
-        return scores
+        if runs_by_operators(self.recompute):
+            (scores,) = run_blocks([self.operators()], images, recompute=self.recompute)
+            return scores
+        pooled = F.adaptive_avg_pool2d(self.features(images), VGG_POOLED)
+        return self.classifier(pooled.flatten(1))
 
     def operators(self) -> Block:
         """Return `forward` as operators, one for each module."""
