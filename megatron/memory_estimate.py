@@ -629,7 +629,7 @@ class Activations:
 
     @cached_property
     def _columns(self) -> tuple[int, int, int, int]:
-        """Bytes of an attention's projection and contexts, of an MLP's projection and activation."""
+        """Bytes of what attention projects and mixes, and of what an MLP projects and activates."""
         model, tp = self.grid.config.model, self.grid.dims.tp
         context = model.num_attention_heads * model.head_dim // tp
         mixed = context + 2 * model.query_groups * model.head_dim // tp
