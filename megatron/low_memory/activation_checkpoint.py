@@ -231,8 +231,9 @@ class _ProductResults:
     def _call(self, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         if not self._keeps:
             result = function(*args)
-            placed = {"dtype": result.dtype, "device": result.device}
-            self._results.append(partial(torch.empty, result.shape, **placed))
+            empty = partial(torch.empty, (), dtype=result.dtype, device=result.device)
+            shape = result.shape
+            self._results.append(lambda: empty().expand(shape))  # a single entry of memory
             return result
         # Without the mode of selective checkpointing, which would keep what the function computes
         # on its way, and expect it again.
