@@ -389,10 +389,10 @@ class DCTransformer(nn.Module):
         hidden = self._embed(self.encoder.embed_tokens, source, stream=EMBEDDING_STREAM)
 
         if self._by_operators is not None:
-            blocks = [
-                layer.operators(padding, self._seeding(index))
-                for index, layer in enumerate(self.encoder.layers)
-            ]
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.encoder.layers):
+                assert isinstance(layer, EncoderLayer)
+                blocks.append(layer.operators(padding, self._seeding(index)))
             return self._run_by_operators(blocks, hidden)
 
         def run(index: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -415,10 +415,10 @@ class DCTransformer(nn.Module):
 
         first = len(self.encoder.layers)
         if self._by_operators is not None:
-            blocks = [
-                layer.operators(memory, visible, self._seeding(first + index))
-                for index, layer in enumerate(self.decoder.layers)
-            ]
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.decoder.layers):
+                assert isinstance(layer, DecoderLayer)
+                blocks.append(layer.operators(memory, visible, self._seeding(first + index)))
             return self._run_by_operators(blocks, hidden)
 
         def run(index: int, hidden: torch.Tensor) -> torch.Tensor:

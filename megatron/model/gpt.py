@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.data_parallel.bucket import ParamInfo
 from megatron.low_memory.activation_checkpoint import (
+    Block,
     Operator,
     recomputed,
     run_blocks,
@@ -200,10 +201,10 @@ class GPT(nn.Module):
                 hidden = layer(hidden, rotary, mask, cache)
             return hidden
         if self._by_operators is not None:
-            blocks = [
-                layer.operators(rotary, mask, self._stream(index))
-                for index, layer in enumerate(self.layers)
-            ]
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.layers):
+                assert isinstance(layer, TransformerLayer)
+                blocks.append(layer.operators(rotary, mask, self._stream(index)))
             (hidden,) = run_blocks(
                 blocks, hidden, recompute=self._by_operators, preserve_rng=self._draws_dropout
             )

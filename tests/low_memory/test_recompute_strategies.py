@@ -37,13 +37,15 @@ STREAMS = DropoutStreams(1, device=torch.device("cpu"))
 STRATEGIES = {
     "ops": RecomputeConfig(recompute_granularity="ops"),
     "no-norm": RecomputeConfig(recompute_granularity="no-norm"),
-    **{
-        f"{name}-{m}": RecomputeConfig(recompute_granularity=name, recompute_num_layers=m)
-        for name, m in (
-            *(("every", 1), ("every", 3), ("every", 7)),
-            *(("residual", 1), ("residual", 2), ("residual-star", 1), ("residual-star", 2)),
-        )
-    },
+    "every-1": RecomputeConfig(recompute_granularity="every"),
+    "every-3": RecomputeConfig(recompute_granularity="every", recompute_num_layers=3),
+    "every-7": RecomputeConfig(recompute_granularity="every", recompute_num_layers=7),
+    "residual-1": RecomputeConfig(recompute_granularity="residual"),
+    "residual-2": RecomputeConfig(recompute_granularity="residual", recompute_num_layers=2),
+    "residual-star-1": RecomputeConfig(recompute_granularity="residual-star"),
+    "residual-star-2": RecomputeConfig(
+        recompute_granularity="residual-star", recompute_num_layers=2
+    ),
 }
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 EACH = pytest.mark.parametrize("strategy", STRATEGIES)

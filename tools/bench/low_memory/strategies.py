@@ -114,10 +114,10 @@ def _ledger(model: str, strategy: str) -> MemoryLedger:
         gpt = resolve(parse(flags, paths=GRADIENT_PATHS), 1)
         opened = LoadedGPT(GPT_TASK, gpt, Vocabulary(size=VOCABULARY))
         return memory_ledger(opened, gpt, GRADIENT_PATHS, vocabulary=VOCABULARY)
-    task = VISION_TASK if model == "wide-resnet" else TRANSLATION_TASK
-    config = resolve(parse(flags, paths=GRADIENT_PATHS, task=task.config), 1)
     if model == "wide-resnet":
-        return memory_ledger(VISION_TASK.open(config), config, GRADIENT_PATHS)
+        vision = resolve(parse(flags, paths=GRADIENT_PATHS, task=VISION_TASK.config), 1)
+        return memory_ledger(VISION_TASK.open(vision), vision, GRADIENT_PATHS)
+    config = resolve(parse(flags, paths=GRADIENT_PATHS, task=TRANSLATION_TASK.config), 1)
     return memory_ledger(DryTranslation(config, *DICTIONARIES), config, GRADIENT_PATHS)
 
 
