@@ -44,9 +44,11 @@ def model_provider(
         "seed": config.training.seed,
         "dtype": dtype,
         "device": device,
+        "recompute": config.recompute,
     }
     if model.vision_backbone_type == "vgg19":
         return VGG19(dropout=model.hidden_dropout, streams=streams, **options)
+    options["norm_group"] = model.simulated_micro_batch_size
     if model.vision_backbone_type == "wide-resnet101":
         return WideResNet101(**options)
     return WideResNet(depth=model.depth, **options)

@@ -20,7 +20,11 @@ from megatron.data_parallel.bucket_plan import (
     shard_length,
 )
 from megatron.data_parallel.gradient_path import GradientPath
-from megatron.low_memory.checkpoint_interval import recompute_spans, recomputes_attention
+from megatron.low_memory.checkpoint_interval import (
+    recompute_spans,
+    recomputes_attention,
+    runs_by_operators,
+)
 from megatron.model.flops import is_of_heads
 from megatron.optimizer.chunks import CPU_CHUNK, CUDA_CHUNK, SETS, offload_piece
 from megatron.parallel.dims import ParallelDims
@@ -400,6 +404,10 @@ class ActivationBytes:
         return sum(self.kinds.values())
 
 
+OPERATORS = 8
+"""Operators of a transformer layer that `--recompute-granularity every` counts."""
+
+
 @dataclass(frozen=True)
 class Activations:
     """The sizes of one microbatch's activations in a grid."""
@@ -564,7 +572,9 @@ class Activations:
         each = (
             8 if tp == 1 else 17
         )  # with tensor parallelism: the local target, and whether this rank has it
-        return self.norm + self.logits + each * self._rows
+        no_norm = self.grid.config.recompute.recompute_granularity == "no-norm"
+        norm = self.norm - (self._norm_output if no_norm else 0)
+        return norm + self.logits + each * self._rows
 
     @property
     def logits(self) -> int:
@@ -577,19 +587,101 @@ class Activations:
 
     def chunk(self, stage: int, chunk: int = 0) -> ChunkBytes:
         """Return the bytes of one chunk of a stage, with the model's ends that are in it."""
-        saved = again = 0
         count = len(self.grid.split[stage][chunk])
-        for span in recompute_spans(count, self.grid.config.recompute):
-            layers = (span.stop - span.start) * self.layer
-            saved += self.hidden if span.recomputed else layers
-            # The input of the recomputed layers is saved already.
-            again = max(again, layers - self.hidden if span.recomputed else 0)
-        if recomputes_attention(self.grid.config.recompute):
-            again = self._core
+        saved, again = sum(self.by_layer(count)), self._again(count)
         saved += self.mask
         saved += self.embedding if self.grid.holds_embedding(stage, chunk) else 0
         saved += self.head if self.grid.holds_head(stage, chunk) else 0
         return ChunkBytes(saved, again)
+
+    def by_layer(self, count: int) -> list[int]:
+        """Return the bytes that each of `count` consecutive layers of a chunk saves."""
+        recompute = self.grid.config.recompute
+        length = recompute.recompute_num_layers or 1
+        if not runs_by_operators(recompute):
+            return [
+                (self.hidden if index == span.start else 0) if span.recomputed else self.layer
+                for span in recompute_spans(count, recompute)
+                for index in range(span.start, span.stop)
+            ]
+        if recompute.recompute_granularity == "ops":
+            return [self.hidden + self._products] * count
+        if recompute.recompute_granularity == "no-norm":
+            return [self.layer - 2 * self._norm_output] * count
+        if recompute.recompute_granularity == "every":
+            return self._between_runs(count, length)
+        return [0 if index % length else self.hidden for index in range(count)]
+
+    def _again(self, count: int) -> int:
+        """Return the bytes that backward recomputes at a time."""
+        recompute = self.grid.config.recompute
+        length = min(recompute.recompute_num_layers or 1, count)
+        granularity = recompute.recompute_granularity
+        if recomputes_attention(recompute):
+            return self._core
+        if not runs_by_operators(recompute):
+            # The input of the recomputed layers is saved already.
+            spans = recompute_spans(count, recompute)
+            longest = max((span.stop - span.start for span in spans if span.recomputed), default=0)
+            return longest * self.layer - self.hidden if longest else 0
+        if granularity == "ops":
+            return max(self.layer - self.hidden - self._products, 0)
+        if granularity == "no-norm":
+            return self._norm_output
+        if granularity == "every":
+            layers = -(-(recompute.recompute_num_layers or 1) // OPERATORS)
+            return min(layers, count) * self.layer - self.hidden
+        if granularity == "residual":
+            return length * self.layer - self.hidden
+        star = self.layer - 2 * self._norm_output - self.hidden
+        return (length - 1) * self.hidden + star + self._norm_output
+
+    @property
+    def _norm_output(self) -> int:
+        """Bytes that a norm saves in addition to its input: its output and what it divides by."""
+        return self.norm - self.hidden
+
+    @cached_property
+    def _columns(self) -> tuple[int, int, int, int]:
+        """Bytes of what attention projects and mixes, and of what an MLP projects and activates."""
+        model, tp = self.grid.config.model, self.grid.dims.tp
+        context = model.num_attention_heads * model.head_dim // tp
+        mixed = context + 2 * model.query_groups * model.head_dim // tp
+        inner = model.ffn_size // tp
+        each = self._width * self._rows
+        projected = inner * (2 if model.swiglu else 1)
+        return each * mixed, each * context, each * projected, each * inner
+
+    @property
+    def _products(self) -> int:
+        """Bytes of the results of a layer's products and attention."""
+        model, tp = self.grid.config.model, self.grid.dims.tp
+        mixed, context, projected, _ = self._columns
+        heads = model.num_attention_heads // tp
+        statistics = 4 * self._rows * heads
+        if self._blocks_attention:
+            statistics = 0
+        elif self.grid.device == "cpu" and model.attention_dropout:
+            # Without a kernel, attention is two products in fp32.
+            context = 4 * context // self._width
+            statistics = 4 * heads * self._rows * model.seq_length
+        return mixed + context + statistics + projected + 2 * self.hidden
+
+    def _between_runs(self, count: int, length: int) -> list[int]:
+        """Return the bytes of what passes between runs of operators, by layer."""
+        mixed, context, projected, inner = self._columns
+        # The branch that each operator of a layer reads, beside the hidden state.
+        branches = (0, self.hidden, mixed, context, 0, self.hidden, projected, inner)
+        assert len(branches) == OPERATORS
+        found = [0] * count
+        for start in range(0, OPERATORS * count, length):
+            layer, place = divmod(start, OPERATORS)
+            found[layer] += branches[place]
+            before = start - length
+            # A hidden state is read by four operators and counts once.
+            if before < 0 or before // 4 != start // 4:
+                found[layer] += self.hidden
+        return found
 
     @property
     def _core(self) -> int:

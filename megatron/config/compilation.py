@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.launch import finds_compiler
+from megatron.low_memory.checkpoint_interval import runs_by_operators
 
 if TYPE_CHECKING:
     from megatron.config.sections import Config
@@ -52,6 +53,9 @@ def _why_not(config: Config, device: str, *, triton: bool, compiler: bool) -> st
     if config.parallel.tensor_model_parallel_size > 1:
         # Each rank times its own kernels, but values that all ranks compute must round equally.
         return "the default with tensor parallelism, whose collectives cut layers into small graphs"
+    if runs_by_operators(config.recompute):
+        granularity = config.recompute.recompute_granularity
+        return f"since recompute_granularity {granularity} runs layers operator by operator"
     if config.training.deterministic_mode:
         return "since deterministic_mode is on, and the compiler chooses kernels by timing them"
     if not triton:

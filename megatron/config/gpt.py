@@ -187,7 +187,8 @@ def _split_is_three_shares(c: GPTConfig) -> Complaint:
 
 def _recomputes_existing_layers(c: GPTConfig) -> Complaint:
     count = c.recompute.recompute_num_layers
-    if count is None or count <= c.model.num_layers:
+    counts_layers = c.recompute.recompute_granularity != "every"
+    if count is None or count <= c.model.num_layers or not counts_layers:
         return None
     return (
         f"recompute_num_layers {count} is more than num_layers {c.model.num_layers}; lower the "

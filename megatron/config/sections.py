@@ -683,10 +683,16 @@ class OffloadConfig:
 class RecomputeConfig:
     """Recomputation of activations in backward, which saves memory."""
 
-    recompute_granularity: Literal["full", "selective"] | None = option(
+    recompute_granularity: (
+        Literal["full", "selective", "ops", "no-norm", "every", "residual", "residual-star"] | None
+    ) = option(
         default=None,
         help="Activations to recompute in backward. full: whole layers; selective: attention"
-        " without its projections (none = keep all).",
+        " without its projections. Ours: ops: all but the results of matrix products,"
+        " convolutions and attention; no-norm: outputs of norms, with the ReLUs behind them; every:"
+        " all but what passes between runs of recompute_num_layers operators; residual: all but"
+        " the input of every recompute_num_layers-th residual block; residual-star: as residual,"
+        " and in backward keep little of a block too (none = keep all).",
     )
     recompute_method: Literal["uniform", "block", "sqrt"] | None = option(
         default=None,
@@ -696,7 +702,8 @@ class RecomputeConfig:
     )
     recompute_num_layers: int | None = option(
         default=None,
-        help="Layers of a chunk, or recomputed layers, by recompute_method (none = 1).",
+        help="Layers of a chunk, or recomputed layers, by recompute_method; operators of a run"
+        " (every); residual blocks of a segment (residual, residual-star) (none = 1).",
         within=at_least(1),
     )
 

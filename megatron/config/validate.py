@@ -353,6 +353,33 @@ SHARED_PAIRS: tuple[RefusedPair, ...] = (
         "it recomputes the same part of every layer",
         "give --recompute-granularity full, or drop them",
     ),
+    refused_pair(
+        "recompute_method with recompute_granularity other than full and selective",
+        lambda c: (
+            c.recompute.recompute_granularity not in (None, "full", "selective")
+            and c.recompute.recompute_method is not None
+        ),
+        "it recomputes in all blocks alike",
+        "give --recompute-granularity full, or drop --recompute-method",
+    ),
+    refused_pair(
+        "recompute_num_layers with recompute_granularity ops or no-norm",
+        lambda c: (
+            c.recompute.recompute_granularity in ("ops", "no-norm")
+            and c.recompute.recompute_num_layers is not None
+        ),
+        "it recomputes the same part of every block",
+        "give --recompute-granularity residual or every, or drop it",
+    ),
+    refused_pair(
+        "compile with recompute_granularity other than full and selective",
+        lambda c: (
+            c.recompute.recompute_granularity not in (None, "full", "selective")
+            and c.training.compile
+        ),
+        "it runs layers operator by operator, and torch.compile compiles whole layers",
+        "give --recompute-granularity full or selective, or drop --compile",
+    ),
 )
 
 

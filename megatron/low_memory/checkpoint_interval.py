@@ -26,13 +26,22 @@ def recompute_spans(num_layers: int, recompute: RecomputeConfig | None) -> list[
     (CHECKPOINT-RESIDUAL-m, section 3.4 of "Low-Memory Neural Network Training"). "block" recomputes
     the first `recompute_num_layers` layers one by one. The default is uniform by one.
     """
-    if recompute is None or recompute.recompute_granularity != "full":
+    if recompute is None or recompute.recompute_granularity != "full":  # see `runs_by_operators`
         return [Span(i, i + 1, False) for i in range(num_layers)]
     assert recompute.recompute_method != "sqrt", "Config.resolve makes it uniform"
     size = recompute.recompute_num_layers or 1
     if recompute.recompute_method == "block":
         return [Span(i, i + 1, i < size) for i in range(num_layers)]
     return [Span(i, min(i + size, num_layers), True) for i in range(0, num_layers, size)]
+
+
+def runs_by_operators(recompute: RecomputeConfig | None) -> bool:
+    """Return whether `activation_checkpoint.run_blocks` runs the layers, instead of spans."""
+    return recompute is not None and recompute.recompute_granularity not in (
+        None,
+        "full",
+        "selective",
+    )
 
 
 def recomputes_attention(recompute: RecomputeConfig | None) -> bool:

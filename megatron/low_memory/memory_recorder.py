@@ -28,6 +28,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from megatron.low_memory.activation_checkpoint import watching_kept
 from megatron.low_memory.operation_graph import HEAD
 
 BEFORE = ("embedding", "conv0")
@@ -232,12 +233,12 @@ class SavedActivations:
         handles = []
         for chunk in self._chunks:
             for name, module in chunk.named_modules():
-                if not name:
+                if name in ("", "network"):
                     continue  # what the chunk itself saves between layers is the next layer's input
                 handles.append(module.register_forward_pre_hook(self._enter(chunk, name)))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor), watching_kept(self._pack):
                 yield self
         finally:
             self._settle(HEAD)

@@ -9,8 +9,9 @@ from megatron.config import Config, GPTConfig
 from megatron.data_parallel.bucket_plan import BYTES, ParamShape, RankShapes, plan_buckets
 from megatron.data_parallel.gradient_path import GradientPath
 from megatron.errors import ConfigError
-from megatron.low_memory.checkpoint_interval import recompute_spans
-from megatron.low_memory.operation_graph import HEAD, Graph, wide_resnet_graph
+from megatron.low_memory.checkpoint_interval import recompute_spans, runs_by_operators
+from megatron.low_memory.operation_graph import HEAD, INPUT, PRODUCTS, Graph, wide_resnet_graph
+from megatron.low_memory.strategies import Strategy, activation_course
 from megatron.memory_estimate import Activations, RankGrid, StateBytes, state_bytes
 from megatron.model.dc_transformer_shapes import BLOCK
 from megatron.model.dc_transformer_shapes import logical_shapes as dc_shapes
@@ -110,10 +111,8 @@ def _gpt_layers(grid: RankGrid, sizes: Activations, stage: int) -> dict[str, int
     for chunk, layers in enumerate(grid.split[stage]):
         if grid.holds_embedding(stage, chunk):
             found["embedding"] = sizes.embedding
-        for span in recompute_spans(len(layers), grid.config.recompute):
-            for index in range(span.start, span.stop):
-                first = sizes.hidden if index == span.start else 0
-                found[f"layers.{layers[index]}"] = first if span.recomputed else sizes.layer
+        for layer, size in zip(layers, sizes.by_layer(len(layers)), strict=True):
+            found[f"layers.{layer}"] = size
         found[f"layers.{layers[0]}"] = found.get(f"layers.{layers[0]}", 0) + sizes.mask
         if grid.holds_head(stage, chunk):
             found[HEAD] = sizes.head
@@ -129,9 +128,12 @@ def planned_wide_resnet(
     entry; its batch normalization stores the mean and the inverse deviation of the microbatch.
 
     Raises:
-        ConfigError: The network is another one.
+        ConfigError: The network is another one, or it is recomputed in runs of operators.
     """
     model = config.model
+    granularity = config.recompute.recompute_granularity
+    if granularity == "every":
+        raise ConfigError(f"recompute_granularity: {granularity} has no planned activations here")
     if model.vision_backbone_type != "wide-resnet":
         raise ConfigError(
             f"vision_backbone_type: {model.vision_backbone_type} has no planned activations; "
@@ -155,10 +157,14 @@ def planned_wide_resnet(
     )
     batch = config.training.micro_batch_size
     width = BYTES[config.precision.param_dtype]
-    stored = _wide_resnet_layers(graph, layers, batch=batch, width=width)
+    stored = _wide_resnet_layers(graph, layers, config, batch=batch, width=width)
     forward = sum(stored.values())
     # The gradient of the last hidden state, made while all is stored.
     backward = 2 * graph.size("relu") * batch * width
+    if granularity in ("no-norm", "residual", "residual-star"):
+        strategy = Strategy(granularity, config.recompute.recompute_num_layers or 1)
+        course = activation_course(graph, strategy, batch=batch, entry_bytes=width)
+        backward = max(backward, course.peak.total - forward)
     return MemoryColumn(
         model=parameters + buffers,
         optimizer=optimizer,
@@ -172,27 +178,47 @@ def planned_wide_resnet(
 
 
 def _wide_resnet_layers(
-    graph: Graph, layers: Sequence[Layer], *, batch: int, width: int
+    graph: Graph, layers: Sequence[Layer], config: VisionConfig, *, batch: int, width: int
 ) -> dict[str, int]:
     """Return the bytes that each block stores, as torch's operators do."""
     owners = {op.name: _owner(op.name) for op in graph.operations}
     found: dict[str, int] = dict.fromkeys(owners.values(), 0)
+    kept = _kept_tensors(graph, config)
+    keeps_products = config.recompute.recompute_granularity == "ops"
     seen: set[str] = set()
     for op in graph.operations:
         # A ReLU stores its output in place of the signs.
         names = (op.name,) if op.kind == "relu" else op.needs
+        if keeps_products and op.kind in PRODUCTS:
+            names = (*names, op.name)
         for name in names:
-            if name in seen:
+            # The loss is computed behind the last block.
+            if name in seen or (name not in kept and op.kind != "loss"):
                 continue
-            seen.add(name)
+            if op.kind != "loss":
+                seen.add(name)
             # Cross-entropy stores the logarithms of the probabilities in fp32.
             entry = 4 if op.kind == "loss" else width
             found[owners[op.name]] += graph.size(name) * batch * entry
-    for layer in layers:
-        if layer.kind == "norm":
-            found[_owner(layer.name)] += 2 * 4 * layer.outputs
+    if config.recompute.recompute_granularity is None:
+        for layer in layers:
+            if layer.kind == "norm":
+                found[_owner(layer.name)] += 2 * 4 * layer.outputs
     found[HEAD] += 4  # the number of images that the loss divides by
-    return found
+    return {name: size for name, size in found.items() if size}
+
+
+def _kept_tensors(graph: Graph, config: VisionConfig) -> frozenset[str]:
+    """Return the tensors that the forward pass stores."""
+    granularity = config.recompute.recompute_granularity
+    if granularity is None:
+        return frozenset(graph.producer) | {INPUT}
+    if granularity == "ops":
+        made = (op.name for op in graph.operations if op.kind in PRODUCTS or op.ends_block)
+        return frozenset(made) | {INPUT}
+    assert granularity in ("no-norm", "residual", "residual-star"), granularity
+    strategy = Strategy(granularity, config.recompute.recompute_num_layers or 1)
+    return strategy.kept(graph)
 
 
 def _owner(operation: str) -> str:
@@ -227,7 +253,15 @@ def planned_translation(
         dims: The grid.
         path: The gradient path.
         dictionaries: Entries of the source and of the target dictionary.
+
+    Raises:
+        ConfigError: Layers are recomputed operator by operator.
     """
+    if runs_by_operators(config.recompute):
+        raise ConfigError(
+            f"recompute_granularity: {config.recompute.recompute_granularity} has no planned "
+            "activations here; full has"
+        )
     source, target = dictionaries
     width = BYTES[config.precision.param_dtype]
     named = dc_shapes(config.model, source_size=source, target_size=target)

@@ -101,11 +101,19 @@ class SelfAttention(nn.Module):
                 attention is recomputed.
             stream: the dropout stream that the recomputed part enters in each of its two passes.
         """
-        mixed = self.tp.by_position(self.query_key_value(hidden))
+        mixed = self.mixed(hidden)
         if self.recomputes and torch.is_grad_enabled():
             context = _recomputed_core(self, mixed, rotary, mask, stream)
         else:
             context = self.core(mixed, rotary, mask, cache)
+        return self.output(context)
+
+    def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project to this rank's queries, keys and values of the whole sequence: [b, s, rows]."""
+        return self.tp.by_position(self.query_key_value(hidden))
+
+    def output(self, context: torch.Tensor) -> torch.Tensor:
+        """Project this rank's contexts [b, s, heads * d] to [b, s, h], or [b, s/tp, h]."""
         return self.dense(self.tp.by_rank(context))
 
     def core(

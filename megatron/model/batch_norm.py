@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.data_parallel.buffers import BufferInfo
+from megatron.low_memory.activation_checkpoint import is_recomputing
 
 
 class BatchNorm2d(nn.Module):
@@ -25,6 +26,8 @@ class BatchNorm2d(nn.Module):
         device: The device of parameters and buffers.
         epsilon: The term added to the variance.
         momentum: The weight of a microbatch in the running statistics.
+        group_size: Images that are normalized together in training, as if they were a microbatch
+            of their own (simulated microbatching of Sohoni et al. 2019, section 3.3); None for all.
     """
 
     running_mean: torch.Tensor
@@ -39,9 +42,11 @@ class BatchNorm2d(nn.Module):
         device: torch.device | str,
         epsilon: float = 1e-5,
         momentum: float = 0.1,
+        group_size: int | None = None,
     ) -> None:
         super().__init__()
         self.epsilon, self.momentum = epsilon, momentum
+        self.group_size = group_size
         self.weight = nn.Parameter(torch.empty(channels, dtype=torch.float32, device=device))
         self.bias = nn.Parameter(torch.empty_like(self.weight))
         self.register_buffer("running_mean", torch.zeros_like(self.weight, requires_grad=False))
@@ -52,13 +57,23 @@ class BatchNorm2d(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise images [n, c, h, w], in fp32; the result has their dtype.
 
-        Training uses the mean and the biased variance of `images`, and moves the shadow of the
-        running statistics towards their mean and unbiased variance. Evaluation uses the committed
+        Training uses the mean and the biased variance of `images`, or of each group of them, and
+        moves the shadow of the running statistics towards their mean and unbiased variance, group
+        by group. Recomputation in backward leaves the shadow alone. Evaluation uses the committed
         statistics.
         """
+        if self.training and self.group_size is not None and len(images) > self.group_size:
+            groups = images.split(self.group_size)
+            return torch.cat([self._normalise(group) for group in groups])
+        return self._normalise(images)
+
+    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         mean, var = self.running_mean, self.running_var
         if self.training:
             mean, var = self._shadow_mean, self._shadow_var
+        # A factor of 0 leaves the shadow as it is. Without statistics the kernel would store fewer
+        # tensors than in its first pass, which checkpointing refuses.
+        momentum = 0.0 if is_recomputing() else self.momentum
         # Kernels for CPU and CUDA take 16-bit images with fp32 statistics and compute in fp32.
         return F.batch_norm(
             images,
@@ -67,7 +82,7 @@ class BatchNorm2d(nn.Module):
             self.weight,
             self.bias,
             self.training,
-            self.momentum,
+            momentum,
             self.epsilon,
         )
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.low_memory.activation_checkpoint import product_result
 from megatron.processor import multiplies_natively
 
 _BLOCK_QUERIES = 128
@@ -82,10 +83,7 @@ class _BlockedAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         queries, keys, values = (_by_group(part, key.shape[2]) for part in (query, key, value))
-        context = torch.empty_like(queries)
-        for block in _blocks(queries, mask):
-            weights = _weights(queries, keys, block)
-            _put(context, block, torch.bmm(weights, _seen(values, block)))
+        context = product_result(_contexts, queries, keys, values, mask)
         ctx.save_for_backward(queries, keys, values, mask)
         return _by_position(context, query.shape)
 
@@ -117,6 +115,16 @@ class _BlockedAttention(torch.autograd.Function):
             _by_position(grad_values.to(values.dtype), kv_shape),
             None,
         )
+
+
+def _contexts(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    context = torch.empty_like(queries)
+    for block in _blocks(queries, mask):
+        weights = _weights(queries, keys, block)
+        _put(context, block, torch.bmm(weights, _seen(values, block)))
+    return context
 
 
 def _blocks(queries: torch.Tensor, mask: torch.Tensor | None) -> Iterator[_Block]:

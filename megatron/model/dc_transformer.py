@@ -23,8 +23,13 @@ from torch import nn
 
 from megatron.data.dictionary import PAD
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.low_memory.activation_checkpoint import recomputed
-from megatron.low_memory.checkpoint_interval import Span, recompute_spans
+from megatron.low_memory.activation_checkpoint import (
+    Block,
+    Operator,
+    recomputed,
+    run_blocks,
+)
+from megatron.low_memory.checkpoint_interval import Span, recompute_spans, runs_by_operators
 from megatron.model.chunk import ModelChunk, whole_parameters
 from megatron.model.dynamic_convolution import DynamicConvolution, Matrix
 from megatron.model.init import initial_values, set_parameter, uniform_values
@@ -81,14 +86,24 @@ class EncoderAttention(nn.Module):
         visible: torch.Tensor,
     ) -> torch.Tensor:
         """Attend: [b, t, c] -> [b, t, c]. `visible`: bool [b, 1, 1, s], False for padding."""
+        return self.attend(self.q_proj(hidden), keys, values, visible)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        visible: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend with projected queries: [b, t, c] -> [b, t, c]."""
         context = F.scaled_dot_product_attention(
-            widen(self._by_head(self.q_proj(hidden))),
+            widen(self._by_head(queries)),
             widen(keys),
             widen(values),
             attn_mask=visible,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.out_proj(context.transpose(1, 2).flatten(2).to(hidden.dtype))
+        return self.out_proj(context.transpose(1, 2).flatten(2).to(queries.dtype))
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(2, (self.heads, -1)).transpose(1, 2)
@@ -127,6 +142,42 @@ class _Layer(nn.Module):
         """Apply dropout to the output of a block."""
         return F.dropout(branch, self.dropout, self.training)
 
+    def mixing_operators(self, seed: Callable[[], None], padding: torch.Tensor | None) -> Block:
+        """Return the operators before the first norm, on hidden states and a branch.
+
+        Args:
+            seed: Called before the first dropout.
+            padding: bool [b, s, 1], True for positions that the convolution must not see.
+        """
+
+        def mix(hidden: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            seed()
+            if padding is not None:
+                branch = branch.masked_fill(padding, 0.0)
+            return hidden, self.conv(branch)
+
+        def add(hidden: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor]:
+            return (hidden + self.drop(self.linear2(branch)),)
+
+        return (
+            Operator(lambda hidden: (hidden, self.linear1(hidden)), "product"),
+            Operator(mix, "product"),
+            Operator(add, "product"),
+        )
+
+    def feed_forward_operators(self) -> Block:
+        """Return `add_feed_forward` as operators on hidden states and a branch."""
+
+        def add(hidden: torch.Tensor, branch: torch.Tensor) -> tuple[torch.Tensor]:
+            return (hidden + self.drop(self.fc2(branch)),)
+
+        return (
+            Operator(lambda hidden: (hidden, self.fc1(hidden)), "product"),
+            Operator(lambda hidden, branch: (hidden, F.relu(branch)), "other"),
+            Operator(add, "product"),
+            Operator(lambda hidden: (self.final_layer_norm(hidden),), "norm"),
+        )
+
 
 class EncoderLayer(_Layer):
     """A layer of the encoder."""
@@ -137,6 +188,14 @@ class EncoderLayer(_Layer):
         branch = self.conv(self.linear1(hidden).masked_fill(padding, 0.0))
         hidden = self.conv_layer_norm(hidden + self.drop(self.linear2(branch)))
         return self.add_feed_forward(hidden)
+
+    def operators(self, padding: torch.Tensor, seed: Callable[[], None]) -> Block:
+        """Return `forward` as operators; `seed` is called before the first dropout."""
+        return (
+            *self.mixing_operators(seed, padding),
+            Operator(lambda hidden: (self.conv_layer_norm(hidden),), "norm"),
+            *self.feed_forward_operators(),
+        )
 
 
 @dataclass
@@ -201,6 +260,26 @@ class DecoderLayer(_Layer):
         hidden = self.encoder_attn_layer_norm(hidden + self.drop(branch))
         return self.add_feed_forward(hidden)
 
+    def operators(
+        self, memory: torch.Tensor, visible: torch.Tensor, seed: Callable[[], None]
+    ) -> Block:
+        """Return `forward` without a cache as operators; `seed` is called before dropout."""
+        attention = self.encoder_attn
+
+        def attend(hidden: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor]:
+            keys, values = attention.project(memory)
+            branch = attention.attend(queries, keys, values, visible)
+            return (hidden + self.drop(branch),)
+
+        return (
+            *self.mixing_operators(seed, None),
+            Operator(lambda hidden: (self.conv_layer_norm(hidden),), "norm"),
+            Operator(lambda hidden: (hidden, attention.q_proj(hidden)), "product"),
+            Operator(attend, "product"),
+            Operator(lambda hidden: (self.encoder_attn_layer_norm(hidden),), "norm"),
+            *self.feed_forward_operators(),
+        )
+
 
 class Encoder(nn.Module):
     """The embedding of source tokens and the encoder's layers."""
@@ -234,8 +313,8 @@ class DCTransformer(ModelChunk):
         source_size: entries of the source dictionary.
         target_size: entries of the target dictionary.
         seed: of initial values and dropout.
-        recompute: which layers are recomputed in backward: spans of the encoder's layers and of
-            the decoder's (CHECKPOINT-RESIDUAL-m of Sohoni et al. 2019, 3.4).
+        recompute: which activations of the encoder's and of the decoder's layers are recomputed in
+            backward.
         dtype: dtype of the parameters, which are allocated on `device` and initialized once.
     """
 
@@ -258,6 +337,7 @@ class DCTransformer(ModelChunk):
         placed: dict[str, Any] = {"dtype": dtype, "device": self.device}
         self.encoder = Encoder(config, source_size, **placed)
         self.decoder = Decoder(config, target_size, **placed)
+        self._by_operators = recompute if runs_by_operators(recompute) else None
         self._encoder_spans = recompute_spans(len(self.encoder.layers), recompute)
         self._decoder_spans = recompute_spans(len(self.decoder.layers), recompute)
         self._infos = whole_parameters(self)
@@ -305,6 +385,13 @@ class DCTransformer(ModelChunk):
         padding = (source == PAD)[:, :, None]
         hidden = self._embed(self.encoder.embed_tokens, source, stream=EMBEDDING_STREAM)
 
+        if self._by_operators is not None:
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.encoder.layers):
+                assert isinstance(layer, EncoderLayer)
+                blocks.append(layer.operators(padding, self._seeding(index)))
+            return self._run_by_operators(blocks, hidden)
+
         def run(index: int, hidden: torch.Tensor) -> torch.Tensor:
             return self.encoder.layers[index](hidden, padding)
 
@@ -323,10 +410,17 @@ class DCTransformer(ModelChunk):
         visible = visible_positions(source)
         hidden = self._embed(self.decoder.embed_tokens, inputs, stream=DECODER_EMBEDDING_STREAM)
 
+        first = len(self.encoder.layers)
+        if self._by_operators is not None:
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.decoder.layers):
+                assert isinstance(layer, DecoderLayer)
+                blocks.append(layer.operators(memory, visible, self._seeding(first + index)))
+            return self._run_by_operators(blocks, hidden)
+
         def run(index: int, hidden: torch.Tensor) -> torch.Tensor:
             return self.decoder.layers[index](hidden, memory, visible)
 
-        first = len(self.encoder.layers)
         return self._run_layers(self._decoder_spans, run, hidden, first_stream=first)
 
     def start_decoding(self, memory: torch.Tensor) -> list[DecoderCache]:
@@ -375,6 +469,23 @@ class DCTransformer(ModelChunk):
             self.streams.enter(stream)
         dropped = F.dropout(hidden + waves.to(hidden.dtype), self.config.dropout, self.training)
         return dropped
+
+    def _run_by_operators(self, blocks: Sequence[Block], hidden: torch.Tensor) -> torch.Tensor:
+        (hidden,) = run_blocks(
+            blocks, hidden, recompute=self._by_operators, preserve_rng=self.training
+        )
+        return hidden
+
+    def _seeding(self, layer: int) -> Callable[[], None]:
+        """Return a function that seeds the dropout of a layer in this forward pass."""
+        # Recomputation runs after the streams have moved on, so the current position is kept.
+        position = self.streams.position
+
+        def seed() -> None:
+            if self.training:
+                self.streams.enter(layer, position=position)
+
+        return seed
 
     def _run_layers(
         self,

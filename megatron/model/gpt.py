@@ -12,8 +12,18 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.bucket import ParamInfo
-from megatron.low_memory.activation_checkpoint import recomputed
-from megatron.low_memory.checkpoint_interval import Span, recompute_spans, recomputes_attention
+from megatron.low_memory.activation_checkpoint import (
+    Block,
+    Operator,
+    recomputed,
+    run_blocks,
+)
+from megatron.low_memory.checkpoint_interval import (
+    Span,
+    recompute_spans,
+    recomputes_attention,
+    runs_by_operators,
+)
 from megatron.model.attention import KeyValueCache, document_mask
 from megatron.model.chunk import ModelChunk
 from megatron.model.embedding import Embedding, OutputLayer
@@ -72,6 +82,7 @@ class GPT(ModelChunk):
         self.layer_numbers = range(config.num_layers) if layers is None else layers
         self.streams = DropoutStreams(seed, device=self.device, tp=self.tp)
         self.spans = recompute_spans(len(self.layer_numbers), recompute)
+        self._by_operators = recompute if runs_by_operators(recompute) else None
         self._has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
 
         placed: dict[str, Any] = {"dtype": dtype, "device": self.device}
@@ -190,6 +201,15 @@ class GPT(ModelChunk):
             for layer, cache in zip(self.layers, caches, strict=True):
                 hidden = layer(hidden, rotary, mask, cache)
             return hidden
+        if self._by_operators is not None:
+            blocks: list[Block] = []
+            for index, layer in enumerate(self.layers):
+                assert isinstance(layer, TransformerLayer)
+                blocks.append(layer.operators(rotary, mask, self._stream(index)))
+            (hidden,) = run_blocks(
+                blocks, hidden, recompute=self._by_operators, preserve_rng=self._draws_dropout
+            )
+            return hidden
         for span in self.spans:
             run = self._span_runner(span)
             if span.recomputed and torch.is_grad_enabled():
@@ -238,7 +258,16 @@ class GPT(ModelChunk):
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits in the row order of the product: by rank with sequence parallelism."""
         assert self.final_norm is not None and self.output_layer is not None, "no head here"
-        return self.output_layer(self.final_norm(hidden))
+        norm, output_layer = self.final_norm, self.output_layer
+        recompute = self._by_operators
+        if recompute is None or recompute.recompute_granularity != "no-norm":
+            return output_layer(norm(hidden))
+        head = (
+            Operator(lambda hidden: (norm(hidden),), "norm"),
+            Operator(lambda normed: (output_layer(normed),), "product"),
+        )
+        (logits,) = run_blocks([head], hidden, recompute=recompute)
+        return logits
 
     @property
     def _draws_dropout(self) -> bool:
@@ -246,22 +275,26 @@ class GPT(ModelChunk):
 
     def _span_runner(self, span: Span):
         """Return a function that runs a span's layers."""
-        # Recomputation runs after the streams have moved on, so the current position is kept.
-        position = self.streams.position if self._draws_dropout else None
+        streams = [self._stream(index) for index in range(span.start, span.stop)]
 
         def run(
             hidden: torch.Tensor, rotary: Rotary | None, mask: torch.Tensor | None
         ) -> torch.Tensor:
-            for index in range(span.start, span.stop):
-                stream = None
-                if position is not None:
-                    stream = LayerStream(self.streams, self.layer_numbers[index], position)
+            for index, stream in enumerate(streams, span.start):
+                if stream is not None:
                     stream.heads()
                 inner = stream if self._layers_seed else None
                 hidden = self.layers[index](hidden, rotary, mask, None, inner)
             return hidden
 
         return run
+
+    def _stream(self, index: int) -> LayerStream | None:
+        """Return the dropout stream of a layer of this stage; None if no dropout is drawn."""
+        if not self._draws_dropout:
+            return None
+        # Recomputation runs after the streams have moved on, so the current position is kept.
+        return LayerStream(self.streams, self.layer_numbers[index], self.streams.position)
 
     def _make_rotary(self) -> Rotary | None:
         config = self.config

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.low_memory.activation_checkpoint import Block, Operator
 from megatron.model.attention import KeyValueCache, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import NORMALIZATIONS
@@ -61,6 +62,40 @@ class TransformerLayer(nn.Module):
         hidden = hidden + self._drop(branch)
         branch = self.mlp(self.post_attention_norm(hidden))
         return hidden + self._drop(branch)
+
+    def operators(
+        self, rotary: Rotary | None, mask: torch.Tensor | None, stream: LayerStream | None
+    ) -> Block:
+        """Return `forward` as operators on hidden states and the output of a branch.
+
+        The first operator takes hidden states [b, s, h] alone, and the last one returns them. The
+        operators enter `stream` themselves.
+        """
+
+        def attend(hidden: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if stream is not None:
+                stream.heads()
+            return hidden, self.attention.core(mixed, rotary, mask)
+
+        def add_attention(hidden: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor]:
+            branch = self.attention.output(context)
+            if stream is not None:
+                stream.hidden()
+            return (hidden + self._drop(branch),)
+
+        def add_mlp(hidden: torch.Tensor, inner: torch.Tensor) -> tuple[torch.Tensor]:
+            return (hidden + self._drop(self.mlp.dense_4h_to_h(inner)),)
+
+        return (
+            Operator(lambda hidden: (hidden, self.input_norm(hidden)), "norm"),
+            Operator(lambda hidden, normed: (hidden, self.attention.mixed(normed)), "product"),
+            Operator(attend, "other"),
+            Operator(add_attention, "product"),
+            Operator(lambda hidden: (hidden, self.post_attention_norm(hidden)), "norm"),
+            Operator(lambda hidden, normed: (hidden, self.mlp.dense_h_to_4h(normed)), "product"),
+            Operator(lambda hidden, inner: (hidden, self.mlp.activate(inner)), "other"),
+            Operator(add_mlp, "product"),
+        )
 
     def _drop(self, branch: torch.Tensor) -> torch.Tensor:
         return F.dropout(branch, self.dropout, self.training)

@@ -43,10 +43,11 @@ class MLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the block: [b, s, h] -> [b, s, h], or [b, s/tp, h] with sequence parallelism."""
-        inner = self.dense_h_to_4h(hidden)
+        return self.dense_4h_to_h(self.activate(self.dense_h_to_4h(hidden)))
+
+    def activate(self, inner: torch.Tensor) -> torch.Tensor:
+        """Apply the activation to the first projection: [..., columns] -> [..., f]."""
         if self.swiglu:
             gate, value = inner.chunk(2, dim=-1)
-            inner = F.silu(gate) * value
-        else:
-            inner = self.activation(inner)
-        return self.dense_4h_to_h(inner)
+            return F.silu(gate) * value
+        return self.activation(inner)

@@ -6,15 +6,21 @@ initial values are torchvision's.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.low_memory.activation_checkpoint import Block, Operator, run_blocks
+from megatron.low_memory.checkpoint_interval import runs_by_operators
 from megatron.model.convolution import convolution, fill, linear
 from megatron.model.image_shapes import VGG19_CHANNELS, VGG_HIDDEN, VGG_POOLED, scaled
-from megatron.tensor_parallel.rng import DropoutStreams
+from megatron.tensor_parallel.rng import DropoutStreams, StreamPosition
+
+if TYPE_CHECKING:
+    from megatron.config import RecomputeConfig
 
 
 class Dropout(nn.Module):
@@ -25,11 +31,14 @@ class Dropout(nn.Module):
         self.probability = probability
         self.streams, self.layer = streams, layer
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Drop entries in training, and scale the others by 1 / (1 - probability)."""
+    def forward(self, hidden: torch.Tensor, position: StreamPosition | None = None) -> torch.Tensor:
+        """Drop entries in training, and scale the others by 1 / (1 - probability).
+
+        `position` of the streams: None for the current one.
+        """
         if not self.training or self.probability == 0:
             return hidden
-        self.streams.enter(self.layer)
+        self.streams.enter(self.layer, position=position)
         return F.dropout(hidden, self.probability)
 
 
@@ -44,6 +53,8 @@ class VGG19(nn.Module):
         width: A factor of all hidden channels, 1 for the published network.
         dtype: The dtype of the parameters.
         device: The device of the parameters.
+        recompute: The activations to recompute in backward; of the granularities that
+            `run_blocks` serves only "every" saves memory.
     """
 
     def __init__(
@@ -56,8 +67,10 @@ class VGG19(nn.Module):
         width: float = 1.0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        recompute: RecomputeConfig | None = None,
     ) -> None:
         super().__init__()
+        self.recompute, self.streams = recompute, streams
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
         inputs, features = 3, []
         for outputs in scaled(VGG19_CHANNELS, width):
@@ -81,5 +94,27 @@ class VGG19(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return scores [b, classes] of images [b, 3, h, w] of the parameters' dtype."""
+        if runs_by_operators(self.recompute):
+            (scores,) = run_blocks([self.operators()], images, recompute=self.recompute)
+            return scores
         pooled = F.adaptive_avg_pool2d(self.features(images), VGG_POOLED)
         return self.classifier(pooled.flatten(1))
+
+    def operators(self) -> Block:
+        """Return `forward` as operators, one for each module."""
+        # Recomputation may run after the streams have moved on, so the current position is kept.
+        position = self.streams.position
+
+        def pool(hidden: torch.Tensor) -> tuple[torch.Tensor]:
+            return (F.adaptive_avg_pool2d(hidden, VGG_POOLED).flatten(1),)
+
+        def run(module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor]:
+            if isinstance(module, Dropout):
+                return (module(hidden, position),)
+            return (module(hidden),)
+
+        features, classifier = (
+            [Operator(partial(run, module), "other") for module in part]
+            for part in (self.features, self.classifier)
+        )
+        return [*features, Operator(pool, "other"), *classifier]

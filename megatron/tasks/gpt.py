@@ -122,7 +122,8 @@ class LoadedGPT:
 
         model, recompute = self.config.model, self.config.recompute
         length = model.seq_length
-        full = recompute.recompute_granularity == "full" and recompute.recompute_method != "block"
+        granularity, method = recompute.recompute_granularity, recompute.recompute_method
+        full = granularity == "residual" or (granularity == "full" and method != "block")
         count = recomputing_flops_per_token if full else flops_per_token
         return Workload(
             flops_per_sample=count(model, self.vocabulary.size) * length,

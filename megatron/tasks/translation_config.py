@@ -170,7 +170,8 @@ def _languages_differ(c: TranslationConfig) -> Complaint:
 def _recomputes_existing_layers(c: TranslationConfig) -> Complaint:
     count, m = c.recompute.recompute_num_layers, c.model
     most = max(m.encoder_layers, m.decoder_layers)
-    if count is None or count <= most:
+    counts_layers = c.recompute.recompute_granularity != "every"
+    if count is None or count <= most or not counts_layers:
         return None
     return (
         f"recompute_num_layers {count} is more than encoder_layers {m.encoder_layers} and "

@@ -12,7 +12,13 @@ from typing import ClassVar, Literal
 
 from megatron.config import Config
 from megatron.config.fields import above, at_least, below_one, between, option, section
-from megatron.config.rules import Alternatives, Complaint, RefusedPair, refused_pair
+from megatron.config.rules import (
+    Alternatives,
+    Complaint,
+    RefusedPair,
+    nearest_multiples,
+    refused_pair,
+)
 from megatron.model.image_shapes import (
     SMALLEST_IMAGE,
     Layer,
@@ -65,6 +71,13 @@ class VisionModelConfig:
         default=0.5,
         help="Probability of dropping a hidden unit of vgg19's classifier (0 = off).",
         within=below_one(),
+    )
+
+    simulated_micro_batch_size: int | None = option(
+        default=None,
+        help="Images that a batch normalization takes together in training, as if they were a "
+        "microbatch of their own (ours; none = micro_batch_size).",
+        within=at_least(1),
     )
 
     @property
@@ -144,6 +157,31 @@ VISION_PAIRS: tuple[RefusedPair, ...] = (
         "leave --num-layers out",
     ),
     refused_pair(
+        "simulated_micro_batch_size with vision_backbone_type vgg19",
+        lambda c: (
+            c.model.simulated_micro_batch_size is not None
+            and c.model.vision_backbone_type == "vgg19"
+        ),
+        "that network has no batch normalization",
+        "leave --simulated-micro-batch-size out",
+    ),
+    refused_pair(
+        "recompute_granularity full or selective",
+        lambda c: c.recompute.recompute_granularity in ("full", "selective"),
+        "an image classifier has no transformer layers",
+        "give --recompute-granularity residual",
+    ),
+    refused_pair(
+        "recompute_granularity other than every with vision_backbone_type vgg19",
+        lambda c: (
+            c.recompute.recompute_granularity not in (None, "every", "full", "selective")
+            and c.model.vision_backbone_type == "vgg19"
+        ),
+        "that network has neither norms nor residual blocks, and its ReLUs hold what the next "
+        "convolution needs",
+        "give --recompute-granularity every",
+    ),
+    refused_pair(
         "full_validation with eval_iters 0",
         lambda c: c.evaluation.full_validation and c.evaluation.eval_iters == 0,
         "nothing is evaluated",
@@ -163,16 +201,30 @@ def _depth_is_whole_blocks(c: VisionConfig) -> Complaint:
 
 
 def _batch_norm_has_a_variance(c: VisionConfig) -> Complaint:
-    if c.training.micro_batch_size > 1 or c.training.skip_train:
+    size = c.model.simulated_micro_batch_size or c.training.micro_batch_size
+    if size > 1 or c.training.skip_train:
         return None
     norms = (layer for layer in c.model.layers() if layer.kind == "norm")
     single = [norm.name for norm in norms if norm.positions == 1]
     if not single:
         return None
+    field = "simulated_micro_batch_size"
+    if c.model.simulated_micro_batch_size is None:
+        field = "micro_batch_size"
     return (
-        f"micro_batch_size 1 with vision_backbone_type {c.model.vision_backbone_type}, img_h "
+        f"{field} 1 with vision_backbone_type {c.model.vision_backbone_type}, img_h "
         f"{c.model.img_h} and img_w {c.model.img_w}: batch normalization {single[0]} has one value "
-        "of each channel, and needs two; give --micro-batch-size 2 or larger images"
+        f"of each channel, and needs two; give --{field.replace('_', '-')} 2 or larger images"
+    )
+
+
+def _simulated_microbatches_are_whole(c: VisionConfig) -> Complaint:
+    size, group = c.training.micro_batch_size, c.model.simulated_micro_batch_size
+    if group is None or size % group == 0:
+        return None
+    return (
+        f"simulated_micro_batch_size {group} does not divide micro_batch_size {size}; nearest "
+        f"micro_batch_size: {nearest_multiples(size, group)}"
     )
 
 
@@ -188,7 +240,12 @@ class VisionConfig(Config):
     example: ClassVar[str] = "configs/wrn28_2_cifar10.yaml"
     refused_pairs: ClassVar[tuple[RefusedPair, ...]] = VISION_PAIRS
     alternatives: ClassVar[tuple[Alternatives, ...]] = VISION_ALTERNATIVES
-    rules: ClassVar = (_depth_is_whole_blocks, _batch_norm_has_a_variance)
+    recomputes: ClassVar[bool] = True
+    rules: ClassVar = (
+        _depth_is_whole_blocks,
+        _simulated_microbatches_are_whole,
+        _batch_norm_has_a_variance,
+    )
 
     def own_notices(self) -> Iterator[str]:
         """Yield lines about settings that are not read."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron.low_memory.activation_checkpoint import product_result
 from megatron.parallel.tensor_shard import TensorShard
 from megatron.tensor_parallel.collectives import TensorParallel, uncompiled
 from megatron.tensor_parallel.products import multiply, product
@@ -157,8 +158,12 @@ class _MultiplyByRows(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.tp, ctx.has_bias = tp, bias is not None
-        total, _ = tp.add_up(product(inputs, weight))
-        return total if bias is None else total.add_(bias)
+
+        def multiply_and_add_up(inputs: torch.Tensor) -> torch.Tensor:
+            total, _ = tp.add_up(product(inputs, weight))
+            return total if bias is None else total.add_(bias)
+
+        return product_result(multiply_and_add_up, inputs)
 
     @staticmethod
     @once_differentiable
@@ -198,8 +203,12 @@ class _MultiplyByColumns(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.tp, ctx.has_bias = tp, bias is not None
-        rows, _ = tp.gather(inputs)
-        return product(rows, weight, bias)
+
+        def gather_and_multiply(inputs: torch.Tensor) -> torch.Tensor:
+            rows, _ = tp.gather(inputs)
+            return product(rows, weight, bias)
+
+        return product_result(gather_and_multiply, inputs)
 
     @staticmethod
     @once_differentiable

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.low_memory.activation_checkpoint import product_result
 from megatron.processor import multiplies_natively
 
 _WORTHWHILE = 1 << 22
@@ -102,7 +103,7 @@ class _OneDnnLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        return _product(inputs, weight, bias)
+        return product_result(_product, inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -134,7 +135,7 @@ class _WidenedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        return _widened_product(inputs, weight, bias)
+        return product_result(_widened_product, inputs, weight, bias)
 
     @staticmethod
     @once_differentiable

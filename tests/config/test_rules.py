@@ -227,6 +227,15 @@ PAIRS = {
     "recompute_granularity selective with recompute_method or recompute_num_layers": (
         *("--recompute-granularity", "selective", "--recompute-num-layers", "1"),
     ),
+    "recompute_method with recompute_granularity other than full and selective": (
+        *("--recompute-granularity", "residual", "--recompute-method", "uniform"),
+    ),
+    "recompute_num_layers with recompute_granularity ops or no-norm": (
+        *("--recompute-granularity", "ops", "--recompute-num-layers", "1"),
+    ),
+    "compile with recompute_granularity other than full and selective": (
+        *("--recompute-granularity", "every", "--compile"),
+    ),
     "pipeline_schedule message-driven without pipeline_model_parallel_size above 1": (
         *("--pipeline-schedule", "message-driven"),
     ),

@@ -26,6 +26,11 @@ TURNS = "--num-layers-per-virtual-pipeline-stage"
 CASES = {
     "pp2": (2, 2, DROPOUT, ""),
     "pp2-uneven-recomputed": (2, 2, FIVE, "--recompute-granularity full"),
+    "pp2-products-kept": (2, 2, DROPOUT, "--recompute-granularity ops"),
+    "pp2-in-turns-runs-recomputed": (
+        *(2, 2, DROPOUT),
+        f"{TURNS} 1 --recompute-granularity every --recompute-num-layers 3",
+    ),
     "pp2-first-stage-small": (2, 2, FIVE, "--decoder-first-pipeline-num-layers 1"),
     "pp2-in-turns": (2, 2, DROPOUT, f"{TURNS} 1"),
     "pp2-in-turns-untied": (2, 2, UNTIED, f"{TURNS} 1"),

@@ -108,7 +108,20 @@ def test_a_resolved_configuration_reads_back(tmp_path: Path) -> None:
             "--pipeline-model-parallel-size 2",
             "pipeline_model_parallel_size 2: each rank holds",
         ),
-        ("--recompute-granularity full", "models of the task vision keep their activations"),
+        ("--recompute-granularity full", "an image classifier has no transformer layers"),
+        (
+            "--vision-backbone-type vgg19 --num-layers none --recompute-granularity residual",
+            "that network has neither norms nor residual blocks",
+        ),
+        (
+            "--vision-backbone-type vgg19 --num-layers none --simulated-micro-batch-size 2",
+            "that network has no batch normalization",
+        ),
+        (
+            "--micro-batch-size 8 --simulated-micro-batch-size 3",
+            "simulated_micro_batch_size 3 does not divide micro_batch_size 8; nearest "
+            "micro_batch_size: 6, 9",
+        ),
         ("--compile true", "models of the task vision are not compiled"),
         ("--num-layers 27", "num_layers 27 is not 6 n + 4; nearest: 22, 28"),
         ("--num-layers 28 --vision-backbone-type vgg19", "the depth of that network is fixed"),

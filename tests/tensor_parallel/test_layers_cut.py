@@ -130,6 +130,11 @@ def test_stages_hold_a_copy_each_of_their_share_of_a_tied_table(ranks: Ranks, cu
 RECOMPUTE = [
     RecomputeConfig(recompute_granularity="full", recompute_num_layers=2),
     RecomputeConfig(recompute_granularity="selective"),
+    RecomputeConfig(recompute_granularity="ops"),
+    RecomputeConfig(recompute_granularity="no-norm"),
+    RecomputeConfig(recompute_granularity="every", recompute_num_layers=3),
+    RecomputeConfig(recompute_granularity="residual", recompute_num_layers=2),
+    RecomputeConfig(recompute_granularity="residual-star", recompute_num_layers=2),
 ]
 
 
