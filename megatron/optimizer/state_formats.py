@@ -268,7 +268,7 @@ def _times(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     blocks = values[:whole].view(-1, STATE_BLOCK)
     torch.mul(blocks, scales[: blocks.shape[0], None], out=out[:whole].view(-1, STATE_BLOCK))
     if whole < values.numel():
-        torch.mul(values[whole:], scales[-1], out=out[whole:])
+        torch.mul(values[whole:], scales[blocks.shape[0]], out=out[whole:])
     return out
 
 
