@@ -7,7 +7,7 @@ from megatron.data_parallel.bucket import ALIGNMENT, STATE_BLOCK
 CPU_CHUNK = 256 * 1024
 """Entries per chunk: five fp32 streams of this length fit in a few MiB of cache."""
 CUDA_CHUNK = 64 * 1024 * 1024
-CPU_CODED_CHUNK = 64 * 1024
+CPU_CODED_CHUNK, CUDA_CODED_CHUNK = 64 * 1024, 4 * 1024 * 1024
 """Entries per chunk of states that are not fp32, which an update reads into fp32 copies."""
 SETS = 2
 """Number of sets of device buffers for offloaded states."""
@@ -23,5 +23,5 @@ def coded_chunk(chunk: int, device: str) -> int:
 
     It is a multiple of the block that shares a scale.
     """
-    most = min(chunk, CPU_CODED_CHUNK) if device == "cpu" else chunk
+    most = min(chunk, CPU_CODED_CHUNK if device == "cpu" else CUDA_CODED_CHUNK)
     return max(most // STATE_BLOCK, 1) * STATE_BLOCK
