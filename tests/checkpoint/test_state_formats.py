@@ -183,7 +183,9 @@ def decode(folder: Path) -> dict[str, torch.Tensor]:
             decoded[name] = decoded[name].to(torch.float32)
             continue
         parts = scales.shape[0]
-        mask = found[masks[name]] if masks[name] else torch.ones_like(tensor, dtype=torch.bool)
+        mask = torch.ones_like(tensor, dtype=torch.bool)
+        if (masked_by := masks[name]) is not None:
+            mask = found[masked_by]
         for row in range(parts):
             at = 0
             for start, stop in boxes[name][row::parts]:
